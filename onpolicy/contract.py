@@ -1,0 +1,92 @@
+"""The numerics contract: everything that decides the bits of a log-probability, in one record.
+
+The run's configuration becomes one contract at the launch boundary. Both engines are started from
+it, each reports its fingerprint back, and two engines whose fingerprints differ never exchange a
+token. Nothing downstream asks which mode is on: it asks the contract for its operators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+from onpolicy.errors import ContractError
+
+CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
+"""Environment variable that carries the contract, as JSON, into an engine's processes."""
+
+THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
+"""Environment variable with the number of threads of an engine's operators; changes no bits."""
+
+LOG_PROB = "log_softmax(float32(logits) / temperature)"
+
+BACKENDS = ("cpu", "stock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorShapes:
+    """The sizes at which a model calls the operators, for the self-check at start-up."""
+
+    linear: tuple[tuple[int, int, bool], ...]
+    """Distinct (out features N, in features K, has bias). Example: ((768, 256, False),)"""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    norm: tuple[int, ...]
+    """Distinct sizes of RMS norms. Example: (32, 256)"""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsContract:
+    """What the rollout engine and the trainer must agree on, and the operators that keep it."""
+
+    backend: str
+    """`cpu`: the aligned CPU operators; `stock`: each engine's own kernels, nothing promised."""
+
+    dtype: str
+    """Compute dtype of weights and activations: `bfloat16` or `float32`."""
+
+    shapes: OperatorShapes
+
+    log_prob: str = LOG_PROB
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ContractError(
+                f"backend={self.backend!r}: this version has the operator backends "
+                f"{', '.join(BACKENDS)}. Start both engines with the same version of onpolicy."
+            )
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether equality of bits is promised, and so checked."""
+        return self.backend != "stock"
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly when two contracts are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> NumericsContract:
+        """The inverse of `to_json`. Raises ContractError if the record is of another version."""
+        try:
+            record = json.loads(text)
+            shapes = record.pop("shapes")
+            shapes["linear"] = tuple((int(n), int(k), bool(b)) for n, k, b in shapes["linear"])
+            shapes["norm"] = tuple(shapes["norm"])
+            return NumericsContract(shapes=OperatorShapes(**shapes), **record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ContractError(
+                f"{CONTRACT_VARIABLE}={text[:200]!r}: not a numerics contract of this version of "
+                f"onpolicy ({error}). Start both engines with the same version."
+            ) from error

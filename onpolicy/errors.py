@@ -1,0 +1,33 @@
+"""The errors a user can meet, one class per kind of mistake.
+
+Every message says what is wrong (`name=value`), the rule it breaks, and the remedy. Each class also
+inherits the standard type that such a mistake raises elsewhere, so callers may catch either.
+"""
+
+
+class OnPolicyError(Exception):
+    """Base of every error that onpolicy raises on purpose."""
+
+
+class ConfigError(OnPolicyError, ValueError):
+    """A flag, a YAML key, a checkpoint or a data file that a run cannot start with."""
+
+
+class ContractError(OnPolicyError, RuntimeError):
+    """An engine or an operator that does not keep the numerics contract."""
+
+
+class ParityError(OnPolicyError, RuntimeError):
+    """A sampled token whose log-probability differs between the two engines."""
+
+
+class EngineError(OnPolicyError, RuntimeError):
+    """A rollout engine that failed, answered nonsense, or could not be restarted."""
+
+
+class WeightSyncError(OnPolicyError, RuntimeError):
+    """An engine whose weights are not, bit for bit, the ones that were pushed to it."""
+
+
+class CheckpointError(OnPolicyError, OSError):
+    """A checkpoint that could not be written completely, or cannot be read back."""

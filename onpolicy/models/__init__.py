@@ -1,0 +1,1 @@
+"""Hugging Face models for both engines: loading, alignment, weight names."""

@@ -1,0 +1,128 @@
+"""Puts the aligned operators into a Hugging Face model, whatever its architecture.
+
+The same function prepares the trainer's model and the one inside SGLang. It replaces three kinds
+of module, each only where the replacement is known to mean the same:
+
+- `nn.Linear`;
+- RMS norms, recognised by what they compute: a module named `*RMSNorm` that gives, on a probe,
+  exactly the bits of transformers' own formula. Another norm (Gemma's 1 + weight) stays as it is,
+  in both engines;
+- parameter-free activation functions.
+
+Attention goes through transformers' attention interface under the name `onpolicy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.activations import ACT2CLS
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.self_check import probe
+
+ATTENTION_NAME = "onpolicy"
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scale) -> [T, H, D_v], the layout bound in."""
+
+
+class AlignedLinear(nn.Linear):
+    """`nn.Linear` by `Operators.linear`; takes over the parameters of the layer it replaces."""
+
+    def __init__(self, linear: nn.Linear, operators: Operators):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.operators = operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operators.linear(x, self.weight, self.bias)
+
+
+class AlignedRMSNorm(nn.Module):
+    """RMS norm by `Operators.rms_norm`; takes over the weight of the module it replaces."""
+
+    def __init__(self, norm: nn.Module, eps: float, operators: Operators):
+        super().__init__()
+        self.weight, self.eps, self.operators = norm.weight, eps, operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operators.rms_norm(x, self.weight, self.eps)
+
+
+class AlignedActivation(nn.Module):
+    """An activation function by `Operators.elementwise`."""
+
+    def __init__(self, activation: nn.Module, operators: Operators):
+        super().__init__()
+        self.activation, self.operators = activation, operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operators.elementwise(self.activation, x)
+
+
+def align_modules(model: nn.Module, operators: Operators) -> None:
+    """Replace, in place, every module of `model` that has an aligned counterpart."""
+    for parent in list(model.modules()):
+        if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedActivation)):
+            continue
+        for name, child in list(parent.named_children()):
+            replacement = _aligned(child, operators)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _aligned(module: nn.Module, operators: Operators) -> nn.Module | None:
+    if type(module) is nn.Linear:
+        return AlignedLinear(module, operators)
+    if (eps := _rms_norm_eps(module)) is not None:
+        return AlignedRMSNorm(module, eps, operators)
+    if type(module) in _ACTIVATIONS and not list(module.parameters()):
+        return AlignedActivation(module, operators)
+    return None
+
+
+_ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}
+
+
+def _rms_norm_eps(module: nn.Module) -> float | None:
+    """The epsilon of a module that is transformers' usual RMS norm, else None."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or eps is None or weight is None:
+        return None
+    if isinstance(module, AlignedRMSNorm):
+        return None
+    x, probe_weight = probe(3, weight.shape[0], seed=1), probe(weight.shape[0], seed=2)
+    x, probe_weight = x.to(torch.bfloat16), probe_weight.to(torch.bfloat16)
+    try:
+        got = torch.func.functional_call(module, {"weight": probe_weight}, (x,))
+    except (RuntimeError, TypeError):  # takes other arguments, or other parameters
+        return None
+    rows = x.float()
+    rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
+    return eps if torch.equal(got, probe_weight * rows.to(x.dtype)) else None
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    attention_function: AttentionFunction,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D_v] out."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention_function(q, k, v, scale)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_forward)

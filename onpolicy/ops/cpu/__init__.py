@@ -1,0 +1,57 @@
+"""The aligned operators on a CPU, for any x86 or Arm machine, float32 and bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
+from onpolicy.ops.cpu.elementwise import whole_vectors
+from onpolicy.ops.cpu.linear import MAX_COLUMNS, AlignedLinear, tiled_linear
+from onpolicy.ops.cpu.threads import PiecePool
+
+
+class CpuOperators(Operators):
+    """Row-invariant operators; results do not depend on `num_threads`.
+
+    Creating them sets torch's own number of threads to 1 (see `PiecePool`).
+    """
+
+    column_tile = MAX_COLUMNS
+
+    def __init__(self, num_threads: int = 1):
+        self.pool = PiecePool(num_threads)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out = AlignedLinear.apply(rows, weight, bias, self.pool)
+        else:
+            out = tiled_linear(self.pool, rows, weight, bias)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if torch.is_grad_enabled():
+            return AlignedAttention.apply(q, k, v, layout, scale, self.pool)
+        return blockwise_attention(self.pool, q, k, v, layout, scale)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # transformers' formula. On one thread a row's mean does not depend on the other rows.
+        rows = x.float()
+        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * rows.to(x.dtype)
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return whole_vectors(function, x)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, dim=-1, dtype=torch.float32)
+
+    def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        return torch.log_softmax(logits.float() / temperature, dim=-1)

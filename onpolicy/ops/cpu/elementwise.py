@@ -1,0 +1,24 @@
+"""Activation functions on a CPU, evaluated so that no element can tell where it stands.
+
+PyTorch's CPU kernels run full vectors through SIMD code and the remainder through scalar code, and
+for SiLU, GELU or sigmoid the two differ in the last bit: an element's value depends on how many
+elements follow it. Padding the flattened input to whole vectors sends every element through the
+SIMD code. (Measured with torch 2.13 in float32: 4 % of the elements of SiLU differ; exp, cos, sin
+and tanh do not.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+VECTOR = 128
+"""Elements; a multiple of every SIMD loop's stride (32 for AVX-512 in float32, 64 in bfloat16)."""
+
+
+def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)` for a function that maps each element by itself: [...] -> [...]."""
+    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTOR))
+    return function(flat)[: x.numel()].view(x.shape)

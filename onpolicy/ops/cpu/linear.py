@@ -1,0 +1,89 @@
+"""Linear on a CPU: GEMM calls of a fixed, small set of shapes, each on one thread.
+
+What breaks row invariance in `F.linear` on a CPU is (a) fewer than 16 rows, which take
+matrix-vector and narrow kernels, and (b) a number of threads, which splits large products in ways
+that depend on the number of rows. So rows are padded to a multiple of 16 and cut into tiles of at
+most 256, columns into tiles of 1024, and every tile is one single-threaded GEMM. A product with
+weights of a given shape can then only ever run 16 different GEMMs per column tile, and the
+self-check tries them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.cpu.threads import Piece, PiecePool
+
+ROW_MULTIPLE = 16
+MAX_ROWS = 256
+MAX_COLUMNS = 1024
+
+
+def tiled_linear(pool: PiecePool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
+    rows, columns = x.shape[0], weight.shape[0]
+    x = _pad_rows(x)
+    out = x.new_empty(x.shape[0], columns)
+    pieces = [
+        _gemm(x[r : r + MAX_ROWS], weight, bias, slice(c, c + MAX_COLUMNS), out[r : r + MAX_ROWS])
+        for r in range(0, x.shape[0], MAX_ROWS)
+        for c in range(0, columns, MAX_COLUMNS)
+    ]
+    pool.run(pieces, 2.0 * x.shape[0] * weight.numel())
+    return out[:rows]
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    missing = -x.shape[0] % ROW_MULTIPLE
+    return F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+
+
+def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, out: Tensor) -> Piece:
+    def piece() -> None:
+        tile_bias = None if bias is None else bias[columns]
+        out[:, columns] = F.linear(x, weight[columns], tile_bias)
+
+    return piece
+
+
+def _weight_grad(pool: PiecePool, grad: Tensor, x: Tensor) -> Tensor:
+    """`grad.T @ x`: [M, N], [M, K] -> [N, K]; every row of the weight by one thread."""
+    out = x.new_empty(grad.shape[1], x.shape[1])
+
+    def pieces() -> Iterator[Piece]:
+        for c in range(0, out.shape[0], MAX_COLUMNS):
+            rows = slice(c, c + MAX_COLUMNS)
+            yield lambda rows=rows: out[rows].copy_(grad[:, rows].t() @ x)  # type: ignore[misc]
+
+    pool.run(pieces(), 2.0 * grad.numel() * x.shape[1])
+    return out
+
+
+class AlignedLinear(torch.autograd.Function):
+    """Forward and input gradient are row-invariant; the weight gradient is deterministic."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, pool: PiecePool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.pool, ctx.has_bias = pool, bias is not None  # type: ignore[attr-defined]
+        return tiled_linear(pool, x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
+        return (
+            tiled_linear(pool, grad, weight.t(), None) if needs_x else None,
+            _weight_grad(pool, grad, x) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+            None,
+        )

@@ -1,0 +1,57 @@
+"""Threads for the CPU operators: many single-threaded pieces, never one multi-threaded kernel.
+
+A BLAS call that runs on several threads partitions its work by their number, and with the
+partition the order of the sums changes. The operators therefore cut their work into pieces whose
+shapes do not depend on the number of threads, run every piece on one thread, and spread the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from onpolicy.errors import ContractError
+
+Piece = Callable[[], None]
+
+MIN_PARALLEL_FLOPS = 4e6
+"""Below this much work, handing pieces to other threads costs more than it saves."""
+
+
+class PiecePool:
+    """Runs independent pieces of an operator; their results do not depend on `num_threads`."""
+
+    def __init__(self, num_threads: int):
+        # Whatever is not an aligned operator (element-wise kernels, reductions) runs on one thread
+        # too: a second one would move the borders between vectorised and scalar code.
+        torch.set_num_threads(1)
+        self.num_threads = num_threads
+        self._executor = (
+            ThreadPoolExecutor(num_threads, "onpolicy-ops", lambda: torch.set_num_threads(1))
+            if num_threads > 1
+            else None
+        )
+
+    def run(self, pieces: Iterable[Piece], flops: float) -> None:
+        """Run every piece; on this thread if the work is too small to share."""
+        if torch.get_num_threads() != 1:
+            raise ContractError(
+                f"torch.get_num_threads()={torch.get_num_threads()}: the aligned CPU operators need "
+                "1, since kernels that split work over threads sum in another order. Do not call "
+                "torch.set_num_threads; choose the number of threads with --cpu-threads."
+            )
+        if self._executor is None or flops < MIN_PARALLEL_FLOPS:
+            for piece in pieces:
+                piece()
+            return
+        inference = torch.is_inference_mode_enabled()
+        for future in [self._executor.submit(_run, piece, inference) for piece in pieces]:
+            future.result()
+
+
+def _run(piece: Piece, inference: bool) -> None:
+    """Run one piece under the caller's autograd mode, which is local to a thread."""
+    with torch.inference_mode(inference), torch.no_grad():
+        piece()

@@ -1,0 +1,53 @@
+"""The operators as PyTorch ships them: fast where it is fast, aligned with nothing.
+
+They stand behind the same interface so that a run without the true-on-policy contract, a benchmark
+or a negative control differs from an aligned one in the operators alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.ops.base import AttentionLayout, Operators
+
+
+class StockOperators(Operators):
+    """PyTorch's own kernels; attention is one scaled_dot_product_attention per sequence."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        outputs = []
+        for queries, keys, rows in zip(
+            q.split(layout.query_lens), layout.key_lens, layout.key_rows, strict=True
+        ):
+            mask = torch.ones(len(queries), keys, dtype=torch.bool, device=q.device)
+            out = F.scaled_dot_product_attention(
+                queries.transpose(0, 1)[None],
+                k[rows[:keys]].transpose(0, 1)[None],
+                v[rows[:keys]].transpose(0, 1)[None],
+                attn_mask=mask.tril(keys - len(queries)),
+                scale=scale,
+                enable_gqa=True,
+            )
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return function(x)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, dim=-1, dtype=torch.float32)
+
+    def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        return torch.log(torch.softmax(logits.float() / temperature, dim=-1))

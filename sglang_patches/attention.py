@@ -1,0 +1,80 @@
+"""The aligned attention as an SGLang attention backend.
+
+One function serves prefill, chunked prefill with a cached prefix, and decode. It is registered
+under the name `torch_native`, since SGLang decides by that name that its cache allocators must not
+call Triton (sglang/srt/mem_cache/allocation.py). Can go when that is asked of the platform.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onpolicy.ops import AttentionLayout, Operators
+from sglang_patches import registry
+from sglang_patches.platform import ATTENTION_BACKEND
+
+
+def install(operators: Operators) -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    @register_attention_backend(ATTENTION_BACKEND)
+    def create(runner: Any) -> Any:
+        return _backend_class()(runner, operators)
+
+    registry.note(f"attention backend {ATTENTION_BACKEND}")
+
+
+def _backend_class() -> type:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    class AlignedAttentionBackend(TorchNativeAttnBackend):
+        """Writes new keys and values into the paged pool, then attends over the pool."""
+
+        def __init__(self, runner: Any, operators: Operators):
+            super().__init__(runner)
+            self.operators = operators
+            self.layout: AttentionLayout | None = None
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            key_lens = tuple(forward_batch.seq_lens.tolist())
+            query_lens = (
+                (1,) * len(key_lens)
+                if forward_batch.forward_mode.is_decode()
+                else tuple(forward_batch.extend_seq_lens.tolist())
+            )
+            pages = self.req_to_token_pool.req_to_token
+            rows = pages[forward_batch.req_pool_indices, : max(key_lens)]
+            self.layout = AttentionLayout(
+                query_lens=query_lens, key_lens=key_lens, key_rows=rows.long()
+            )
+
+        def forward_extend(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **_: Any,
+        ) -> torch.Tensor:
+            if save_kv_cache:
+                location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+                self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+            assert self.layout is not None
+            out = self.operators.attention(
+                q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+                self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+                self.layout,
+                layer.scaling,
+            )
+            return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+        forward_decode = forward_extend
+
+    return AlignedAttentionBackend

@@ -1,0 +1,31 @@
+"""Routes the output projection to the aligned linear.
+
+Diverges in stock SGLang: a plain `torch.matmul`. SGLang also pads the vocabulary to a multiple of
+64 rows; only the model's own rows are multiplied here, since the padded ones are dropped anyway and
+the trainer's matrix does not have them.
+Source: LogitsProcessor._compute_lm_head, sglang/srt/layers/logits_processor.py. Can go with linear.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onpolicy.ops import Operators
+from sglang_patches import registry
+
+TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+
+
+def install(operators: Operators) -> None:
+    def compute_lm_head(
+        self: Any,
+        hidden_states: torch.Tensor,
+        lm_head: torch.nn.Module,
+        embedding_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weight = lm_head.weight[: lm_head.org_vocab_size]
+        return operators.linear(hidden_states.to(weight.dtype), weight, embedding_bias)
+
+    registry.hook(TARGET, compute_lm_head, "replace")

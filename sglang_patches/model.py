@@ -1,0 +1,32 @@
+"""Puts the aligned modules into the Hugging Face model that SGLang runs, and checks them.
+
+SGLang's transformers backend swaps every `*RMSNorm` for its own. The swap is prevented, so that
+both engines hold the same Hugging Face modules, and then both get the same replacements from
+`onpolicy.models.align`. When the model is loaded, the operators are run at the model's shapes and
+the digest is reported.
+Source: sglang/srt/models/transformers.py. Can go when the backend lets a caller keep HF modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onpolicy.contract import NumericsContract
+from onpolicy.models.align import align_modules
+from onpolicy.ops import Operators
+from onpolicy.ops.self_check import self_check
+from sglang_patches import registry
+
+NORM_TARGET = "sglang.srt.models.transformers.replace_rms_norm_class"
+LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+def install(operators: Operators, contract: NumericsContract) -> None:
+    def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+        registry.require_active()
+        align_modules(runner.model, operators)
+        registry.report["self_check"] = self_check(operators, contract)
+        return result
+
+    registry.hook(NORM_TARGET, lambda rms_norm, hidden_size: rms_norm, "replace")
+    registry.hook(LOAD_TARGET, after_load, "after")

@@ -1,0 +1,61 @@
+"""Which patches this process asked for, and whether SGLang really applied them.
+
+SGLang only logs when a plug-in or a hook fails, and serves on without it. So every patch is
+recorded here, and `require_active` is asked at the points where an engine could start to serve: in
+the main process before the server starts, and in every model process when its model is loaded and
+again when its KV pool is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ContractError
+
+_requested: list[str] = []
+_installed: list[str] = []
+report: dict[str, Any] = {}
+"""What this process tells the trainer about itself through /server_info (see status.py)."""
+
+
+def hook(target: str, function: Callable[..., Any], kind: str) -> None:
+    """Ask SGLang to hook `target` (dotted path); kind: before, after, around or replace."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType(kind))
+    _requested.append(target)
+
+
+def note(name: str) -> None:
+    """Record a patch that was installed directly, through a registration function of SGLang's."""
+    _installed.append(name)
+
+
+def started(contract: NumericsContract) -> None:
+    """Record that the plug-in ran to its end in this process, under `contract`."""
+    report["contract"] = contract.to_json()
+
+
+def active() -> list[str]:
+    """The patches in force in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return sorted(_installed + [target for target in _requested if target in HookRegistry._patched])
+
+
+def require_active() -> None:
+    """Raise ContractError if the plug-in did not run here or one of its patches did not apply."""
+    if "contract" not in report:
+        raise ContractError(
+            "the onpolicy plug-in did not run in this SGLang process, so its operators are not in. "
+            "Look for 'Failed to load plugin' or 'Failed to execute general plugin' in the engine's "
+            "log above; if SGLANG_PLUGINS is set, it must name 'onpolicy'."
+        )
+    missing = sorted({*_requested, *_installed} - set(active()))
+    if missing:
+        raise ContractError(
+            f"missing patches={missing}: SGLang could not apply them (see 'Failed to apply hooks' in "
+            "the log above), so its results would not be the trainer's. Install a supported SGLang."
+        )

@@ -1,0 +1,47 @@
+"""Refuses requests whose log-probabilities would not be the policy's own.
+
+The returned log-probability is that of the temperature-scaled softmax. A filter or a penalty makes
+the sampling distribution another one, so the sample would not be on-policy; a request that asks for
+one gets a 400 answer that says so, instead of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_patches import registry
+
+TARGET = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
+
+_NEUTRAL = {
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+_ALL_TOKENS = 1 << 30
+_GREEDY = 1
+
+
+def install() -> None:
+    registry.hook(TARGET, _refuse_filters, "before")
+
+
+def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
+    asked = [name for name, neutral in _NEUTRAL.items() if getattr(params, name) not in (neutral, [])]
+    if params.top_k not in (_GREEDY, -1) and params.top_k < _ALL_TOKENS:
+        asked.append("top_k")
+    if asked:
+        values = ", ".join(f"{name}={getattr(params, name)!r}" for name in asked)
+        raise ValueError(
+            f"{values}: not available in true-on-policy mode, where a token is sampled from "
+            "softmax(logits / temperature) and from nothing else, so that its log-probability is the "
+            "trainer's to the last bit. Leave it out, or serve without the contract."
+        )

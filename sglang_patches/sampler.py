@@ -1,0 +1,94 @@
+"""A sampler whose log-probabilities are the trainer's and whose samples depend on the seed alone.
+
+Diverges in stock SGLang: log-probabilities are `log(softmax(x))`, or with deterministic inference
+`log_softmax` of logits divided in place; sampling hashes every vocabulary entry, in a kernel that
+has no CPU wheel. Here they are `Operators.log_softmax`, the function the trainer calls, and a token
+is drawn by inverting the cumulative distribution at one uniform number per (seed, position), so it
+depends neither on the batch nor on the engine.
+Registered through SGLang's register_sampler_backend under the name that deterministic inference
+forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onpolicy.ops import Operators
+from sglang_patches import registry
+
+
+def install(operators: Operators) -> None:
+    from sglang.srt.layers.sampler import register_sampler_backend
+
+    register_sampler_backend("pytorch", lambda: _sampler_class()(operators))
+    registry.note("sampler backend pytorch")
+
+
+def _sampler_class() -> type:
+    from sglang.srt.layers.sampler import Sampler
+
+    class AlignedSampler(Sampler):
+        def __init__(self, operators: Operators):
+            super().__init__()
+            self.operators = operators
+
+        def forward(
+            self,
+            logits_output: Any,
+            sampling_info: Any,
+            return_logprob: bool,
+            top_logprobs_nums: list[int],
+            token_ids_logprobs: list[list[int]],
+            positions: torch.Tensor,
+        ) -> torch.Tensor:
+            logits = logits_output.next_token_logits
+            log_probs = self.operators.log_softmax(logits, sampling_info.temperatures)
+            tokens = draw(log_probs, sampling_info.sampling_seed, positions)
+            if sampling_info.is_any_greedy:
+                tokens = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), tokens)
+            tokens = tokens.to(torch.int32)
+            if return_logprob:
+                result = self.output_logprob_processor.compute_logprobs(
+                    log_probs, top_logprobs_nums, token_ids_logprobs, tokens
+                )
+                result.write_output_to(logits_output)
+            self._sync_token_ids_across_tp(tokens, sampling_info)
+            return tokens
+
+    return AlignedSampler
+
+
+def draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One token per row: float32 [B, V], int64 [B], int64 [B] -> int64 [B].
+
+    The first token whose cumulative probability exceeds a uniform number made from seed and
+    position; sums in float64, row by row.
+    """
+    cumulative = log_probs.double().exp_().cumsum(-1)
+    threshold = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
+    return (cumulative <= threshold).sum(-1).clamp_(max=log_probs.shape[-1] - 1)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Uniform float64 numbers in [0, 1): int64 [B], int64 [B] -> [B], by two rounds of SplitMix64."""
+    state = _splitmix64(_splitmix64(seeds) + positions.to(torch.int64))
+    return _shift_right(state, 11).double() / (1 << 53)
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    """Steele et al., Fast splittable pseudorandom number generators (OOPSLA 2014); int64 wraps."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift of int64, which torch shifts arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x

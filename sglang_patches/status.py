@@ -1,0 +1,24 @@
+"""Tells the trainer what runs here: contract, self-check digest, patches, weights pushed.
+
+Adds the key `onpolicy` to the scheduler's internal state, which GET /server_info returns. It is
+collected in the scheduler, the process that computes log-probabilities; a server whose scheduler
+did not load the plug-in has no such key, and the trainer refuses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_patches import registry
+
+TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+
+
+def install() -> None:
+    registry.hook(TARGET, _add_report, "after")
+
+
+def _add_report(result: Any, *_: Any, **__: Any) -> Any:
+    state = result.internal_state
+    state["onpolicy"] = {**registry.report, "patches": registry.active()}
+    return result

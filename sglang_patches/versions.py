@@ -1,0 +1,37 @@
+"""The seam between SGLang versions: what this plug-in supports, and where those versions differ.
+
+Supported: 0.5.17 (torch 2.11) to 0.5.21 (torch 2.13). What differs between them is asked here by
+feature, never by comparing version numbers elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from onpolicy.errors import ContractError
+
+SUPPORTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21")
+
+
+def sglang_version() -> str:
+    """The installed SGLang version. Raises ContractError if there is none or it is not supported."""
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError as error:
+        raise ContractError(
+            "sglang is not installed: the rollout needs it. Run `make setup` on a machine without a "
+            "GPU, or `pip install -e '.[gpu]'` on one with a GPU."
+        ) from error
+    release = re.match(r"\d+\.\d+\.\d+", installed)
+    if release is None or release.group() not in SUPPORTED:
+        raise ContractError(
+            f"sglang=={installed}: the plug-in supports {SUPPORTED[0]} to {SUPPORTED[-1]}, whose "
+            f"source it was checked against. Install one of them: pip install sglang=={SUPPORTED[-1]}"
+        )
+    return installed
+
+
+def has_weight_update_sessions() -> bool:
+    """Whether weight updates must stand between begin_weight_update and end_weight_update."""
+    return sglang_version() not in SUPPORTED[:4]

@@ -1,0 +1,63 @@
+"""Checks that the weights an engine holds are, bit for bit, the ones that were pushed to it.
+
+SGLang answers "Success" when its loader returned; a name it did not know is only logged. Every load
+is watched here: the tensors that arrive are hashed under their Hugging Face names, and where the
+model keeps a parameter of that name, the stored bits are compared with the ones that arrived. The
+digest of the last push is reported (see status.py) and the trainer compares it with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from onpolicy.errors import WeightSyncError
+from onpolicy.weight_digest import WeightDigest
+from sglang_patches import registry
+
+TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+def install() -> None:
+    registry.hook(TARGET, _watch_loads, "after")
+
+
+def _watch_loads(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    model = runner.model
+    load_weights = model.load_weights
+    digest = WeightDigest()
+    registry.report["weights"] = digest.hexdigest()
+
+    def watched(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        arrived: dict[str, torch.Tensor] = {}
+
+        def watch() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                digest.add(name, tensor)
+                arrived[name] = tensor
+                yield name, tensor
+
+        loaded = load_weights(watch(), *args, **kwargs)
+        _require_stored(model, arrived)
+        registry.report["weights"] = digest.hexdigest()
+        return loaded
+
+    model.load_weights = watched
+    return result
+
+
+def _require_stored(model: torch.nn.Module, arrived: dict[str, torch.Tensor]) -> None:
+    """Compare with the parameters of the same name; fused or sharded ones have other names or sizes."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in arrived.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.shape[1:] != tensor.shape[1:]:
+            continue
+        stored = parameter.data[: tensor.shape[0]]
+        if not torch.equal(stored, tensor.to(stored)):
+            raise WeightSyncError(
+                f"parameter={name}: the engine does not hold the bits that were pushed to it. Its "
+                "weights are partly new and partly old; restart the engine."
+            )
