@@ -31,3 +31,7 @@ class WeightSyncError(OnPolicyError, RuntimeError):
 
 class CheckpointError(OnPolicyError, OSError):
     """A checkpoint that could not be written completely, or cannot be read back."""
+
+
+class TrainingError(OnPolicyError, ArithmeticError):
+    """An optimizer step that cannot be taken, such as one with gradients that are not finite."""

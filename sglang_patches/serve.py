@@ -6,8 +6,6 @@ closes, so that no engine outlives the process that started it, however that pro
 
 from __future__ import annotations
 
-from sglang_patches import torchvision_ops  # noqa: F401  isort: skip  (before any torchvision import)
-
 import argparse
 import difflib
 import os

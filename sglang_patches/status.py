@@ -1,4 +1,4 @@
-"""Tells the trainer what runs here: contract, self-check digest, patches, weights pushed.
+"""Tells the trainer what runs here: contract, self-check digest, patches, weights, versions.
 
 Adds the key `onpolicy` to the scheduler's internal state, which GET /server_info returns. It is
 collected in the scheduler, the process that computes log-probabilities; a server whose scheduler
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_patches import registry
+from sglang_patches import registry, versions
 
 TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
@@ -18,7 +18,12 @@ def install() -> None:
     registry.hook(TARGET, _add_report, "after")
 
 
-def _add_report(result: Any, *_: Any, **__: Any) -> Any:
-    state = result.internal_state
-    state["onpolicy"] = {**registry.report, "patches": registry.active()}
+def _add_report(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
+    result.internal_state["onpolicy"] = {
+        **registry.report,
+        "patches": registry.active(),
+        "sglang": versions.sglang_version(),
+        "has_update_sessions": versions.has_weight_update_sessions(),
+        "tp_size": scheduler.tp_worker.model_runner.tp_size,
+    }
     return result

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.weight_digest import WeightDigest
+from onpolicy.weights import WeightDigest
 from sglang_patches import registry
 
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"

@@ -41,7 +41,10 @@ class PackedTokens:
 
     @staticmethod
     def pack(
-        sequences: list[list[int]], prompt_lens: list[int], temperature: float
+        sequences: list[list[int]],
+        prompt_lens: list[int],
+        temperature: float,
+        device: torch.device | str = "cpu",
     ) -> PackedTokens:
         """Pack sequences of token ids; every token after a sequence's prompt is asked for."""
         lens = tuple(len(s) for s in sequences)
@@ -55,12 +58,12 @@ class PackedTokens:
             ]
         )
         return PackedTokens(
-            tokens=tokens,
-            positions=positions,
-            layout=AttentionLayout.packed(lens),
-            rows=rows,
-            targets=tokens[rows + 1],
-            temperature=torch.full((len(rows),), temperature),
+            tokens=tokens.to(device),
+            positions=positions.to(device),
+            layout=AttentionLayout.packed(lens, device),
+            rows=rows.to(device),
+            targets=tokens[rows + 1].to(device),
+            temperature=torch.full((len(rows),), temperature, device=device),
         )
 
 

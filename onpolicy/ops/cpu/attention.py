@@ -134,10 +134,10 @@ class _Tile:
         return scores
 
     def _mask(self, scores: Tensor) -> None:
-        """Set to -inf what lies after a row's own position; padded rows see the first key only."""
+        """Set to -inf what lies after a row's own position; a padded row always sees some key."""
         positions = self.positions.repeat_interleave(self.shape.group, dim=1)
         positions = F.pad(positions, (0, self.rows - positions.shape[1]))
-        first = int(self.positions.min()) // KEY_BLOCK if self.rows == positions.shape[1] else 0
+        first = int(self.positions.min()) // KEY_BLOCK  # blocks before it hide nothing from anyone
         keys = torch.arange(first * KEY_BLOCK, self.num_blocks * KEY_BLOCK).view(-1, 1, 1, KEY_BLOCK)
         future = keys > positions[None, :, :, None]
         view = scores[first:].view(-1, len(positions), self.shape.kv_heads, self.rows, KEY_BLOCK)

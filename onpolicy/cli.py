@@ -1,0 +1,45 @@
+"""`onpolicy train | verify | bench | serve`. Parses first; imports torch only to do the work."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from onpolicy.errors import ConfigError, OnPolicyError
+
+COMMANDS = {
+    "train": "reinforcement learning with rollout and training engines that agree bit for bit",
+    "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
+    "bench": "aligned and stock operators side by side: `bench rollout`, `bench step`",
+    "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `onpolicy` command. Returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] not in COMMANDS:
+        print(f"onpolicy: unknown command {arguments[0]!r}.\n\n{_usage()}", file=sys.stderr)
+        return 2
+    command = importlib.import_module(f"onpolicy.commands.{arguments[0]}")
+    try:
+        return command.main(arguments[1:])
+    except OnPolicyError as error:
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8}{help_line}" for name, help_line in COMMANDS.items()]
+    return "usage: onpolicy COMMAND [flags]\n\n" + "\n".join(lines) + "\n\nFlags: onpolicy COMMAND --help"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""`onpolicy train`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from onpolicy.config import TrainConfig, parse, validate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, check everything that can be checked, then train."""
+    config = parse(TrainConfig, argv, "onpolicy train")
+    validate(config)
+    return _dry_run(config) if config.dry_run else _train(config)
+
+
+def _dry_run(config: TrainConfig) -> int:
+    from onpolicy.rewards.scorer import Scorer
+    from onpolicy.start import read_inputs
+
+    inputs = read_inputs(config, Scorer(config.reward))
+    print(json.dumps(config.to_dict(), indent=2))
+    print(config.batch_equation())
+    print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.contract.fingerprint}")
+    return 0
+
+
+def _train(config: TrainConfig) -> int:
+    from onpolicy.loop import train
+    from onpolicy.progress import print_summary
+    from onpolicy.rewards.scorer import Scorer
+    from onpolicy.start import configure_logging, read_inputs
+    from onpolicy.train import distributed
+
+    configure_logging()
+    distributed.init_process_group()
+    inputs = distributed.run_on_rank_zero(lambda: read_inputs(config, Scorer(config.reward)))
+    if distributed.rank() == 0:
+        print(config.batch_equation(), flush=True)
+    summary = train(config, inputs)
+    if distributed.rank() == 0:
+        print_summary(summary)
+    return 0

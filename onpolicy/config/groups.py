@@ -1,0 +1,239 @@
+"""The flags of `onpolicy train`, in groups. A field's name is the flag's; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    hf_checkpoint: str = ""
+    """Local directory with the Hugging Face checkpoint to start from. Required."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of both engines. Master weights and gradient sums are float32 in any case."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    prompt_data: str = ""
+    """Training prompts: a .jsonl or .parquet file. Required."""
+
+    input_key: str = "prompt"
+    """Field with the prompt: a string, or a list of chat messages."""
+
+    label_key: str = "label"
+    """Field with the reference answer; dots reach into objects, as in reward_model.ground_truth."""
+
+    apply_chat_template: bool = False
+    """Turn prompts into chats with the tokenizer's template."""
+
+    shuffle: bool = True
+    """Visit the prompts in a new order in every epoch, fixed by --seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    num_rollout: int = 100
+    """Number of rollouts, each followed by training on it."""
+
+    rollout_batch_size: int = 32
+    """Prompts per rollout."""
+
+    n_samples_per_prompt: int = 8
+    """Responses sampled for every prompt; they form one group."""
+
+    rollout_max_response_len: int = 1024
+    """Longest response, in tokens."""
+
+    rollout_temperature: float = 1.0
+    """Divides the logits before sampling, and before log-probabilities are taken on both sides."""
+
+    rollout_top_p: float = 1.0
+    """Nucleus sampling; only without --true-on-policy-mode."""
+
+    rollout_top_k: int = -1
+    """Sample from the k likeliest tokens; only without --true-on-policy-mode."""
+
+    rollout_min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest; not with --true-on-policy-mode."""
+
+    rollout_stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the checkpoint's end-of-sequence tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    rollout_num_engines: int = 1
+    """SGLang servers to start on this host."""
+
+    rollout_server_url: tuple[str, ...] = ()
+    """Use these running servers (started with `onpolicy serve`) instead of starting any."""
+
+    rollout_api_key: str = ""
+    """API key of those servers, or of the ones started here; one is made up if there is none."""
+
+    rollout_host: str = "127.0.0.1"
+    """Address the servers listen on. Another than loopback needs --rollout-api-key."""
+
+    rollout_base_port: int = 0
+    """First port of the servers; 0 takes free ones."""
+
+    rollout_max_concurrency: int = 256
+    """Requests in flight per server."""
+
+    rollout_request_timeout: float = 1800.0
+    """Seconds after which a request counts as lost."""
+
+    rollout_start_timeout: float = 600.0
+    """Seconds a server may take to start."""
+
+    rollout_health_timeout: float = 60.0
+    """Seconds without a successful health check after which a server counts as dead."""
+
+    rollout_max_restarts: int = 3
+    """How often dead servers are started again before the run gives up."""
+
+    cpu_threads: int = 0
+    """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    rm_type: Literal["", "math", "dapo", "exact"] = ""
+    """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact."""
+
+    custom_rm_path: str = ""
+    """Own rule instead, as package.module.function(sample) -> float or dict with "score"."""
+
+    rm_time_limit: float = 10.0
+    """Seconds for scoring one response; after that its reward is 0 and the timeout is counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    advantage_estimator: Literal["grpo", "rloo", "reinforce"] = "grpo"
+    """How rewards of a group become advantages."""
+
+    grpo_std_normalization: bool = True
+    """Divide GRPO advantages by the group's standard deviation (off: Dr. GRPO's advantages)."""
+
+    eps_clip: float = 0.2
+    """Lower clip of the PPO ratio: 1 - eps_clip."""
+
+    eps_clip_high: float | None = None
+    """Upper clip of the PPO ratio: 1 + eps_clip_high; the same as --eps-clip if not given."""
+
+    loss_aggregation: Literal["token-mean", "seq-mean"] = "token-mean"
+    """Mean over all tokens of the global batch, or over its sequences of their token means."""
+
+    filter_equal_rewards: bool = False
+    """Leave out groups whose rewards are all equal: they carry no signal."""
+
+    use_kl_loss: bool = False
+    """Add a KL penalty towards the reference model to the loss."""
+
+    kl_loss_coef: float = 0.001
+    """Weight of that penalty."""
+
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that penalty (http://joschu.net/blog/kl-approx.html)."""
+
+    ref_checkpoint: str = ""
+    """Checkpoint of the reference model; --hf-checkpoint if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    train_backend: Literal["fsdp"] = "fsdp"
+    """Training engine."""
+
+    global_batch_size: int | None = None
+    """Samples per optimizer step; all samples of a rollout if not given."""
+
+    max_tokens_per_gpu: int = 8192
+    """Tokens that one rank packs into a micro-batch; a longer sequence gets one of its own."""
+
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up, down to 0 at the end of the run."""
+
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+
+    clip_grad: float = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    true_on_policy_mode: bool = False
+    """Run both engines on aligned operators and check that every log-probability agrees bitwise."""
+
+    parity_policy: Literal["fail", "warn"] | None = None
+    """On a mismatch: stop before the backward pass, or log it. Default: fail in the mode above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig:
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """Way of new weights to the servers: shared memory, torch.distributed, or safetensors files."""
+
+    update_weight_buffer_size: int = 512
+    """MiB of weights gathered and sent at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    eval_interval: int = 0
+    """Evaluate before the first and after every so many rollouts; 0: never."""
+
+    eval_prompt_data: str = ""
+    """Evaluation prompts, read like --prompt-data."""
+
+    n_samples_per_eval_prompt: int = 1
+    """Responses per evaluation prompt: avg@k and pass@k."""
+
+    eval_temperature: float = 1.0
+    """Temperature of evaluation samples; 0 is greedy."""
+
+    eval_max_response_len: int | None = None
+    """Longest evaluation response; --rollout-max-response-len if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    run_dir: str = "runs/train"
+    """Directory for configuration, logs, metrics, plots; made if it is not there."""
+
+    save: str = ""
+    """Directory for checkpoints."""
+
+    save_interval: int = 0
+    """Save after every so many rollouts, and after the last; 0: never."""
+
+    load: str = ""
+    """Directory of checkpoints to resume from: its latest complete one, if there is any."""
+
+    use_tensorboard: bool = False
+    """Also write TensorBoard files into the run directory."""
+
+    use_wandb: bool = False
+    """Also log to Weights & Biases (set WANDB_MODE=offline for no network)."""
+
+    wandb_project: str = "onpolicy"
+    """Project name there."""

@@ -1,0 +1,225 @@
+"""The typed configuration of a training run and the rules its values must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from onpolicy.config import groups, sglang_flags
+from onpolicy.errors import ConfigError
+
+Flat = tyro.conf.OmitArgPrefixes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Reinforcement learning of a language model, bit for bit on-policy."""
+
+    model: Annotated[groups.ModelConfig, Flat] = field(default_factory=groups.ModelConfig)
+    data: Annotated[groups.DataConfig, Flat] = field(default_factory=groups.DataConfig)
+    rollout: Annotated[groups.RolloutConfig, Flat] = field(default_factory=groups.RolloutConfig)
+    engine: Annotated[groups.EngineConfig, Flat] = field(default_factory=groups.EngineConfig)
+    reward: Annotated[groups.RewardConfig, Flat] = field(default_factory=groups.RewardConfig)
+    algorithm: Annotated[groups.AlgorithmConfig, Flat] = field(
+        default_factory=groups.AlgorithmConfig
+    )
+    trainer: Annotated[groups.TrainerConfig, Flat] = field(default_factory=groups.TrainerConfig)
+    parity: Annotated[groups.ParityConfig, Flat] = field(default_factory=groups.ParityConfig)
+    sync: Annotated[groups.WeightSyncConfig, Flat] = field(default_factory=groups.WeightSyncConfig)
+    eval: Annotated[groups.EvalConfig, Flat] = field(default_factory=groups.EvalConfig)
+    output: Annotated[groups.OutputConfig, Flat] = field(default_factory=groups.OutputConfig)
+
+    seed: int = 0
+    """Decides the order of prompts and every sampled token."""
+
+    custom_config_path: str = ""
+    """YAML file with values for these flags (keys as flags, with _ for -). The command line wins."""
+
+    dry_run: bool = False
+    """Check everything that can be checked, print the resolved configuration, and stop."""
+
+    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """SGLang's own flags, collected from --sglang-*."""
+
+    @property
+    def samples_per_rollout(self) -> int:
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step."""
+        return self.trainer.global_batch_size or self.samples_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.samples_per_rollout // self.global_batch_size
+
+    @property
+    def eps_clip_high(self) -> float:
+        high = self.algorithm.eps_clip_high
+        return self.algorithm.eps_clip if high is None else high
+
+    @property
+    def parity_fails(self) -> bool:
+        """Whether a mismatched token stops the run."""
+        policy = self.parity.parity_policy
+        return self.parity.true_on_policy_mode if policy is None else policy == "fail"
+
+    def batch_equation(self) -> str:
+        """The four sizes of a rollout as one equation."""
+        return (
+            f"rollout_batch_size {self.rollout.rollout_batch_size} prompts x n_samples_per_prompt "
+            f"{self.rollout.n_samples_per_prompt} = {self.samples_per_rollout} samples = "
+            f"global_batch_size {self.global_batch_size} x {self.steps_per_rollout} optimizer steps"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values under their flags' names, for the run directory; keys are left out."""
+        flat: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            flat.update(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {item.name: value})
+        flat["rollout_api_key"] = "..." if flat["rollout_api_key"] else ""
+        return flat
+
+
+def validate(config: TrainConfig) -> None:
+    """Raise ConfigError for the first value that breaks a rule."""
+    _require_positive(config)
+    _require_batch_sizes(config)
+    _require_sampling(config)
+    _require_companions(config)
+    _require_engines(config)
+    sglang_flags.validate(config.sglang_args, aligned=config.parity.true_on_policy_mode)
+
+
+def _refuse(flag: str, value: object, rule: str, remedy: str) -> None:
+    raise ConfigError(f"--{flag.replace('_', '-')}={value}: {rule}. {remedy}")
+
+
+_AT_LEAST: dict[str, float] = {
+    "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1,
+    "rollout_max_response_len": 1, "rollout_max_concurrency": 1, "rollout_num_engines": 1,
+    "rollout_max_restarts": 0, "rollout_base_port": 0, "cpu_threads": 0, "eps_clip": 0,
+    "kl_loss_coef": 0, "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
+    "clip_grad": 0, "update_weight_buffer_size": 1, "eval_interval": 0,
+    "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "seed": 0,
+}  # fmt: skip
+
+
+def _require_positive(config: TrainConfig) -> None:
+    values = config.to_dict()
+    for name, least in _AT_LEAST.items():
+        if not values[name] >= least:
+            _refuse(name, values[name], f"must be at least {least:g}", "Give a larger value.")
+    for name in (
+        "rollout_request_timeout", "rollout_start_timeout", "rollout_health_timeout",
+        "rm_time_limit", "adam_eps",
+    ):  # fmt: skip
+        if not values[name] > 0:
+            _refuse(name, values[name], "must be greater than 0", "Give a larger value.")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= values[name] < 1:
+            _refuse(name, values[name], "must be in [0, 1)", "Give a value in that range.")
+
+
+def _require_batch_sizes(config: TrainConfig) -> None:
+    samples, size = config.samples_per_rollout, config.trainer.global_batch_size
+    if size is not None and (size < 1 or samples % size):
+        rollout = config.rollout
+        _refuse(
+            "global_batch_size",
+            size,
+            f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt "
+            f"{rollout.n_samples_per_prompt} = {samples} samples must be global_batch_size x a whole "
+            "number of optimizer steps",
+            f"Divisors of {samples}: {_divisors(samples)}.",
+        )
+    estimator, n = config.algorithm.advantage_estimator, config.rollout.n_samples_per_prompt
+    if estimator != "reinforce" and n < 2:
+        _refuse(
+            "n_samples_per_prompt",
+            n,
+            f"--advantage-estimator {estimator} compares the samples of a group and needs 2 or more",
+            "Raise it, or use --advantage-estimator reinforce.",
+        )
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _require_sampling(config: TrainConfig) -> None:
+    rollout = config.rollout
+    if not rollout.rollout_temperature > 0:
+        _refuse(
+            "rollout_temperature",
+            rollout.rollout_temperature,
+            "must be greater than 0, since a greedy rollout has no log-probabilities to learn from",
+            "Give 1.0, or another positive value.",
+        )
+    neutral = {"rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
+    for name, value in neutral.items():
+        if config.parity.true_on_policy_mode and getattr(rollout, name) != value:
+            _refuse(
+                name,
+                getattr(rollout, name),
+                "with --true-on-policy-mode a token is sampled from softmax(logits / temperature) and "
+                "from nothing else, since a filter makes the sampling distribution another one than "
+                "the policy that is trained",
+                f"Leave it at {value}, or run without --true-on-policy-mode.",
+            )
+
+
+def _require_companions(config: TrainConfig) -> None:
+    for name, value in (
+        ("hf_checkpoint", config.model.hf_checkpoint),
+        ("prompt_data", config.data.prompt_data),
+    ):
+        if not value:
+            raise ConfigError(f"--{name.replace('_', '-')} is missing: a run needs it. Give a path.")
+    reward = config.reward
+    if bool(reward.rm_type) == bool(reward.custom_rm_path):
+        raise ConfigError(
+            f"--rm-type={reward.rm_type!r}, --custom-rm-path={reward.custom_rm_path!r}: a run needs "
+            "exactly one of them. Give --rm-type math, dapo or exact, or a function of your own."
+        )
+    needs = [
+        ("save_interval", config.output.save_interval, "save", config.output.save),
+        ("eval_interval", config.eval.eval_interval, "eval_prompt_data", config.eval.eval_prompt_data),
+    ]
+    for name, value, other, given in needs:
+        if bool(value) != bool(given):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
+                "does nothing without the other. Give both, or neither."
+            )
+
+
+def _require_engines(config: TrainConfig) -> None:
+    engine = config.engine
+    if engine.rollout_server_url and engine.rollout_num_engines != 1:
+        _refuse(
+            "rollout_num_engines",
+            engine.rollout_num_engines,
+            "with --rollout-server-url no server is started",
+            "Leave one of the two out.",
+        )
+    if engine.rollout_server_url and config.sglang_args:
+        _refuse(
+            "sglang_*",
+            " ".join(config.sglang_args),
+            "with --rollout-server-url no server is started, so nothing would read it",
+            "Give it to the command that starts the server.",
+        )
+    if engine.rollout_host not in ("127.0.0.1", "localhost", "::1") and not engine.rollout_api_key:
+        _refuse(
+            "rollout_host",
+            engine.rollout_host,
+            "a server that others can reach needs a key",
+            "Add --rollout-api-key, or leave the address at 127.0.0.1.",
+        )

@@ -1,0 +1,107 @@
+"""Token by token: are two float32 log-probabilities the same bits? NaN and Inf never are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NOT_FINITE_ULP = 1 << 31
+"""ULP distance reported where a value is not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """One token whose two log-probabilities differ."""
+
+    step: int
+    sample: str
+    """Which sample. Example: 'prompt 12, sample 3'"""
+
+    position: int
+    """Position of the token in the response, from 0."""
+
+    rollout_log_prob: float
+    train_log_prob: float
+    ulp: int
+    """Representable float32 values between the two."""
+
+    def __str__(self) -> str:
+        return (
+            f"step={self.step}, {self.sample}, response position={self.position}: "
+            f"rollout={self.rollout_log_prob!r}, train={self.train_log_prob!r}, ulp={self.ulp}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ParityCounts:
+    """Sums over compared tokens; add two together to merge them."""
+
+    num_compared: int = 0
+    num_mismatched: int = 0
+    max_ulp: int = 0
+    max_abs_diff: float = 0.0
+    sum_abs_diff: float = 0.0
+    sum_k3: float = 0.0
+    max_k3: float = 0.0
+
+    def __add__(self, other: ParityCounts) -> ParityCounts:
+        return ParityCounts(
+            num_compared=self.num_compared + other.num_compared,
+            num_mismatched=self.num_mismatched + other.num_mismatched,
+            max_ulp=max(self.max_ulp, other.max_ulp),
+            max_abs_diff=max(self.max_abs_diff, other.max_abs_diff),
+            sum_abs_diff=self.sum_abs_diff + other.sum_abs_diff,
+            sum_k3=self.sum_k3 + other.sum_k3,
+            max_k3=max(self.max_k3, other.max_k3),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a training step; see `onpolicy/metrics.py` for their meaning."""
+        tokens = max(self.num_compared, 1)
+        return {
+            "parity/num_compared_tokens": self.num_compared,
+            "parity/num_mismatched_tokens": self.num_mismatched,
+            "parity/max_ulp": self.max_ulp,
+            "train/train_rollout_logprob_abs_diff": self.sum_abs_diff / tokens,
+            "train/k3_kl": self.sum_k3 / tokens,
+        }
+
+
+def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int | None]:
+    """Compare two float32 tensors [R].
+
+    Returns the counts and the position of the first mismatch, None if there is none. A value that
+    is not finite is a mismatch even when both sides have it, and enters the averages as it is.
+    The k3 estimator of KL(rollout || train) is exp(r) - r - 1 with r = train - rollout, in float64.
+    """
+    if train.dtype != torch.float32 or rollout.dtype != torch.float32:
+        raise TypeError(f"train {train.dtype}, rollout {rollout.dtype}: both must be float32")
+    mismatched = (train != rollout) | ~train.isfinite() | ~rollout.isfinite()
+    if not len(train):
+        return ParityCounts(), None
+    diff = train.double() - rollout.double()
+    k3 = diff.exp() - diff - 1
+    counts = ParityCounts(
+        num_compared=len(train),
+        num_mismatched=int(mismatched.sum()),
+        max_ulp=int(ulp_distance(train, rollout).max()),
+        max_abs_diff=float(diff.abs().max()),
+        sum_abs_diff=float(diff.abs().sum()),
+        sum_k3=float(k3.sum()),
+        max_k3=float(k3.max()),
+    )
+    return counts, int(mismatched.nonzero()[0]) if counts.num_mismatched else None
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
+    """How many representable float32 values apart: float32 [...], [...] -> int64 [...]."""
+    distance = (_ordered(a) - _ordered(b)).abs()
+    return torch.where(a.isfinite() & b.isfinite(), distance, NOT_FINITE_ULP)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Integers in the order of the floats, one apart for neighbours; both zeros are 0."""
+    bits = x.contiguous().view(torch.int32).long()
+    return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

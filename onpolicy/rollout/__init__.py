@@ -1,0 +1,1 @@
+"""Rollout: prompts in, sampled token ids and their log-probabilities out."""

@@ -1,0 +1,32 @@
+"""What the loop asks of a rollout: start, sample, take new weights, stop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from onpolicy.types import Completion, Request
+
+
+class EnginesRestartedError(Exception):
+    """Engines died and run again, with the checkpoint's weights: push the current ones, then go on."""
+
+
+class RolloutGroup(ABC):
+    """Some engines that sample from one policy."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the engines, or connect to them, and check that they keep the contract."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one response per request, in their order.
+
+        Raises EnginesRestartedError if engines had to be started again. What was sampled is kept: call
+        again with the same requests, and only the missing ones are sent.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End what `start` started. Safe to call at any time, and twice."""

@@ -1,0 +1,75 @@
+"""Renders a contract into SGLang's flags and environment. The only place that knows both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What one SGLang server is started with."""
+
+    hf_checkpoint: str
+    contract: NumericsContract
+    host: str
+    api_key: str
+    seed: int
+    num_threads: int
+    max_concurrency: int
+
+    cache_tokens: int
+    """Size of the key/value cache of a CPU engine."""
+
+    trust_remote_code: bool
+    sglang_args: tuple[str, ...]
+    """The user's own flags for SGLang; they come last."""
+
+
+def engine_flags(spec: EngineSpec, port: int) -> list[str]:
+    """SGLang's command line for this server."""
+    flags = [
+        "--model-path", spec.hf_checkpoint,
+        "--host", spec.host,
+        "--port", str(port),
+        "--api-key", spec.api_key,
+        "--dtype", spec.contract.dtype,
+        "--random-seed", str(spec.seed),
+        "--max-running-requests", str(spec.max_concurrency),
+        "--skip-tokenizer-init",
+        "--grammar-backend", "none",
+        "--log-level", "info",
+        *_cpu_flags(spec),
+    ]  # fmt: skip
+    if spec.trust_remote_code:
+        flags.append("--trust-remote-code")
+    if spec.contract.is_aligned:
+        flags += [
+            "--enable-deterministic-inference",
+            "--model-impl", "transformers",
+            "--sampling-backend", "pytorch",
+        ]  # fmt: skip
+    return [*flags, *spec.sglang_args]
+
+
+def _cpu_flags(spec: EngineSpec) -> list[str]:
+    return [
+        "--device", "cpu",
+        "--attention-backend", "torch_native",
+        "--disable-overlap-schedule",
+        # SGLang sizes its cache by the whole machine's memory; on a CPU others live there too.
+        "--mem-fraction-static", "0.1",
+        "--max-total-tokens", str(spec.cache_tokens),
+    ]  # fmt: skip
+
+
+def engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables for the server's processes, besides those of this one."""
+    return {
+        CONTRACT_VARIABLE: spec.contract.to_json(),
+        THREADS_VARIABLE: str(spec.num_threads),
+        "SGLANG_PLATFORM": "onpolicy_cpu",
+        "OMP_NUM_THREADS": str(spec.num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }

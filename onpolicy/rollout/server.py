@@ -1,0 +1,120 @@
+"""One SGLang server as a child process: started, watched and ended by its own handle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import requests
+
+from onpolicy.errors import ConfigError, EngineError
+from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
+
+_STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+
+
+class EngineServer:
+    """The process behind one URL. Its children form a process group of their own."""
+
+    def __init__(self, spec: EngineSpec, port: int, log_file: Path):
+        self.spec, self.port, self.log_file = spec, port or free_port(spec.host), log_file
+        if port:
+            require_free_port(spec.host, port)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.spec.host}:{self.port}"
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the process; returns at once."""
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "sglang_patches.serve", *engine_flags(self.spec, self.port)]
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                # The server ends when this pipe closes, so it cannot outlive us however we end.
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **engine_environment(self.spec), "ONPOLICY_EXIT_WITH_STDIN": "1"},
+                start_new_session=True,
+            )
+
+    def wait_until_healthy(self, timeout: float) -> None:
+        """Block until the server answers. Raises EngineError with the end of its log if it dies."""
+        deadline = time.monotonic() + timeout
+        headers = {"Authorization": f"Bearer {self.spec.api_key}"}
+        while time.monotonic() < deadline:
+            if not self.is_running:
+                raise EngineError(self._death())
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", headers=headers, timeout=5).ok:
+                    return
+            time.sleep(_POLL_SECONDS)
+        self.stop()
+        raise EngineError(
+            f"{self.url} did not answer within --rollout-start-timeout={timeout:g} seconds. Its log: "
+            f"{self.log_file}\n{self.log_tail()}"
+        )
+
+    def stop(self) -> None:
+        """End the process and its children, gently first."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_SECONDS)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _death(self) -> str:
+        code = self._process.returncode if self._process is not None else None
+        return (
+            f"the engine at {self.url} ended with exit code {code} before it was ready. The end of "
+            f"its log ({self.log_file}):\n{self.log_tail()}"
+        )
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines of the log."""
+        with self.log_file.open(errors="replace") as log:
+            return "".join(f"    {line}" for line in deque(log, lines)).rstrip()
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise ConfigError if the port cannot be listened on."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--rollout-base-port: port {port} on {host} cannot be used ({error.strerror}). "
+                "Choose another, or leave the flag out to take free ones."
+            ) from error

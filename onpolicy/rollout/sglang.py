@@ -1,0 +1,199 @@
+"""A group of SGLang servers on this host, or servers that run elsewhere already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from onpolicy.config.groups import EngineConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ContractError, EngineError
+from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup
+from onpolicy.rollout.client import EngineClient, EngineLostError
+from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.server import EngineServer
+from onpolicy.types import Completion, Request
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""(responses done, tokens in the latest)"""
+
+
+class SglangGroup(RolloutGroup):
+    """Spreads requests over servers; starts the dead ones again."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        contract: NumericsContract,
+        *,
+        hf_checkpoint: str,
+        trust_remote_code: bool,
+        seed: int,
+        num_threads: int,
+        cache_tokens: int,
+        sglang_args: tuple[str, ...],
+        log_directory: Path,
+        self_check_digest: str,
+    ):
+        self.config, self.contract = config, contract
+        self.self_check_digest = self_check_digest
+        self.api_key = config.rollout_api_key or secrets.token_urlsafe(32)
+        self.servers: list[EngineServer] = []
+        self.on_progress: Progress = lambda done, tokens: None
+        self._restarts_left = config.rollout_max_restarts
+        self._pending: tuple[list[Request], dict[int, Completion]] | None = None
+        if config.rollout_server_url:
+            urls = list(config.rollout_server_url)
+        else:
+            spec = EngineSpec(
+                hf_checkpoint=hf_checkpoint,
+                contract=contract,
+                host=config.rollout_host,
+                api_key=self.api_key,
+                seed=seed,
+                num_threads=num_threads,
+                max_concurrency=config.rollout_max_concurrency,
+                cache_tokens=cache_tokens,
+                trust_remote_code=trust_remote_code,
+                sglang_args=sglang_args,
+            )
+            for i in range(config.rollout_num_engines):
+                port = config.rollout_base_port and config.rollout_base_port + i
+                self.servers.append(EngineServer(spec, port, log_directory / f"engine_{i}.log"))
+            urls = [server.url for server in self.servers]
+        self.clients = [
+            EngineClient(url, self.api_key, config.rollout_request_timeout) for url in urls
+        ]
+
+    def start(self) -> None:
+        try:
+            self._start(self.servers)
+            for client in self.clients:
+                self._require_contract(client)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, servers: Sequence[EngineServer]) -> None:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_healthy(self.config.rollout_start_timeout)
+
+    def _require_contract(self, client: EngineClient) -> None:
+        report = client.report()
+        theirs = NumericsContract.from_json(report["contract"])
+        if theirs.fingerprint != self.contract.fingerprint:
+            raise ContractError(
+                f"{client.url}: contract={theirs.fingerprint}, the trainer's is "
+                f"{self.contract.fingerprint}. Theirs: {theirs.to_json()} Ours: "
+                f"{self.contract.to_json()} Start it with the same checkpoint, dtype and mode."
+            )
+        if report.get("self_check", "") != self.self_check_digest:
+            raise ContractError(
+                f"{client.url}: self_check={report.get('self_check')}, the trainer's is "
+                f"{self.self_check_digest}: the same operators give other bits there. Both must run "
+                "on the same kind of CPU with the same versions of torch."
+            )
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        requests = list(requests)
+        if self._pending is None or self._pending[0] != requests:
+            self._pending = (requests, {})
+        done = self._pending[1]
+        lost = asyncio.run(self._run(requests, done))
+        if lost:
+            self._restart(lost, len(requests) - len(done))
+            raise EnginesRestartedError
+        self._pending = None
+        return [done[i] for i in range(len(requests))]
+
+    async def _run(
+        self, requests: list[Request], done: dict[int, Completion]
+    ) -> list[EngineClient]:
+        """Send what is not done to all servers; return those that stopped answering."""
+        queue = deque(i for i in range(len(requests)) if i not in done)
+        limit = min(self.config.rollout_max_concurrency, -(-len(queue) // len(self.clients)))
+
+        async def serve(client: EngineClient, session: aiohttp.ClientSession) -> EngineClient | None:
+            workers = [asyncio.create_task(work(client, session)) for _ in range(limit)]
+            watch = asyncio.create_task(self._watch(client, session))
+            try:
+                await _first_failure_or_all(workers, watch)
+            except EngineLostError as error:
+                logger.error("%s", error)
+                return client
+            finally:
+                for task in (*workers, watch):
+                    task.cancel()
+                await asyncio.gather(*workers, watch, return_exceptions=True)
+            return None
+
+        async def work(client: EngineClient, session: aiohttp.ClientSession) -> None:
+            while queue:
+                i = queue.popleft()
+                try:
+                    done[i] = await client.generate(session, requests[i])
+                except BaseException:
+                    queue.append(i)
+                    raise
+                self.on_progress(len(done), len(done[i].token_ids))
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            results = await asyncio.gather(*(serve(client, session) for client in self.clients))
+        return [client for client in results if client is not None]
+
+    async def _watch(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
+        """Raise EngineLostError when health checks have failed for the configured time."""
+        loop = asyncio.get_running_loop()
+        seen = loop.time()
+        while loop.time() - seen < self.config.rollout_health_timeout:
+            await asyncio.sleep(self.config.rollout_health_timeout / 6)
+            if await client.is_healthy(session, self.config.rollout_health_timeout / 3):
+                seen = loop.time()
+        raise EngineLostError(
+            f"{client.url} failed its health checks for {self.config.rollout_health_timeout:g} s."
+        )
+
+    def _restart(self, lost: Sequence[EngineClient], num_undone: int) -> None:
+        servers = [server for server in self.servers if server.url in {c.url for c in lost}]
+        if len(servers) < len(lost) or self._restarts_left < len(lost):
+            tails = "".join(f"\n{s.log_file}:\n{s.log_tail()}" for s in servers)
+            raise EngineError(
+                f"engines down={[c.url for c in lost]}, requests without an answer={num_undone}: "
+                + (
+                    f"all --rollout-max-restarts={self.config.rollout_max_restarts} are used up."
+                    if servers
+                    else "onpolicy did not start them, so it cannot start them again."
+                )
+                + tails
+            )
+        self._restarts_left -= len(lost)
+        for server in servers:
+            logger.warning("starting %s again", server.url)
+            server.stop()
+        self._start(servers)
+        for client in lost:
+            self._require_contract(client)
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+
+
+async def _first_failure_or_all(workers: list[asyncio.Task[None]], watch: asyncio.Task[None]) -> None:
+    """Wait until all workers are done; raise at once what a worker or the watch raises."""
+    waiting: set[asyncio.Task[None]] = set(workers)
+    while waiting:
+        done, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        waiting -= done

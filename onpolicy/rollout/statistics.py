@@ -1,0 +1,44 @@
+"""Metrics of a rollout's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from onpolicy.types import FinishReason, Sample, SampleGroup
+
+
+def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Rewards, lengths and log-probabilities of a training rollout."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples]
+    lengths = [len(sample.response_ids) for sample in samples]
+    log_probs = [x for sample in samples for x in sample.rollout_log_probs]
+    metrics = {
+        "rollout/raw_reward": fmean(rewards),
+        "rollout/reward_std": pstdev(rewards),
+        "rollout/response_length": fmean(lengths),
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_ratio": _truncated_ratio(samples),
+        "rollout/log_probs": fmean(log_probs),
+        "rollout/num_cached_tokens": float(sum(sample.num_cached_tokens for sample in samples)),
+    }
+    for name in sorted({name for sample in samples for name in sample.reward_parts}):
+        parts = [sample.reward_parts[name] for sample in samples if name in sample.reward_parts]
+        metrics[f"rollout/reward/{name}"] = fmean(parts)
+    return metrics
+
+
+def eval_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """avg@k and pass@k of an evaluation; a sample passes if its reward is positive."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        "eval/avg@k": fmean(sample.reward for sample in samples),
+        "eval/pass@k": fmean(any(s.reward > 0 for s in group.samples) for group in groups),
+        "eval/truncated_ratio": _truncated_ratio(samples),
+        "eval/response_length": fmean(len(sample.response_ids) for sample in samples),
+    }
+
+
+def _truncated_ratio(samples: Sequence[Sample]) -> float:
+    return fmean(sample.finish_reason == FinishReason.LENGTH for sample in samples)

@@ -1,0 +1,28 @@
+"""One number for a whole run: equal hashes mean equal samples, rewards, losses and weights."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+
+from onpolicy.types import SampleGroup
+
+
+class RunHash:
+    """A chain over steps, so that a resumed run continues it."""
+
+    def __init__(self, value: str = ""):
+        self.value = value
+
+    def add_step(self, groups: Iterable[SampleGroup], loss: float, weights: str) -> None:
+        """Add what a step sampled, how it was rewarded, its loss, and the weights after it."""
+        digest = hashlib.sha256(self.value.encode())
+        for sample in (sample for group in groups for sample in group.samples):
+            length = len(sample.response_ids)
+            digest.update(struct.pack(f"<{length}q", *sample.response_ids))
+            digest.update(struct.pack(f"<{length}f", *sample.rollout_log_probs))
+            digest.update(struct.pack("<d", sample.reward))
+        digest.update(struct.pack("<d", loss))
+        digest.update(weights.encode())
+        self.value = digest.hexdigest()[:32]

@@ -1,0 +1,171 @@
+"""Puts a run together: from a configuration to the groups and files that the loop works with."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import EngineConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+from onpolicy.models.checkpoint import load_config, require_alignable
+from onpolicy.models.policy import operator_shapes
+from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.data import PromptSource, load_prompts
+from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.types import Prompt
+
+CACHE_BYTES = 2 << 30
+"""Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
+
+MARGIN = 2
+"""Tokens that SGLang keeps free at the end of the context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that is read, and so can be wrong, before anything is started."""
+
+    hf_config: PretrainedConfig
+    contract: NumericsContract
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    eval_prompts: list[Prompt]
+    stop_token_ids: tuple[int, ...]
+
+
+def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
+    """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    path = config.model.hf_checkpoint
+    hf_config = load_config(path, config.model.trust_remote_code)
+    longest = max(
+        config.rollout.rollout_max_response_len,
+        config.eval.eval_max_response_len or 0,
+    )
+    context_len = hf_config.max_position_embeddings
+    if longest + MARGIN >= context_len:
+        raise ConfigError(
+            f"--rollout-max-response-len={longest}: with {MARGIN} tokens that SGLang keeps free it "
+            f"does not fit the model's context of {context_len}. Lower it."
+        )
+    contract = make_contract(
+        path,
+        hf_config,
+        dtype=config.model.dtype,
+        aligned=config.parity.true_on_policy_mode,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(
+        path, trust_remote_code=config.model.trust_remote_code
+    )
+
+    def read(file: str) -> list[Prompt]:
+        prompts = load_prompts(file, config.data, tokenizer, context_len - MARGIN - longest)
+        scorer.check_labels(prompts, file)
+        return prompts
+
+    return Inputs(
+        hf_config=hf_config,
+        contract=contract,
+        tokenizer=tokenizer,
+        prompts=PromptSource(read(config.data.prompt_data), config.seed, config.data.shuffle),
+        eval_prompts=read(config.eval.eval_prompt_data) if config.eval.eval_interval else [],
+        stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
+    )
+
+
+def make_contract(
+    path: str,
+    hf_config: PretrainedConfig,
+    *,
+    dtype: str,
+    aligned: bool,
+    trust_remote_code: bool = False,
+) -> NumericsContract:
+    """The contract that both engines are started from."""
+    if aligned:
+        require_alignable(hf_config, hf_config.max_position_embeddings)
+        if torch.cuda.is_available():
+            raise ConfigError(
+                "--true-on-policy-mode: this machine has a GPU, and this version has aligned "
+                "operators for CPUs only. Hide it (CUDA_VISIBLE_DEVICES=), or leave the mode out."
+            )
+    return NumericsContract(
+        backend="cpu" if aligned else "stock",
+        dtype=dtype,
+        shapes=operator_shapes(hf_config, trust_remote_code),
+    )
+
+
+def stop_token_ids(
+    path: str, hf_config: PretrainedConfig, extra: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """The tokens that end a response: the checkpoint's end-of-sequence tokens and `extra`."""
+    ids = set(extra)
+    sources = [hf_config.eos_token_id]
+    if (Path(path) / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    for eos in sources:
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return tuple(sorted(ids))
+
+
+def make_rollout_group(
+    *,
+    engine: EngineConfig,
+    hf_checkpoint: str,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    seed: int,
+    trust_remote_code: bool,
+    sglang_args: tuple[str, ...],
+    log_directory: Path,
+    self_check_digest: str,
+) -> SglangGroup:
+    """The rollout's servers, not started yet."""
+    return SglangGroup(
+        engine,
+        contract,
+        hf_checkpoint=hf_checkpoint,
+        trust_remote_code=trust_remote_code,
+        seed=seed,
+        num_threads=engine.cpu_threads or share_of_cores(engine.rollout_num_engines),
+        cache_tokens=cache_tokens(hf_config, contract),
+        sglang_args=sglang_args,
+        log_directory=log_directory,
+        self_check_digest=self_check_digest,
+    )
+
+
+def share_of_cores(processes: int) -> int:
+    """Threads for each of some processes on this host."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Tokens whose keys and values fit CACHE_BYTES."""
+    itemsize = torch.empty(0, dtype=getattr(torch, contract.dtype)).element_size()
+    shapes = contract.shapes
+    per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
+    return max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
+
+
+def configure_logging() -> None:
+    """Log to the console; the run directory adds a file."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    for noisy in ("httpx", "matplotlib", "pebble"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

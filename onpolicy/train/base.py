@@ -1,0 +1,47 @@
+"""What a training engine offers. Nothing outside `onpolicy/train` knows which one runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from onpolicy.types import TrainSample
+from onpolicy.weights import WeightBucket
+
+
+
+
+class Trainer(ABC):
+    """One policy, its optimizer, and the ranks that hold them. Every method is collective."""
+
+    self_check_digest: str
+    """Digest of the operators' self-check at start-up; empty under a stock contract."""
+
+    @abstractmethod
+    def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+        """Take the optimizer steps of one rollout; return metrics, equal on all ranks.
+
+        The log-probabilities of the first optimizer step are compared with the rollout's before
+        its backward pass. Raises ParityError there if the run's policy is to fail.
+        """
+
+    @abstractmethod
+    def log_probs(
+        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+    ) -> list[Tensor]:
+        """Log-probabilities of every token after a sequence's prompt: float32 [R] per sequence."""
+
+    @abstractmethod
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        """All parameters, gathered `max_bytes` at a time, in a fixed order."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and schedule into an existing directory."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Read back what `save` wrote, under any number of ranks."""

@@ -1,0 +1,68 @@
+"""The parity check of a training step: before a backward pass, and on all ranks at once."""
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed as dist
+from torch import Tensor, tensor
+
+from onpolicy.errors import ParityError
+from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs
+from onpolicy.train.batch import MicroBatch
+from onpolicy.train.distributed import gather_objects
+
+logger = logging.getLogger(__name__)
+
+
+class ParityGate:
+    """Compares the log-probabilities of the loss's own forward pass with the rollout's.
+
+    Only the first optimizer step of a rollout is comparable: after it the policy has changed.
+    """
+
+    def __init__(self, step: int, fails: bool, remedy: str):
+        self.step, self.fails, self.remedy = step, fails, remedy
+        self.counts = ParityCounts()
+
+    def check(self, log_probs: Tensor, batch: MicroBatch) -> None:
+        """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs."""
+        counts, first = ParityCounts(), None
+        if not batch.is_filler:
+            counts, first = compare_log_probs(log_probs.detach(), batch.rollout_log_probs)
+            self.counts += counts
+        if not self.fails:
+            return
+        totals = tensor([counts.num_mismatched, counts.num_compared], device=log_probs.device)
+        dist.all_reduce(totals)
+        mismatched, compared = totals.tolist()
+        if mismatched:
+            found = None if first is None else self._mismatch(log_probs, batch, first)
+            example = next(m for m in gather_objects(found) if m is not None)
+            raise ParityError(
+                f"{mismatched} of {compared} tokens have another log-probability in training than in "
+                f"the rollout. First: {example}. No step was taken. {self.remedy}"
+            )
+
+    def reduce(self) -> ParityCounts:
+        """The counts of all ranks; says so if tokens differed and the run goes on."""
+        total = sum(gather_objects(self.counts), ParityCounts())
+        if total.num_mismatched:
+            logger.warning(
+                "step %d: %d of %d tokens have another log-probability in training",
+                self.step, total.num_mismatched, total.num_compared,
+            )  # fmt: skip
+        return total
+
+    def _mismatch(self, log_probs: Tensor, batch: MicroBatch, row: int) -> Mismatch:
+        sample, position = batch.locate(row)
+        train, rollout = log_probs[row].detach(), batch.rollout_log_probs[row]
+        counts, _ = compare_log_probs(train[None], rollout[None])
+        return Mismatch(
+            step=self.step,
+            sample=sample.label,
+            position=position,
+            rollout_log_prob=rollout.item(),
+            train_log_prob=train.item(),
+            ulp=counts.max_ulp,
+        )

@@ -1,0 +1,153 @@
+"""The nouns of a run. Plain records of plain Python values, so that any process can hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the response's last token."""
+
+    LENGTH = "length"
+    """The longest allowed response was reached: the response is truncated."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Prompt:
+    """One row of a prompt file."""
+
+    index: int
+    """Position among the file's prompts, after duplicates were dropped. Example: 12"""
+
+    token_ids: list[int]
+    """The prompt's tokens, chat template applied. Example: [17, 4, 9]"""
+
+    label: str
+    """Reference answer. Example: '42'"""
+
+    text: str
+    """The prompt as it was tokenised. Example: '6 * 7 ='"""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The row's other fields."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SamplingParams:
+    """How a response is sampled."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Request:
+    """One response to sample. Two requests with equal fields give the same response, bit for bit."""
+
+    token_ids: list[int]
+    sampling_seed: int
+    params: SamplingParams
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Completion:
+    """What an engine answered to one request."""
+
+    token_ids: list[int]
+    """The response's tokens, as sampled. Example: [5, 11, 1]"""
+
+    log_probs: list[float]
+    """Log-probability of each token when it was sampled; float32 values. Example: [-0.25, ...]"""
+
+    finish_reason: FinishReason
+
+    weight_version: str
+    """The push that the engine's weights came from. Example: '3'"""
+
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """A prompt, one response to it, and what became of it."""
+
+    prompt: Prompt
+
+    sample_index: int
+    """Position within the group: 0 .. n_samples_per_prompt - 1."""
+
+    response_ids: list[int]
+    """R tokens."""
+
+    rollout_log_probs: list[float]
+    """float32 values [R]: from the rollout engine, at the time of sampling."""
+
+    finish_reason: FinishReason
+    weight_version: str
+    num_cached_tokens: int
+
+    response: str = ""
+    """The response as text."""
+
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Further numbers a reward function returned; logged under their names."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and response."""
+        return self.prompt.token_ids + self.response_ids
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleGroup:
+    """All samples of one prompt in one rollout."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TrainSample:
+    """What training needs of one sample. R: response tokens."""
+
+    token_ids: list[int]
+    """Prompt and response."""
+
+    prompt_len: int
+
+    rollout_log_probs: list[float]
+    """float32 values [R]."""
+
+    advantage: float
+    """The same for every token of the response."""
+
+    label: str
+    """Names the sample in messages. Example: 'prompt 12, sample 3'"""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RunSummary:
+    """What a run ends with."""
+
+    run_dir: str
+
+    run_hash: str
+    """Equal for two runs whose samples, rewards, losses and weights are the same bits."""
+
+    rollouts: int
+    first_reward: float
+    last_reward: float
+    num_compared_tokens: int
+    num_mismatched_tokens: int

@@ -1,0 +1,41 @@
+"""Safetensors files: for engines that share no more than a file system with the trainer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from onpolicy.errors import WeightSyncError
+from onpolicy.weight_sync.base import Engine, Transport, on_all
+from onpolicy.weights import WeightBucket
+
+
+class DiskTransport(Transport):
+    """SGLang's update_weights_from_disk: one file per bucket, removed after the push."""
+
+    in_session = False
+
+    def __init__(self, directory: Path):
+        self.directory = directory.absolute()
+        self._count = 0
+
+    def open(self, engines: Sequence[Engine]) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        self._count = 0
+
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+        file = self.directory / f"model-{self._count:05d}.safetensors"
+        self._count += 1
+        try:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, file)
+        except OSError as error:
+            raise WeightSyncError(f"{file}: cannot be written ({error.strerror}).") from error
+
+    def close(self, engines: Sequence[Engine], version: str) -> None:
+        body = {"model_path": str(self.directory), "weight_version": version, "flush_cache": False}
+        on_all(engines, lambda engine: engine.post("/update_weights_from_disk", body))
+        shutil.rmtree(self.directory)

@@ -1,0 +1,39 @@
+"""Tensors on the same host: shared memory whose handles travel over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing
+
+from onpolicy.weight_sync.base import Engine, Transport, on_all
+from onpolicy.weights import WeightBucket
+
+
+class SharedMemoryTransport(Transport):
+    """SGLang's update_weights_from_tensor. Every rank of an engine opens the same memory."""
+
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+        # Handles by name, not by file descriptor: the engine is no child of this process.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        shared = [(name, tensor.cpu().share_memory_()) for name, tensor in bucket]
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(shared)
+        payload = base64.b64encode(buffer.getvalue()).decode()
+
+        def update(engine: Engine) -> None:
+            ranks = int(engine.report()["tp_size"])
+            engine.post(
+                "/update_weights_from_tensor",
+                {
+                    "serialized_named_tensors": [payload] * ranks,
+                    "flush_cache": False,
+                    "weight_version": version,
+                },
+            )
+
+        on_all(engines, update)

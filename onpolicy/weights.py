@@ -1,0 +1,31 @@
+"""Named weights on their way from the trainer to an engine, and their digest."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+WeightBucket = list[tuple[str, torch.Tensor]]
+"""Some whole parameters: (Hugging Face name, tensor in the engine's dtype)."""
+
+
+class WeightDigest:
+    """A digest of named tensors that does not depend on the order they come in.
+
+    Both ends of a push compute it over the tensors as the engine's dtype holds them. xxh3 is no
+    cryptographic hash: it guards against mistakes, not against an attacker, and keeps up with memory.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, int] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add one tensor of any shape, dtype and device; a name added again replaces the earlier."""
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        label = xxhash.xxh3_64_intdigest(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
+        self._hashes[name] = xxhash.xxh3_64_intdigest(flat.numpy(), label)
+
+    def hexdigest(self) -> str:
+        """16 hex digits over all names, shapes, dtypes and bits."""
+        lines = "\n".join(f"{name} {value:016x}" for name, value in sorted(self._hashes.items()))
+        return xxhash.xxh3_64_hexdigest(lines.encode())
