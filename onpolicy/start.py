@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.checkpoint import load_config, require_alignable
@@ -123,29 +122,20 @@ def stop_token_ids(
 
 
 def make_rollout_group(
-    *,
-    engine: EngineConfig,
-    hf_checkpoint: str,
-    hf_config: PretrainedConfig,
-    contract: NumericsContract,
-    seed: int,
-    trust_remote_code: bool,
-    sglang_args: tuple[str, ...],
-    log_directory: Path,
-    self_check_digest: str,
+    config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract, logs: Path
 ) -> SglangGroup:
     """The rollout's servers, not started yet."""
+    engine = config.engine
     return SglangGroup(
         engine,
         contract,
-        hf_checkpoint=hf_checkpoint,
-        trust_remote_code=trust_remote_code,
-        seed=seed,
+        hf_checkpoint=config.model.hf_checkpoint,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
         num_threads=engine.cpu_threads or share_of_cores(engine.rollout_num_engines),
         cache_tokens=cache_tokens(hf_config, contract),
-        sglang_args=sglang_args,
-        log_directory=log_directory,
-        self_check_digest=self_check_digest,
+        sglang_args=config.sglang_args,
+        log_directory=logs,
     )
 
 

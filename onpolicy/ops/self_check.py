@@ -2,15 +2,16 @@
 
 Row invariance on a CPU rests on how BLAS libraries behave, which is observed and not promised. So
 every process that is to keep a contract runs its operators at the shapes of its model, in all the
-batch sizes that can occur, and refuses to start if a single bit differs. The digest of the
-results is part of what an engine reports: two processes whose operators are each invariant but
-different (another CPU, another library) are told apart before they exchange a token.
+batch sizes that can occur, and refuses to start if a single bit differs. Digests of the results
+are part of what an engine reports: two processes whose operators are each invariant but different
+(another CPU, another library) are told apart before they exchange a token.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,43 +26,48 @@ ROW_COUNTS = (1, 2, 7, *range(16, 257, 16), 299)
 QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
 
 
-def self_check(operators: Operators, contract: NumericsContract) -> str:
-    """Run every operator at the contract's shapes; return a digest of the results.
+def self_check(operators: Operators, contract: NumericsContract) -> dict[str, str]:
+    """Run every operator at the contract's shapes; return a digest of each one's results.
 
     Raises ContractError that names the operator, its shape and the batch at which a row changed.
     """
-    dtype = getattr(torch, contract.dtype)
-    digest = hashlib.sha256()
     with torch.no_grad():
-        for reference in _references(operators, contract, dtype):
-            digest.update(reference.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        return {
+            f"{name} {'x'.join(map(str, shape))}": _digest(result)
+            for name, shape, result in _results(operators, contract)
+        }
 
 
-def _references(
-    operators: Operators, contract: NumericsContract, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    shapes = contract.shapes
+def _digest(result: Tensor) -> str:
+    return hashlib.sha256(result.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+
+
+def _results(
+    operators: Operators, contract: NumericsContract
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    dtype, shapes = getattr(torch, contract.dtype), contract.shapes
     for n, k, has_bias in shapes.linear:
-        yield _check_linear(operators, n, k, has_bias, dtype)
-    yield _check_attention(operators, shapes.heads, shapes.kv_heads, shapes.head_dim, dtype)
+        name = "linear with bias" if has_bias else "linear"
+        yield name, (n, k), _check_linear(operators, n, k, has_bias, dtype)
+    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
+    yield "attention", heads, _check_attention(operators, *heads, dtype)
     for size in shapes.norm:
         weight = probe(size, seed=1).to(dtype)
         x = probe(ROWS, size, seed=2).to(dtype)
-        yield _check_rows("rms_norm", (size,), lambda t, w=weight: operators.rms_norm(t, w, 1e-6), x)
-    for name in ("silu", "gelu", "sigmoid"):
-        function = getattr(torch, name, None) or getattr(F, name)
+        norm = partial(operators.rms_norm, weight=weight, eps=1e-6)
+        yield "rms_norm", (size,), _check_rows("rms_norm", (size,), norm, x)
+    for function in (F.silu, F.gelu, torch.sigmoid):
         x = 4 * probe(ROWS, 37, seed=3).to(dtype)
-        yield _check_rows(name, (37,), lambda t, f=function: operators.elementwise(f, t), x)
+        apply = partial(operators.elementwise, function)
+        yield function.__name__, (37,), _check_rows(function.__name__, (37,), apply, x)
+    vocabulary = (shapes.vocab_size,)
     logits = 4 * probe(ROWS, shapes.vocab_size, seed=4).to(dtype)
-    yield _check_rows("softmax", (shapes.vocab_size,), operators.softmax, logits)
-    temperature = torch.tensor([[0.7]])
-    yield _check_rows(
-        "log_softmax",
-        (shapes.vocab_size,),
-        lambda t: operators.log_softmax(t, temperature.expand(len(t), 1)),
-        logits,
-    )
+    yield "softmax", vocabulary, _check_rows("softmax", vocabulary, operators.softmax, logits)
+
+    def log_softmax(x: Tensor) -> Tensor:
+        return operators.log_softmax(x, torch.full((len(x), 1), 0.7))
+
+    yield "log_softmax", vocabulary, _check_rows("log_softmax", vocabulary, log_softmax, logits)
 
 
 def probe(*shape: int, seed: int) -> Tensor:
@@ -71,7 +77,9 @@ def probe(*shape: int, seed: int) -> Tensor:
     return ((words.double() - (1 << 19)) / (1 << 19)).float().view(shape)
 
 
-def _check_rows(name, shape, function, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _check_rows(
+    name: str, shape: tuple[int, ...], function: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
     """Rows of function(x) must not change when the batch is cut or turned round."""
     reference = function(x)
     for rows in ROW_COUNTS:

@@ -16,17 +16,24 @@ class RolloutGroup(ABC):
     """Some engines that sample from one policy."""
 
     @abstractmethod
-    def start(self) -> None:
-        """Start the engines, or connect to them, and check that they keep the contract."""
+    def launch(self) -> None:
+        """Start the engines' processes, if they are ours to start; returns at once."""
+
+    @abstractmethod
+    def connect(self, self_check: dict[str, str]) -> None:
+        """Wait until the engines answer, and check that they keep the trainer's contract.
+
+        `self_check`: the digests of the trainer's operators. Raises ContractError or EngineError.
+        """
 
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one response per request, in their order.
 
-        Raises EnginesRestartedError if engines had to be started again. What was sampled is kept: call
-        again with the same requests, and only the missing ones are sent.
+        Raises EnginesRestartedError if engines had to be started again. What was sampled is kept:
+        call again with the same requests, and only the missing ones are sent.
         """
 
     @abstractmethod
     def stop(self) -> None:
-        """End what `start` started. Safe to call at any time, and twice."""
+        """End what `launch` started. Safe to call at any time, and twice."""

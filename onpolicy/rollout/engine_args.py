@@ -40,6 +40,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         "--skip-tokenizer-init",
         "--grammar-backend", "none",
         "--log-level", "info",
+        "--sleep-on-idle",
         *_cpu_flags(spec),
     ]  # fmt: skip
     if spec.trust_remote_code:

@@ -41,10 +41,9 @@ class SglangGroup(RolloutGroup):
         cache_tokens: int,
         sglang_args: tuple[str, ...],
         log_directory: Path,
-        self_check_digest: str,
     ):
         self.config, self.contract = config, contract
-        self.self_check_digest = self_check_digest
+        self._self_check: dict[str, str] = {}
         self.api_key = config.rollout_api_key or secrets.token_urlsafe(32)
         self.servers: list[EngineServer] = []
         self.on_progress: Progress = lambda done, tokens: None
@@ -73,20 +72,21 @@ class SglangGroup(RolloutGroup):
             EngineClient(url, self.api_key, config.rollout_request_timeout) for url in urls
         ]
 
-    def start(self) -> None:
-        try:
-            self._start(self.servers)
-            for client in self.clients:
-                self._require_contract(client)
-        except BaseException:
-            self.stop()
-            raise
-
-    def _start(self, servers: Sequence[EngineServer]) -> None:
-        for server in servers:
+    def launch(self) -> None:
+        for server in self.servers:
             server.start()
+
+    def connect(self, self_check: dict[str, str]) -> None:
+        self._self_check = self_check
+        self._await_ready(self.clients, self.servers)
+
+    def _await_ready(
+        self, clients: Sequence[EngineClient], servers: Sequence[EngineServer]
+    ) -> None:
         for server in servers:
             server.wait_until_healthy(self.config.rollout_start_timeout)
+        for client in clients:
+            self._require_contract(client)
 
     def _require_contract(self, client: EngineClient) -> None:
         report = client.report()
@@ -97,11 +97,11 @@ class SglangGroup(RolloutGroup):
                 f"{self.contract.fingerprint}. Theirs: {theirs.to_json()} Ours: "
                 f"{self.contract.to_json()} Start it with the same checkpoint, dtype and mode."
             )
-        if report.get("self_check", "") != self.self_check_digest:
+        checks = report.get("self_check", {})
+        if differ := sorted(k for k, v in self._self_check.items() if checks.get(k) != v):
             raise ContractError(
-                f"{client.url}: self_check={report.get('self_check')}, the trainer's is "
-                f"{self.self_check_digest}: the same operators give other bits there. Both must run "
-                "on the same kind of CPU with the same versions of torch."
+                f"{client.url}: operators={differ} give other bits there than in the trainer. Both "
+                "must run on the same kind of CPU with the same version of torch."
             )
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -180,9 +180,8 @@ class SglangGroup(RolloutGroup):
         for server in servers:
             logger.warning("starting %s again", server.url)
             server.stop()
-        self._start(servers)
-        for client in lost:
-            self._require_contract(client)
+            server.start()
+        self._await_ready(lost, servers)
 
     def stop(self) -> None:
         for server in self.servers:

@@ -17,8 +17,8 @@ from onpolicy.weights import WeightBucket
 class Trainer(ABC):
     """One policy, its optimizer, and the ranks that hold them. Every method is collective."""
 
-    self_check_digest: str
-    """Digest of the operators' self-check at start-up; empty under a stock contract."""
+    self_check: dict[str, str]
+    """Digests of the operators' self-check at start-up; empty under a stock contract."""
 
     @abstractmethod
     def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:

@@ -41,7 +41,7 @@ class FsdpTrainer(Trainer):
         self.device = _device()
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.operators = make_operators(contract, num_threads)
-        self.self_check_digest = self_check(self.operators, contract) if contract.is_aligned else ""
+        self.self_check = self_check(self.operators, contract) if contract.is_aligned else {}
         self.model = self._load_model(config.model.hf_checkpoint)
         algorithm = config.algorithm
         self.reference: PolicyModel | None = None

@@ -1,0 +1,90 @@
+"""The two engines of a run, and the weights between them.
+
+Every rank of the trainer holds one. The rollout lives on rank 0, whose results (and errors) are
+shared with the others; training and gathering weights take all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.rollout.base import EnginesRestartedError
+from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.start import make_rollout_group, share_of_cores
+from onpolicy.train import Trainer, distributed, make_trainer
+from onpolicy.types import Completion, Request
+from onpolicy.weight_sync import make_transport, push_weights
+
+MIB = 1 << 20
+
+
+class EnginePair:
+    """A trainer and a rollout group that keep one contract."""
+
+    trainer: Trainer
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        hf_config: PretrainedConfig,
+        contract: NumericsContract,
+        directory: Path,
+    ):
+        self.config, self.contract = config, contract
+        self.rollout: SglangGroup | None = None
+        if distributed.rank() == 0:
+            self.rollout = make_rollout_group(config, hf_config, contract, directory / "logs")
+        self._transport = make_transport(config.sync.weight_sync, directory / "weights")
+        self.weight_version = ""
+        self.weight_digest = ""
+
+    def start(self) -> None:
+        """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
+        if self.rollout is not None:
+            self.rollout.launch()
+        threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
+        self.trainer = make_trainer(self.config, self.contract, threads)
+
+        def connect() -> None:
+            assert self.rollout is not None
+            self.rollout.connect(self.trainer.self_check)
+
+        distributed.run_on_rank_zero(connect)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.config.sync.update_weight_buffer_size * MIB
+
+    def push_weights(self, version: str) -> None:
+        """Give the servers the trainer's weights, and have them prove that they hold them."""
+        self.weight_version = version
+        buckets = self.trainer.weight_buckets(self.bucket_bytes)
+        if self.rollout is None:
+            for _ in buckets:  # take part in gathering them
+                pass
+        else:
+            clients = self.rollout.clients
+            self.weight_digest = push_weights(buckets, clients, self._transport, version)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample responses; servers that die on the way get the current weights again."""
+
+        def generate() -> list[Completion]:
+            assert self.rollout is not None
+            return self.rollout.generate(requests)
+
+        while True:
+            try:
+                return distributed.run_on_rank_zero(generate)
+            except EnginesRestartedError:
+                self.push_weights(self.weight_version)
+
+    def stop(self) -> None:
+        """End the servers."""
+        if self.rollout is not None:
+            self.rollout.stop()

@@ -1,0 +1,221 @@
+"""The verbs of the loop: what one training run does with its engines, data and files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from onpolicy import saving
+from onpolicy.config import TrainConfig
+from onpolicy.engines import EnginePair
+from onpolicy.metrics import Sink
+from onpolicy.plot import plot_run
+from onpolicy.progress import Progress
+from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.sampling import group_samples, make_requests
+from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
+from onpolicy.run_directory import RunDirectory
+from onpolicy.run_hash import RunHash
+from onpolicy.start import Inputs
+from onpolicy.train import distributed
+from onpolicy.train.advantages import carries_signal, estimator
+from onpolicy.types import Prompt, RunSummary, SampleGroup, SamplingParams, TrainSample
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class Run:
+    """One training run, as every rank sees it. Rank 0 also scores, logs and draws."""
+
+    def __init__(self, config: TrainConfig, inputs: Inputs):
+        self.config, self.inputs = config, inputs
+        self.is_main = distributed.rank() == 0
+        self.engines = EnginePair(
+            config, inputs.hf_config, inputs.contract, Path(config.output.run_dir)
+        )
+        self.first_step = 0
+        self.run_hash = RunHash()
+        self.history: list[Metrics] = []
+        self._sinks: list[Sink] = []
+        self._on_exit = ExitStack()
+
+    @property
+    def rollouts_done(self) -> int:
+        return self.first_step + len(self.history)
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._on_exit.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on_exit.close()
+
+    def _start(self) -> None:
+        torch.manual_seed(self.config.seed)
+        resumed = saving.find(self.config)
+        if resumed is not None:
+            self.first_step, self.run_hash = resumed.rollouts_done, RunHash(resumed.run_hash)
+        if self.is_main:
+            self._open_outputs()
+        self._on_exit.callback(self.engines.stop)
+        self.engines.start()
+        if resumed is not None:
+            self.engines.trainer.load(resumed.directory)
+            logger.info("resumed from %s", resumed.directory)
+
+    def _open_outputs(self) -> None:
+        config = self.config
+        self._directory = RunDirectory(config.output.run_dir, resumes=self.first_step > 0)
+        self._directory.write_records(config, self.inputs.contract)
+        self._sinks = self._directory.sinks(config, self.first_step)
+        for sink in self._sinks:
+            self._on_exit.callback(sink.close)
+        self._scorer = Scorer(config.reward)
+        self._on_exit.callback(self._scorer.close)
+        self._progress = Progress(config.rollout.num_rollout, self.first_step)
+        self._on_exit.callback(self._progress.close)
+        assert self.engines.rollout is not None
+        self.engines.rollout.on_progress = self._progress.on_response
+
+    def push_weights(self) -> Metrics:
+        """Give the rollout the trainer's weights, verified."""
+        started = time.perf_counter()
+        self.engines.push_weights(str(self.rollouts_done))
+        return {"perf/weight_sync_time": time.perf_counter() - started}
+
+    def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
+        """Sample and score the prompts of a step."""
+        rollout = self.config.rollout
+        prompts = self.inputs.prompts.batch(step, rollout.rollout_batch_size)
+        params = self._sampling(rollout.rollout_temperature, rollout.rollout_max_response_len)
+        seeds = (self.config.seed, "rollout", step)
+        groups, metrics = self._sample(prompts, rollout.n_samples_per_prompt, params, *seeds)
+        return groups, {**rollout_metrics(groups), **metrics}
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Sample and score the evaluation prompts, before the first and after each k-th rollout."""
+        evaluation = self.config.eval
+        if not evaluation.eval_interval or step % evaluation.eval_interval:
+            return
+        length = evaluation.eval_max_response_len or self.config.rollout.rollout_max_response_len
+        params = self._sampling(evaluation.eval_temperature, length)
+        count = evaluation.n_samples_per_eval_prompt
+        seeds = (self.config.seed, "eval")
+        groups, _ = self._sample(self.inputs.eval_prompts, count, params, *seeds)
+        metrics = eval_metrics(groups)
+        self._log(step, metrics)
+        if self.is_main:
+            logger.info("evaluation before rollout %d: %s", step, json.dumps(metrics))
+
+    def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
+        rollout = self.config.rollout
+        return SamplingParams(
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=self.inputs.stop_token_ids,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            min_p=rollout.rollout_min_p,
+        )
+
+    def _sample(
+        self, prompts: list[Prompt], count: int, params: SamplingParams, *seeds: int | str
+    ) -> tuple[list[SampleGroup], Metrics]:
+        started = time.perf_counter()
+        completions = self.engines.generate(make_requests(prompts, count, params, *seeds))
+        seconds = time.perf_counter() - started
+        tokens = sum(len(completion.token_ids) for completion in completions)
+
+        def score() -> tuple[list[SampleGroup], Metrics]:
+            texts = self.inputs.tokenizer.batch_decode(
+                [completion.token_ids for completion in completions], skip_special_tokens=True
+            )
+            groups = group_samples(prompts, completions, texts, self.engines.weight_version)
+            return groups, self._scorer.score([s for group in groups for s in group.samples])
+
+        groups, metrics = distributed.run_on_rank_zero(score)
+        metrics["perf/rollout_tokens_per_second"] = tokens / seconds
+        metrics["perf/rollout_time"] = time.perf_counter() - started
+        return groups, metrics
+
+    def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
+        """Turn rewards into advantages, and take the optimizer steps of a rollout."""
+        algorithm = self.config.algorithm
+        advantages = estimator(algorithm.advantage_estimator, algorithm.grpo_std_normalization)
+        kept = [g for g in groups if not algorithm.filter_equal_rewards or carries_signal(_rewards(g))]
+        metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
+        if not kept:
+            logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
+            return metrics
+        samples = [sample for group in kept for sample in _train_samples(group, advantages)]
+        return {**self.engines.trainer.train(samples, step), **metrics}
+
+    def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
+        """Log a finished step, and add it to the run's hash."""
+        self.history.append(metrics)
+        loss = metrics.get("train/loss", 0.0)
+        self.run_hash.add_step(groups, loss, self.engines.weight_digest)
+        self._log(step, metrics)
+        if self.is_main:
+            self._progress.on_step(step, metrics)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint after every k-th rollout, and after the last."""
+        interval, done = self.config.output.save_interval, self.rollouts_done
+        if interval and (done % interval == 0 or done == self.config.rollout.num_rollout):
+            saving.save(self.config, self.engines, done, self.run_hash.value)
+
+    def summary(self) -> RunSummary:
+        """The run in a few numbers; draws the plot."""
+        if self.is_main:
+            plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
+        history = self.history or [{}]
+        return RunSummary(
+            run_dir=self.config.output.run_dir,
+            run_hash=self.run_hash.value,
+            rollouts=len(self.history),
+            first_reward=history[0].get("rollout/raw_reward", 0.0),
+            last_reward=history[-1].get("rollout/raw_reward", 0.0),
+            num_compared_tokens=_total(history, "parity/num_compared_tokens"),
+            num_mismatched_tokens=_total(history, "parity/num_mismatched_tokens"),
+        )
+
+
+def _total(history: Sequence[Metrics], name: str) -> int:
+    return int(sum(metrics.get(name, 0) for metrics in history))
+
+
+def _rewards(group: SampleGroup) -> list[float]:
+    return [sample.reward for sample in group.samples]
+
+
+def _train_samples(
+    group: SampleGroup, advantages: Callable[[Sequence[float]], list[float]]
+) -> list[TrainSample]:
+    return [
+        TrainSample(
+            token_ids=sample.token_ids,
+            prompt_len=len(group.prompt.token_ids),
+            rollout_log_probs=sample.rollout_log_probs,
+            advantage=advantage,
+            label=f"prompt {group.prompt.index}, sample {sample.sample_index}",
+        )
+        for sample, advantage in zip(group.samples, advantages(_rewards(group)), strict=True)
+    ]
