@@ -61,16 +61,15 @@ class JsonlSink(Sink):
 
     def __init__(self, file: Path, first_step: int):
         # A resumed run repeats the steps after its checkpoint; their old lines go.
-        kept = [line for line in read_jsonl(file) if line["step"] < first_step] if file.exists() else []
-        self._file = file.open("w")
-        for line in kept:
-            self._write(line)
+        if file.exists():
+            kept = [record for record in read_jsonl(file) if record["step"] < first_step]
+            partial = file.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            partial.replace(file)
+        self._file = file.open("a")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._write({"step": step, **metrics})
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

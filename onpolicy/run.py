@@ -69,22 +69,24 @@ class Run:
         if resumed is not None:
             self.first_step, self.run_hash = resumed.rollouts_done, RunHash(resumed.run_hash)
         if self.is_main:
-            self._open_outputs()
+            config = self.config
+            self._directory = RunDirectory(config.output.run_dir, resumes=self.first_step > 0)
+            self._directory.write_records(config, self.inputs.contract)
         self._on_exit.callback(self.engines.stop)
         self.engines.start()
         if resumed is not None:
             self.engines.trainer.load(resumed.directory)
             logger.info("resumed from %s", resumed.directory)
+        if self.is_main:
+            self._open_outputs()
 
     def _open_outputs(self) -> None:
         config = self.config
-        self._directory = RunDirectory(config.output.run_dir, resumes=self.first_step > 0)
-        self._directory.write_records(config, self.inputs.contract)
+        self._scorer = Scorer(config.reward)
+        self._on_exit.callback(self._scorer.close)
         self._sinks = self._directory.sinks(config, self.first_step)
         for sink in self._sinks:
             self._on_exit.callback(sink.close)
-        self._scorer = Scorer(config.reward)
-        self._on_exit.callback(self._scorer.close)
         self._progress = Progress(config.rollout.num_rollout, self.first_step)
         self._on_exit.callback(self._progress.close)
         assert self.engines.rollout is not None

@@ -216,10 +216,15 @@ def _require_engines(config: TrainConfig) -> None:
             "with --rollout-server-url no server is started, so nothing would read it",
             "Give it to the command that starts the server.",
         )
-    if engine.rollout_host not in ("127.0.0.1", "localhost", "::1") and not engine.rollout_api_key:
+    require_key_for_host(engine.rollout_host, engine.rollout_api_key)
+
+
+def require_key_for_host(host: str, api_key: str) -> None:
+    """Raise ConfigError if a server would listen beyond this host without a key of the user's."""
+    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
         _refuse(
             "rollout_host",
-            engine.rollout_host,
+            host,
             "a server that others can reach needs a key",
             "Add --rollout-api-key, or leave the address at 127.0.0.1.",
         )

@@ -25,7 +25,7 @@ _SCHEDULE = "schedule.json"
 
 def save_state(directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
     """Write weights, moments, random state and schedule; collective."""
-    dcp.save(_tensors(model, optimizer), checkpoint_id=directory / _SHARDED)
+    dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory / _SHARDED))
     if torch.distributed.get_rank() == 0:
         state = {"last_epoch": schedule.last_epoch, "last_lr": schedule.get_last_lr()}
         (directory / _SCHEDULE).write_text(json.dumps(state))
@@ -36,11 +36,13 @@ def load_state(directory: Path, model: nn.Module, optimizer: Optimizer, schedule
     _create_moments(optimizer)
     tensors = _tensors(model, optimizer)
     try:
-        dcp.load(tensors, storage_reader=_Reader(directory / _SHARDED))
+        reader = _Reader(directory / _SHARDED)
+        reader.read_metadata()  # what DCP cannot read it reports at great length
+        dcp.load(tensors, storage_reader=reader)
         state = json.loads((directory / _SCHEDULE).read_text())
     except (OSError, ValueError, RuntimeError, CheckpointException, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"--load: {directory} is damaged or does not fit this model ({error}). Give the "
+            f"--load: {directory} is damaged or does not fit this model ({_reason(error)}). Give the "
             "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."
         ) from error
     torch.set_rng_state(tensors["random_state"])
@@ -84,17 +86,21 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    _MODULES = (
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.filesystem",
-        "torch.serialization",
-        "torch",
-        "collections",
-        "pathlib",
-    )
-    _NAMES = re.compile(r"[A-Z]\w*|float32|uint8|_get_layout")
+    _ALLOWED = {
+        "torch.distributed.checkpoint.metadata": re.compile(r"_?[A-Z]\w*"),
+        "torch.distributed.checkpoint.filesystem": re.compile(r"_?[A-Z]\w*"),
+        "torch.serialization": re.compile(r"_get_layout"),
+        "torch": re.compile(r"Size|float32|uint8"),
+        "pathlib": re.compile(r"\w*Path"),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in self._MODULES and self._NAMES.fullmatch(name):
+        if module in self._ALLOWED and self._ALLOWED[module].fullmatch(name):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"its index names {module}.{name}, which is no part of an index")
+
+
+def _reason(error: Exception) -> str:
+    """The first rank's own words, without DCP's collected tracebacks."""
+    failures = getattr(error, "failures", None)
+    return str(next(iter(failures.values()))[0] if failures else error)

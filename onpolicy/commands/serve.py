@@ -1,0 +1,57 @@
+"""`onpolicy serve`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from onpolicy.config import parse, sglang_flags
+from onpolicy.config.tools import ServeConfig
+from onpolicy.config.train import require_key_for_host
+from onpolicy.errors import EngineError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the server, print how to use it, and keep it until interrupted."""
+    config = parse(ServeConfig, argv, "onpolicy serve")
+    sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
+    require_key_for_host(config.rollout_host, config.rollout_api_key)
+
+    from onpolicy.models.checkpoint import load_config
+    from onpolicy.rollout.engine_args import EngineSpec
+    from onpolicy.rollout.server import EngineServer
+    from onpolicy.start import cache_tokens, make_contract, share_of_cores
+
+    hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    contract = make_contract(
+        config.hf_checkpoint,
+        hf_config,
+        dtype=config.dtype,
+        aligned=config.true_on_policy_mode,
+        trust_remote_code=config.trust_remote_code,
+    )
+    spec = EngineSpec(
+        hf_checkpoint=config.hf_checkpoint,
+        contract=contract,
+        host=config.rollout_host,
+        api_key=config.rollout_api_key or secrets.token_urlsafe(32),
+        seed=config.seed,
+        num_threads=config.cpu_threads or share_of_cores(1),
+        max_concurrency=256,
+        cache_tokens=cache_tokens(hf_config, contract),
+        trust_remote_code=config.trust_remote_code,
+        sglang_args=config.sglang_args,
+    )
+    server = EngineServer(spec, config.rollout_base_port, Path(config.run_dir) / "engine.log")
+    try:
+        server.start()
+        server.wait_until_healthy(timeout=3600)
+        print(f"contract {contract.fingerprint}; log {server.log_file}")
+        print(f"--rollout-server-url {server.url} --rollout-api-key {spec.api_key}", flush=True)
+        while server.is_running:
+            time.sleep(1)
+        raise EngineError(f"{server.url} ended. The end of its log:\n{server.log_tail()}")
+    finally:
+        server.stop()

@@ -1,0 +1,30 @@
+"""`onpolicy verify`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from onpolicy.config import parse, sglang_flags
+from onpolicy.config.tools import VerifyConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print the report, and say by the exit code whether the mode's promise holds."""
+    config = parse(VerifyConfig, argv, "onpolicy verify")
+    sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
+
+    from onpolicy.start import configure_logging
+    from onpolicy.train import distributed
+    from onpolicy.verify import passes, verify
+
+    configure_logging()
+    distributed.init_process_group()
+    report = verify(config)
+    if distributed.rank() == 0:
+        text = json.dumps(report, indent=2)
+        print(text)
+        if config.json:
+            Path(config.json).write_text(text + "\n")
+    return 0 if passes(report, config) else 1

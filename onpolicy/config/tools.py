@@ -1,0 +1,149 @@
+"""The flags of `onpolicy verify`, `onpolicy bench` and `onpolicy serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+
+
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Do both engines give a checkpoint's tokens the same log-probabilities, bit for bit?
+
+    Samples with a real SGLang server (prompts share prefixes, prefill is chunked), trains one step,
+    pushes the changed weights, samples again, and scores everything with the trainer in other batch
+    shapes. Exit code 0 with true-on-policy mode only if not one token differs.
+    """
+
+    hf_checkpoint: str = ""
+    """Local directory with the Hugging Face checkpoint. Required."""
+
+    num_prompts: int = 32
+    """Prompts in each of the two rounds."""
+
+    max_new_tokens: int = 64
+    """Tokens sampled for every prompt."""
+
+    temperature: float = 1.0
+    """Sampling temperature."""
+
+    seed: int = 0
+    """Decides prompts and samples."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of both engines."""
+
+    true_on_policy_mode: bool = True
+    """Aligned operators; with --no-true-on-policy-mode the stock ones, whose mismatch is reported."""
+
+    train_backend: Literal["fsdp"] = "fsdp"
+    """Training engine."""
+
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """Way of the changed weights to the server."""
+
+    rollout_num_engines: int = 1
+    """SGLang servers to start."""
+
+    cpu_threads: int = 0
+    """Threads for CPU operators of each process; 0 shares the cores."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+    json: str = ""
+    """Also write the report into this file."""
+
+    run_dir: str = "runs/verify"
+    """Directory for the engines' logs."""
+
+    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """SGLang's own flags, collected from --sglang-*."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
+
+    `bench rollout` measures an SGLang server of each kind; `bench step` an optimizer step.
+    """
+
+    what: Annotated[Literal["rollout", "step"], tyro.conf.Positional]
+    """What to measure."""
+
+    hf_checkpoint: str = ""
+    """Local directory with the Hugging Face checkpoint. Required."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype."""
+
+    repetitions: int = 5
+    """Measurements of each kind, after one that is thrown away."""
+
+    num_prompts: int = 64
+    """rollout: prompts sampled at once."""
+
+    prompt_len: int = 32
+    """rollout: tokens per prompt."""
+
+    max_new_tokens: int = 96
+    """Tokens sampled for every prompt, or trained on in every sequence."""
+
+    num_tokens: tuple[int, ...] = (2048, 4096, 8192)
+    """step: tokens per optimizer step; one measurement for each."""
+
+    cpu_threads: int = 0
+    """Threads for CPU operators of each process; 0 takes all cores."""
+
+    json: str = ""
+    """Also write the result into this file."""
+
+    run_dir: str = "runs/bench"
+    """Directory for the engines' logs."""
+
+    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """SGLang's own flags, collected from --sglang-*; both servers get them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Start one SGLang server under a contract and print how to connect a run to it."""
+
+    hf_checkpoint: str = ""
+    """Local directory with the Hugging Face checkpoint. Required."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype."""
+
+    true_on_policy_mode: bool = True
+    """Aligned operators; with --no-true-on-policy-mode the stock ones."""
+
+    rollout_host: str = "127.0.0.1"
+    """Address to listen on. Another than loopback needs --rollout-api-key."""
+
+    rollout_base_port: int = 0
+    """Port; 0 takes a free one."""
+
+    rollout_api_key: str = ""
+    """API key that clients must send; one is made up if there is none."""
+
+    cpu_threads: int = 0
+    """Threads for CPU operators; 0 takes all cores."""
+
+    seed: int = 0
+    """SGLang's seed."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+    run_dir: str = "runs/serve"
+    """Directory for the server's log."""
+
+    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """SGLang's own flags, collected from --sglang-*."""
