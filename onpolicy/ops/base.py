@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ class AttentionLayout:
 
     key_rows: Tensor
     """int64 [S, >= max(key_lens)]: row of the store that holds each key; padding is any valid row."""
+
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What an implementation worked out for this layout, kept for the model's other layers."""
 
     @staticmethod
     def packed(lens: tuple[int, ...], device: torch.device | str = "cpu") -> AttentionLayout:

@@ -16,8 +16,9 @@ of them). Prefill, chunked prefill with a cached prefix, decode and training run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -51,110 +52,133 @@ class _Shape:
 class _Chunk:
     """Some sequences of a layout, longest queries first, and the tiles of query rows to compute.
 
-    A tile is up to 256 // G consecutive query tokens of every sequence of the chunk at once:
-    B = (sequences x key heads) matrices of R = (tokens x G, padded) rows.
+    Holds indices only, so that all layers of a forward pass share it.
     """
 
     def __init__(self, layout: AttentionLayout, sequences: Sequence[int], shape: _Shape):
-        self.layout, self.shape = layout, shape
-        self.sequences = torch.tensor(sequences)
-        starts = torch.tensor([0, *layout.query_lens]).cumsum(0)
-        self.query_starts = starts[self.sequences]
-        self.query_lens = torch.tensor(layout.query_lens)[self.sequences]
-        self.key_lens = torch.tensor(layout.key_lens)[self.sequences]
-        self.num_blocks = -(-int(self.key_lens.max()) // KEY_BLOCK)
-        self.tile_tokens = max(1, min(int(self.query_lens[0]), MAX_ROWS // shape.group))
-        self.tile_rows = -(-self.tile_tokens * shape.group // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.shape = shape
+        chosen = torch.tensor(sequences)
+        query_lens = torch.tensor(layout.query_lens)[chosen]
+        key_lens = torch.tensor(layout.key_lens)[chosen]
+        query_starts = torch.tensor([0, *layout.query_lens]).cumsum(0)[chosen]
+        self.num_blocks = -(-int(key_lens.max()) // KEY_BLOCK)
+        rows = layout.key_rows[chosen, : self.num_blocks * KEY_BLOCK]
+        rows = F.pad(rows, (0, self.num_blocks * KEY_BLOCK - rows.shape[1]))
+        self.key_rows, self.is_key = rows, torch.arange(rows.shape[1]) < key_lens[:, None]
+        rows = rows.view(-1, self.num_blocks, 1, KEY_BLOCK).transpose(0, 1)
+        heads = torch.arange(shape.kv_heads).view(1, 1, -1, 1)
+        self._gathered = (rows * shape.kv_heads + heads).reshape(-1)
+        longest = int(query_lens[0])
+        step = max(1, min(longest, MAX_ROWS // shape.group))
+        self.tiles = [
+            _Tile(shape, first, step, query_lens, query_starts, key_lens)
+            for first in range(0, longest, step)
+        ]
 
     def gather_blocks(self, store: Tensor) -> Tensor:
-        """Rows of the key or value store as float32 [blocks, B, 64, D]."""
-        rows = self.layout.key_rows[self.sequences, : self.num_blocks * KEY_BLOCK]
-        rows = F.pad(rows, (0, self.num_blocks * KEY_BLOCK - rows.shape[1]))
-        rows = rows.view(-1, self.num_blocks, 1, KEY_BLOCK).transpose(0, 1)
-        heads = torch.arange(self.shape.kv_heads).view(1, 1, -1, 1)
-        flat = (rows * self.shape.kv_heads + heads).reshape(-1)
-        blocks = store.view(-1, store.shape[-1]).index_select(0, flat).float()
+        """Rows of the key or value store as float32 [blocks, B, 64, D]; B: sequence x key head."""
+        blocks = store.view(-1, store.shape[-1]).index_select(0, self._gathered).float()
         return blocks.view(self.num_blocks, -1, KEY_BLOCK, store.shape[-1])
 
     def scatter_blocks(self, blocks: Tensor, store: Tensor) -> None:
         """The inverse of `gather_blocks`, for gradients: write every key's row of `store`."""
-        per_key = blocks.view(
-            self.num_blocks, -1, self.shape.kv_heads, KEY_BLOCK, blocks.shape[-1]
-        ).permute(1, 0, 3, 2, 4)
-        per_key = per_key.reshape(len(self.sequences), -1, *store.shape[1:])
-        valid = torch.arange(per_key.shape[1]) < self.key_lens[:, None]
-        rows = self.layout.key_rows[self.sequences, : self.num_blocks * KEY_BLOCK]
-        store[rows[valid[:, : rows.shape[1]]]] = per_key[valid].to(store.dtype)
-
-    def tiles(self) -> Iterator[_Tile]:
-        for first in range(0, int(self.query_lens[0]), self.tile_tokens):
-            yield _Tile(self, first)
+        by_key = blocks.view(self.num_blocks, -1, self.shape.kv_heads, KEY_BLOCK, blocks.shape[-1])
+        by_key = by_key.permute(1, 0, 3, 2, 4).reshape(*self.key_rows.shape, *store.shape[1:])
+        store[self.key_rows[self.is_key]] = by_key[self.is_key].to(store.dtype)
 
 
 class _Tile:
-    """Query tokens first .. first + tile_tokens of each sequence that has so many."""
+    """Up to 256 // G consecutive query tokens of every sequence of a chunk that has so many.
 
-    def __init__(self, chunk: _Chunk, first: int):
-        self.shape, self.rows, self.tokens = chunk.shape, chunk.tile_rows, chunk.tile_tokens
-        count = int((chunk.query_lens > first).sum())
-        lens, starts = chunk.query_lens[:count, None], chunk.query_starts[:count, None]
-        slots = first + torch.arange(self.tokens)
-        self.batch = count * chunk.shape.kv_heads
-        self.valid = slots < lens
-        self.query_rows = starts + torch.minimum(slots, lens - 1)
-        self.positions = chunk.key_lens[:count, None] - lens + torch.minimum(slots, lens - 1)
-        self.num_blocks = int(self.positions.max()) // KEY_BLOCK + 1
+    Together B = (sequences x key heads) matrices of R = (tokens x G) rows, padded for the GEMMs.
+    """
+
+    def __init__(
+        self,
+        shape: _Shape,
+        first: int,
+        tokens: int,
+        query_lens: Tensor,
+        query_starts: Tensor,
+        key_lens: Tensor,
+    ):
+        self.shape, self.tokens = shape, tokens
+        self.rows = tokens * shape.group
+        self.padding = -self.rows % ROW_MULTIPLE
+        count = int((query_lens > first).sum())
+        self.batch = count * shape.kv_heads
+        lens, starts, keys = (x[:count, None] for x in (query_lens, query_starts, key_lens))
+        slots = first + torch.arange(tokens)
+        self.is_query = slots < lens
+        slots = torch.minimum(slots, lens - 1)  # padding repeats the sequence's last query
+        self._gathered = (starts + slots).reshape(-1)
+        self._kept = self.is_query.reshape(-1).nonzero()[:, 0]
+        self._scattered = self._gathered[self._kept]
+        self._positions = (keys - lens + slots).repeat_interleave(shape.group, dim=1)
+        self._first_masked = int(self._positions.min()) // KEY_BLOCK
+        self.num_blocks = int(self._positions.max()) // KEY_BLOCK + 1
 
     def gather(self, x: Tensor) -> Tensor:
-        """Rows of [T, H, D] as float32 [B, R, D]; padding repeats the sequence's last row."""
-        tile = x[self.query_rows].float()
-        tile = tile.view(-1, self.tokens, self.shape.kv_heads, self.shape.group, x.shape[-1])
-        tile = tile.transpose(1, 2).reshape(self.batch, -1, x.shape[-1])
-        return F.pad(tile, (0, 0, 0, self.rows - tile.shape[1]))
+        """Rows of [T, H, D] as float32 [B, R, D]."""
+        rows = x.index_select(0, self._gathered).float()
+        rows = rows.view(-1, self.tokens, self.shape.kv_heads, self.shape.group, x.shape[-1])
+        return rows.transpose(1, 2).reshape(self.batch, self.rows, x.shape[-1])
 
-    def scatter(self, tile: Tensor, out: Tensor) -> None:
-        """The inverse of `gather`: write the valid rows of `out` [T, H, D]."""
-        tile = tile[:, : self.tokens * self.shape.group]
-        tile = tile.view(-1, self.shape.kv_heads, self.tokens, self.shape.group, tile.shape[-1])
-        tile = tile.transpose(1, 2).reshape(-1, self.tokens, *out.shape[1:])
-        out[self.query_rows[self.valid]] = tile[self.valid].to(out.dtype)
+    def scatter(self, rows: Tensor, out: Tensor) -> None:
+        """The inverse of `gather`: write the rows of `out` [T, H, D] that stand for queries."""
+        rows = rows.view(-1, self.shape.kv_heads, self.tokens, self.shape.group, rows.shape[-1])
+        rows = rows.transpose(1, 2).reshape(-1, *out.shape[1:])
+        out.index_copy_(0, self._scattered, rows.index_select(0, self._kept).to(out.dtype))
 
-    def zero_padding(self, tile: Tensor) -> Tensor:
-        """Zero the rows of [B, R, D] that stand for no query token, before summing over rows."""
-        tokens = self.valid[:, None, :, None].expand(-1, self.shape.kv_heads, -1, self.shape.group)
-        rows = F.pad(tokens.reshape(self.batch, -1), (0, self.rows - self.tokens * self.shape.group))
-        return tile * rows[..., None]
+    def zero_padding(self, rows: Tensor) -> Tensor:
+        """Zero the rows of [B, R, D] that stand for no query, before sums over rows."""
+        shape = (-1, self.shape.kv_heads, self.tokens, self.shape.group, rows.shape[-1])
+        return (rows.view(shape) * self.is_query[:, None, :, None, None]).view(rows.shape)
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Masked products of [B, R, D] with blocks [blocks, B, 64, D]: [blocks, B, R, 64]."""
-        scores = q.new_empty(self.num_blocks, self.batch, self.rows, KEY_BLOCK)
-        for j in range(self.num_blocks):
-            torch.bmm(q, k[j, : self.batch].transpose(1, 2), out=scores[j])
-        self._mask(scores)
+    def scores(self, q: Tensor, keys: Tensor) -> Tensor:
+        """Products of [B, R, D] with [blocks, B, 64, D], -inf after a row's position.
+
+        Returns [blocks, B, R, 64].
+        """
+        q = F.pad(q, (0, 0, 0, self.padding)) if self.padding else q
+        products = q.new_empty(self.num_blocks, self.batch, q.shape[1], KEY_BLOCK)
+        for block, out in zip(keys, products, strict=False):
+            torch.bmm(q, block[: self.batch].transpose(1, 2), out=out)
+        scores = products[:, :, : self.rows].contiguous()
+        first = self._first_masked  # blocks before it hide nothing from anyone
+        key = torch.arange(first * KEY_BLOCK, self.num_blocks * KEY_BLOCK).view(-1, 1, 1, KEY_BLOCK)
+        future = key > self._positions[None, :, :, None]
+        masked = scores[first:].view(-1, len(self._positions), self.shape.kv_heads, *scores.shape[2:])
+        masked.masked_fill_(future[:, :, None], float("-inf"))
         return scores
 
-    def _mask(self, scores: Tensor) -> None:
-        """Set to -inf what lies after a row's own position; a padded row always sees some key."""
-        positions = self.positions.repeat_interleave(self.shape.group, dim=1)
-        positions = F.pad(positions, (0, self.rows - positions.shape[1]))
-        first = int(self.positions.min()) // KEY_BLOCK  # blocks before it hide nothing from anyone
-        keys = torch.arange(first * KEY_BLOCK, self.num_blocks * KEY_BLOCK).view(-1, 1, 1, KEY_BLOCK)
-        future = keys > positions[None, :, :, None]
-        view = scores[first:].view(-1, len(positions), self.shape.kv_heads, self.rows, KEY_BLOCK)
-        view.masked_fill_(future[:, :, None], float("-inf"))
+    def weighted_sum(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Block after block: [blocks, B, R, 64] with [blocks, B, 64, D] -> [B, R, D]."""
+        if self.padding:
+            weights = F.pad(weights, (0, 0, 0, self.padding))
+        out = weights.new_zeros(self.batch, weights.shape[2], values.shape[-1])
+        for block_weights, block in zip(weights, values, strict=False):
+            out.baddbmm_(block_weights, block[: self.batch])
+        return out[:, : self.rows]
+
+
+def _chunks(layout: AttentionLayout, shape: _Shape, num_threads: int) -> list[_Chunk]:
+    """Cut the sequences into chunks of bounded memory; which ones share a chunk has no effect."""
+    key = (shape, num_threads)
+    if key not in layout.plans:
+        layout.plans[key] = [_Chunk(layout, s, shape) for s in _plan(layout, shape, num_threads)]
+    return layout.plans[key]
 
 
 def _plan(layout: AttentionLayout, shape: _Shape, num_threads: int) -> list[list[int]]:
-    """Cut the sequences into chunks of bounded memory; which ones share a chunk has no effect."""
-    order = sorted(
-        range(len(layout.query_lens)), key=lambda s: (-layout.query_lens[s], -layout.key_lens[s])
-    )
+    lens = list(zip(layout.query_lens, layout.key_lens, strict=True))
+    order = sorted(range(len(lens)), key=lambda s: lens[s], reverse=True)
     key_floats = shape.kv_heads * (shape.dim + shape.value_dim)
     limit = max(1, min(CHUNK_FLOATS, sum(layout.key_lens) * key_floats // num_threads))
     chunks: list[list[int]] = []
     longest = 0
     for s in order:
-        longest = max(longest, layout.key_lens[s]) if chunks else layout.key_lens[s]
+        longest = max(longest, layout.key_lens[s])
         if not chunks or (len(chunks[-1]) + 1) * longest * key_floats > limit:
             chunks.append([])
             longest = layout.key_lens[s]
@@ -162,8 +186,12 @@ def _plan(layout: AttentionLayout, shape: _Shape, num_threads: int) -> list[list
     return chunks
 
 
-def _flops(layout: AttentionLayout, shape: _Shape) -> float:
-    pairs = sum(q * k for q, k in zip(layout.query_lens, layout.key_lens, strict=True))
+def _work(layout: AttentionLayout, shape: _Shape) -> float:
+    """Floating-point operations, padding included."""
+    pairs = sum(
+        max(q, ROW_MULTIPLE // shape.group) * k
+        for q, k in zip(layout.query_lens, layout.key_lens, strict=True)
+    )
     return 2.0 * pairs * shape.heads * (shape.dim + shape.value_dim)
 
 
@@ -171,17 +199,14 @@ def _forward_chunk(
     chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor | None
 ) -> None:
     keys, values = chunk.gather_blocks(k), chunk.gather_blocks(v)
-    for tile in chunk.tiles():
-        p = tile.scores(tile.gather(q) * scale, keys)
-        largest = p.amax((0, 3))
-        p.sub_(largest[None, :, :, None]).exp_()
-        block_sums = p.sum(-1)
+    for tile in chunk.tiles:
+        weights = tile.scores(tile.gather(q) * scale, keys)
+        largest = weights.amax((0, 3))
+        weights.sub_(largest[None, :, :, None]).exp_()
         total = torch.zeros_like(largest)
-        o = p.new_zeros(tile.batch, tile.rows, values.shape[-1])
-        for j in range(tile.num_blocks):
-            o.baddbmm_(p[j], values[j, : tile.batch])
-            total += block_sums[j]
-        tile.scatter(o / total[..., None], out)
+        for block_sum in weights.sum(-1):
+            total += block_sum
+        tile.scatter(tile.weighted_sum(weights, values) / total[..., None], out)
         if lse is not None:
             tile.scatter((largest + total.log())[..., None], lse)
 
@@ -197,17 +222,16 @@ def _backward_chunk(
     grad_q, grad_k, grad_v = grads
     keys, values = chunk.gather_blocks(k), chunk.gather_blocks(v)
     grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
-    for tile in chunk.tiles():
+    for tile in chunk.tiles:
         b = tile.batch
-        tile_q, tile_lse = tile.gather(q) * scale, tile.gather(lse)
+        tile_q = tile.gather(q) * scale
         do = tile.zero_padding(tile.gather(grad_out))
         delta = (do * tile.gather(out)).sum(-1, keepdim=True)
-        p = tile.scores(tile_q, keys).sub_(tile_lse).exp_()
+        weights = tile.scores(tile_q, keys).sub_(tile.gather(lse)).exp_()
         dq = torch.zeros_like(tile_q)
         for j in range(tile.num_blocks):
-            grad_values[j, :b].baddbmm_(p[j].transpose(1, 2), do)
-            dp = torch.bmm(do, values[j, :b].transpose(1, 2))
-            ds = p[j] * (dp - delta)
+            grad_values[j, :b].baddbmm_(weights[j].transpose(1, 2), do)
+            ds = weights[j] * (torch.bmm(do, values[j, :b].transpose(1, 2)) - delta)
             dq.baddbmm_(ds, keys[j, :b])
             grad_keys[j, :b].baddbmm_(ds.transpose(1, 2), tile_q)
         tile.scatter(dq * scale, grad_q)
@@ -230,9 +254,9 @@ def blockwise_attention(
     """
     shape = _Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     out = q.new_empty(*q.shape[:2], shape.value_dim)
-    chunks = [_Chunk(layout, s, shape) for s in _plan(layout, shape, pool.num_threads)]
-    pieces = [lambda c=c: _forward_chunk(c, q, k, v, scale, out, lse) for c in chunks]
-    pool.run(pieces, _flops(layout, shape))
+    chunks = _chunks(layout, shape, pool.num_threads)
+    pieces = [partial(_forward_chunk, chunk, q, k, v, scale, out, lse) for chunk in chunks]
+    pool.run(pieces, _work(layout, shape))
     return out
 
 
@@ -264,8 +288,7 @@ class AlignedAttention(torch.autograd.Function):
         scale: float = ctx.scale  # type: ignore[attr-defined]
         shape = _Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        chunks = [_Chunk(layout, s, shape) for s in _plan(layout, shape, pool.num_threads)]
-        inputs = (q, k, v, out, lse)
-        pieces = [lambda c=c: _backward_chunk(c, inputs, grad_out, scale, grads) for c in chunks]
-        pool.run(pieces, 2.5 * _flops(layout, shape))
+        chunks, inputs = _chunks(layout, shape, pool.num_threads), (q, k, v, out, lse)
+        pieces = [partial(_backward_chunk, c, inputs, grad_out, scale, grads) for c in chunks]
+        pool.run(pieces, 2.5 * _work(layout, shape))
         return (*grads, None, None, None)

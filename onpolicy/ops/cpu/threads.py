@@ -16,8 +16,8 @@ from onpolicy.errors import ContractError
 
 Piece = Callable[[], None]
 
-MIN_PARALLEL_FLOPS = 4e6
-"""Below this much work, handing pieces to other threads costs more than it saves."""
+MIN_PARALLEL_FLOPS = 1e8
+"""Below this much work, threads that pass the interpreter lock around cost more than they save."""
 
 
 class PiecePool:

@@ -1,0 +1,28 @@
+"""`onpolicy bench rollout | step`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from onpolicy.config import parse
+from onpolicy.config.tools import BenchConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print or write the JSON."""
+    config = parse(BenchConfig, argv, "onpolicy bench")
+
+    from onpolicy.bench import bench_rollout, bench_step
+    from onpolicy.train import distributed
+
+    logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
+    distributed.init_process_group()
+    result = bench_rollout(config) if config.what == "rollout" else bench_step(config)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if config.json:
+        Path(config.json).write_text(text + "\n")
+    return 0
