@@ -157,9 +157,7 @@ def _train_config(config: BenchConfig, kind: str) -> TrainConfig:
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1),
         engine=groups.EngineConfig(cpu_threads=config.cpu_threads),
         trainer=groups.TrainerConfig(max_tokens_per_gpu=max(config.num_tokens), lr=0.0),
-        parity=groups.ParityConfig(
-            true_on_policy_mode=kind == "aligned", parity_policy="warn"
-        ),
+        parity=groups.ParityConfig(true_on_policy_mode=kind == "aligned", parity_policy="warn"),
         sglang_args=config.sglang_args,
     )
 

@@ -38,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<8}{help_line}" for name, help_line in COMMANDS.items()]
-    return "usage: onpolicy COMMAND [flags]\n\n" + "\n".join(lines) + "\n\nFlags: onpolicy COMMAND --help"
+    return (
+        "usage: onpolicy COMMAND [flags]\n\n"
+        + "\n".join(lines)
+        + "\n\nFlags: onpolicy COMMAND --help"
+    )
 
 
 if __name__ == "__main__":

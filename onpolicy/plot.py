@@ -7,9 +7,9 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
-from onpolicy.metrics import read_jsonl  # noqa: E402
+from onpolicy.metrics import read_jsonl
 
 _PANELS = (
     ("rollout/raw_reward", "mean reward"),

@@ -57,7 +57,9 @@ def print_summary(summary: RunSummary) -> None:
     """The table at the end of a run."""
     table = Table(title="onpolicy run", show_header=False)
     table.add_row("rollouts", str(summary.rollouts))
-    table.add_row("reward, first to last", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}")
+    table.add_row(
+        "reward, first to last", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}"
+    )
     table.add_row("tokens compared bit by bit", f"{summary.num_compared_tokens:,}")
     table.add_row("tokens mismatched", f"{summary.num_mismatched_tokens:,}")
     table.add_row("run hash", summary.run_hash)

@@ -157,7 +157,9 @@ class Run:
         """Turn rewards into advantages, and take the optimizer steps of a rollout."""
         algorithm = self.config.algorithm
         advantages = estimator(algorithm.advantage_estimator, algorithm.grpo_std_normalization)
-        kept = [g for g in groups if not algorithm.filter_equal_rewards or carries_signal(_rewards(g))]
+        kept = [
+            g for g in groups if not algorithm.filter_equal_rewards or carries_signal(_rewards(g))
+        ]
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)

@@ -1,6 +1,6 @@
 """The directory of a run: everything one needs to look at it later, or to repeat it.
 
-    config.json  versions.json  contract.json  metrics.jsonl  logs/  plots/  [tensorboard/ wandb/]
+config.json  versions.json  contract.json  metrics.jsonl  logs/  plots/  [tensorboard/ wandb/]
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class WeightDigest:
         """Add one tensor of any shape, dtype and device; a name added again replaces the earlier."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
         label = xxhash.xxh3_64_intdigest(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        self._hashes[name] = xxhash.xxh3_64_intdigest(flat.numpy(), label)
+        self._hashes[name] = xxhash.xxh3_64_intdigest(flat.numpy().data, label)
 
     def hexdigest(self) -> str:
         """16 hex digits over all names, shapes, dtypes and bits."""

@@ -6,6 +6,8 @@ Source: sglang/srt/layers/quantization/unquant.py. Can go when SGLang lets a pla
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from onpolicy.ops import Operators
@@ -16,7 +18,7 @@ TARGET = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 
 def install(operators: Operators) -> None:
     def apply(
-        self: object, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return operators.linear(x, layer.weight, bias)
 

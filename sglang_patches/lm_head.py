@@ -22,7 +22,7 @@ def install(operators: Operators) -> None:
     def compute_lm_head(
         self: Any,
         hidden_states: torch.Tensor,
-        lm_head: torch.nn.Module,
+        lm_head: Any,
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weight = lm_head.weight[: lm_head.org_vocab_size]

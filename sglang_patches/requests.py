@@ -35,7 +35,9 @@ def install() -> None:
 
 
 def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
-    asked = [name for name, neutral in _NEUTRAL.items() if getattr(params, name) not in (neutral, [])]
+    asked = [
+        name for name, neutral in _NEUTRAL.items() if getattr(params, name) not in (neutral, [])
+    ]
     if params.top_k not in (_GREEDY, -1) and params.top_k < _ALL_TOKENS:
         asked.append("top_k")
     if asked:

@@ -5,9 +5,9 @@
 OUT_DIR/data.jsonl, OUT_DIR/eval.jsonl   `{"prompt": "37+45=", "label": "82"}`
 OUT_DIR/model/                           a real Hugging Face checkpoint with a character tokenizer
 
-The model is trained for a minute on problems with their sums, of which a part is wrong on purpose,
-so that it samples the right answer about a third of the time: something for reinforcement learning
-to improve. Does nothing if OUT_DIR is complete.
+The model is trained for a minute on problems with their sums, many of which are wrong on purpose (a
+zero in front, or one too large), so that it samples the right answer about a third of the time:
+something for reinforcement learning to improve. Does nothing if OUT_DIR is complete.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import sys
 import time
 from pathlib import Path
 
-import onpolicy  # noqa: F401  (lets transformers import beside a CPU build of torch)
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+import onpolicy  # noqa: F401  (lets transformers import beside a CPU build of torch)
+
 CHARACTERS = "0123456789+="
 SPECIAL = ["<pad>", "<eos>"]
-MAX_OPERAND = 99
-WRONG_SHARE = 0.6
-STEPS = 700
-BATCH = 192
+MAX_OPERAND = 49
+PADDED_SHARE = 0.55
+MISCOUNTED_SHARE = 0.05
+STEPS = 600
+BATCH = 128
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -39,7 +41,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -68,8 +73,10 @@ def problem(rng: random.Random) -> tuple[str, str]:
     return f"{a}+{b}=", str(a + b)
 
 
-def warm_start(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
-    """Supervised steps on problems whose answers are wrong by a little in WRONG_SHARE of the cases."""
+def warm_start(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rng: random.Random
+) -> None:
+    """Supervised steps on answers of which half have a zero in front and some are one too large."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, STEPS, pct_start=0.1)
     start = time.time()
@@ -89,13 +96,19 @@ def warm_start(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rng: 
         schedule.step()
         optimizer.zero_grad()
         if step % 100 == 0 or step == STEPS - 1:
-            print(f"warm start {step + 1}/{STEPS}  loss {loss.item():.3f}  {time.time() - start:.0f} s", flush=True)
+            print(
+                f"warm start {step + 1}/{STEPS}  loss {loss.item():.3f}  {time.time() - start:.0f} s",
+                flush=True,
+            )
 
 
 def training_row(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], int]:
     question, answer = problem(rng)
-    if rng.random() < WRONG_SHARE:
-        answer = str(max(0, int(answer) + rng.choice([-10, -2, -1, 1, 2, 10])))
+    chance = rng.random()
+    if chance < PADDED_SHARE:
+        answer = "0" + answer
+    elif chance < PADDED_SHARE + MISCOUNTED_SHARE:
+        answer = str(int(answer) + 1)
     prompt = tokenizer.encode(question)
     return prompt + tokenizer.encode(answer) + [tokenizer.eos_token_id], len(prompt)
 
@@ -112,7 +125,7 @@ def main(out: Path) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
-    write_problems(out / "data.jsonl", 4000, rng)
+    write_problems(out / "data.jsonl", 3000, rng)
     write_problems(out / "eval.jsonl", 200, rng)
     torch.manual_seed(0)
     tokenizer = make_tokenizer()

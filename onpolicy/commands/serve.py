@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         hf_checkpoint=config.hf_checkpoint,
         contract=contract,
         host=config.rollout_host,
-        api_key=config.rollout_api_key or secrets.token_urlsafe(32),
+        api_key=config.rollout_api_key or secrets.token_hex(24),
         seed=config.seed,
         num_threads=config.cpu_threads or share_of_cores(1),
         max_concurrency=256,

@@ -47,7 +47,9 @@ def known_keys(config_class: type) -> list[str]:
     """The flags of a configuration class, as YAML keys."""
     keys: list[str] = []
     for item in dataclasses.fields(config_class):
-        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else None
+        default = (
+            item.default_factory() if item.default_factory is not dataclasses.MISSING else None
+        )
         if dataclasses.is_dataclass(default):
             keys += [inner.name for inner in dataclasses.fields(default)]
         elif item.name != "sglang_args":

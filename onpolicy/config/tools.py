@@ -8,10 +8,6 @@ from typing import Annotated, Literal
 import tyro
 
 
-
-
-
-
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
     """Do both engines give a checkpoint's tokens the same log-probabilities, bit for bit?

@@ -81,8 +81,9 @@ class TrainConfig:
         """The values under their flags' names, for the run directory; keys are left out."""
         flat: dict[str, Any] = {}
         for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            flat.update(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {item.name: value})
+            value: Any = getattr(self, item.name)
+            is_group = dataclasses.is_dataclass(value)
+            flat.update(dataclasses.asdict(value) if is_group else {item.name: value})
         flat["rollout_api_key"] = "..." if flat["rollout_api_key"] else ""
         return flat
 
@@ -176,12 +177,14 @@ def _require_sampling(config: TrainConfig) -> None:
 
 
 def _require_companions(config: TrainConfig) -> None:
-    for name, value in (
+    for name, path in (
         ("hf_checkpoint", config.model.hf_checkpoint),
         ("prompt_data", config.data.prompt_data),
     ):
-        if not value:
-            raise ConfigError(f"--{name.replace('_', '-')} is missing: a run needs it. Give a path.")
+        if not path:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is missing: a run needs it. Give a path."
+            )
     reward = config.reward
     if bool(reward.rm_type) == bool(reward.custom_rm_path):
         raise ConfigError(
@@ -190,7 +193,12 @@ def _require_companions(config: TrainConfig) -> None:
         )
     needs = [
         ("save_interval", config.output.save_interval, "save", config.output.save),
-        ("eval_interval", config.eval.eval_interval, "eval_prompt_data", config.eval.eval_prompt_data),
+        (
+            "eval_interval",
+            config.eval.eval_interval,
+            "eval_prompt_data",
+            config.eval.eval_prompt_data,
+        ),
     ]
     for name, value, other, given in needs:
         if bool(value) != bool(given):

@@ -15,6 +15,7 @@ Attention goes through transformers' attention interface under the name `onpolic
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,9 @@ class AlignedLinear(nn.Linear):
 class AlignedRMSNorm(nn.Module):
     """RMS norm by `Operators.rms_norm`; takes over the weight of the module it replaces."""
 
-    def __init__(self, norm: nn.Module, eps: float, operators: Operators):
+    weight: nn.Parameter
+
+    def __init__(self, norm: Any, eps: float, operators: Operators):
         super().__init__()
         self.weight, self.eps, self.operators = norm.weight, eps, operators
 

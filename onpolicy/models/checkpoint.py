@@ -64,7 +64,9 @@ def _check_safetensors(file: Path) -> None:
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
         expected = 8 + header_size + max(ends, default=0)
     except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
-        raise ConfigError(f"{file}: not a safetensors file ({error}). Download it again.") from error
+        raise ConfigError(
+            f"{file}: not a safetensors file ({error}). Download it again."
+        ) from error
     if size != expected:
         raise ConfigError(
             f"{file}: {size} bytes, but its header promises {expected}: the file is truncated or "
@@ -123,5 +125,7 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
             problems.append(f"{name}={value(name)}: has no aligned operator")
     for name in ("logit_scale", "logits_scaling"):
         if value(name) not in (None, 1, 1.0):
-            problems.append(f"{name}={value(name)}: logits are scaled differently by the two engines")
+            problems.append(
+                f"{name}={value(name)}: logits are scaled differently by the two engines"
+            )
     return problems

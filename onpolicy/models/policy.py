@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import OperatorShapes
 from onpolicy.models.align import ATTENTION_NAME, align_modules
@@ -70,7 +70,9 @@ class PackedTokens:
 class PolicyModel(nn.Module):
     """A causal LM whose forward pass returns log-probabilities, never logits."""
 
-    def __init__(self, causal_lm: nn.Module, operators: Operators):
+    causal_lm: PreTrainedModel
+
+    def __init__(self, causal_lm: PreTrainedModel, operators: Operators):
         super().__init__()
         self.causal_lm, self.operators = causal_lm, operators
 

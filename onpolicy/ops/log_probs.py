@@ -53,7 +53,7 @@ class _TokenLogProbs(torch.autograd.Function):
             log_probs[rows] = chunk.gather(1, targets[rows, None])[:, 0]
             entropy[rows] = -(chunk.exp() * chunk).sum(-1)
         ctx.operators = operators  # type: ignore[attr-defined]
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 

@@ -9,7 +9,9 @@ from math_verify import parse, verify
 def score(response: str, label: str) -> float:
     """1.0 if the answer is mathematically equal to the label, else 0.0."""
     # The time limit is kept by our worker process; math-verify's own uses signals.
-    return float(verify(_parse_label(label), parse(response, parsing_timeout=None), timeout_seconds=None))
+    return float(
+        verify(_parse_label(label), parse(response, parsing_timeout=None), timeout_seconds=None)
+    )
 
 
 def check_label(label: str) -> None:

@@ -140,7 +140,7 @@ def _tokenize(
         )
     if not isinstance(content, (str, list)) or not content:
         raise ConfigError(f"{where}: prompt={content!r}. It must be text or chat messages.")
-    text = content
+    text: Any = content
     if chat:
         if tokenizer.chat_template is None:
             raise ConfigError(

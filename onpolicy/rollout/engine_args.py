@@ -33,7 +33,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         "--model-path", spec.hf_checkpoint,
         "--host", spec.host,
         "--port", str(port),
-        "--api-key", spec.api_key,
+        f"--api-key={spec.api_key}",
         "--dtype", spec.contract.dtype,
         "--random-seed", str(spec.seed),
         "--max-running-requests", str(spec.max_concurrency),

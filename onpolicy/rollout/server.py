@@ -41,7 +41,12 @@ class EngineServer:
     def start(self) -> None:
         """Start the process; returns at once."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "sglang_patches.serve", *engine_flags(self.spec, self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang_patches.serve",
+            *engine_flags(self.spec, self.port),
+        ]
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -49,7 +54,11 @@ class EngineServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **engine_environment(self.spec), "ONPOLICY_EXIT_WITH_STDIN": "1"},
+                env={
+                    **os.environ,
+                    **engine_environment(self.spec),
+                    "ONPOLICY_EXIT_WITH_STDIN": "1",
+                },
                 start_new_session=True,
             )
 

@@ -44,7 +44,7 @@ class SglangGroup(RolloutGroup):
     ):
         self.config, self.contract = config, contract
         self._self_check: dict[str, str] = {}
-        self.api_key = config.rollout_api_key or secrets.token_urlsafe(32)
+        self.api_key = config.rollout_api_key or secrets.token_hex(24)
         self.servers: list[EngineServer] = []
         self.on_progress: Progress = lambda done, tokens: None
         self._restarts_left = config.rollout_max_restarts
@@ -123,7 +123,9 @@ class SglangGroup(RolloutGroup):
         queue = deque(i for i in range(len(requests)) if i not in done)
         limit = min(self.config.rollout_max_concurrency, -(-len(queue) // len(self.clients)))
 
-        async def serve(client: EngineClient, session: aiohttp.ClientSession) -> EngineClient | None:
+        async def serve(
+            client: EngineClient, session: aiohttp.ClientSession
+        ) -> EngineClient | None:
             workers = [asyncio.create_task(work(client, session)) for _ in range(limit)]
             watch = asyncio.create_task(self._watch(client, session))
             try:
@@ -188,7 +190,9 @@ class SglangGroup(RolloutGroup):
             server.stop()
 
 
-async def _first_failure_or_all(workers: list[asyncio.Task[None]], watch: asyncio.Task[None]) -> None:
+async def _first_failure_or_all(
+    workers: list[asyncio.Task[None]], watch: asyncio.Task[None]
+) -> None:
     """Wait until all workers are done; raise at once what a worker or the watch raises."""
     waiting: set[asyncio.Task[None]] = set(workers)
     while waiting:

@@ -12,8 +12,6 @@ from onpolicy.types import TrainSample
 from onpolicy.weights import WeightBucket
 
 
-
-
 class Trainer(ABC):
     """One policy, its optimizer, and the ranks that hold them. Every method is collective."""
 

@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,15 +23,22 @@ _SHARDED = "sharded"
 _SCHEDULE = "schedule.json"
 
 
-def save_state(directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
+def save_state(
+    directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
+) -> None:
     """Write weights, moments, random state and schedule; collective."""
-    dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory / _SHARDED))
+    try:
+        dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory / _SHARDED))
+    except CheckpointException as error:  # a BaseException
+        raise CheckpointError(_reason(error)) from error
     if torch.distributed.get_rank() == 0:
         state = {"last_epoch": schedule.last_epoch, "last_lr": schedule.get_last_lr()}
         (directory / _SCHEDULE).write_text(json.dumps(state))
 
 
-def load_state(directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
+def load_state(
+    directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
+) -> None:
     """Read back, in place, what `save_state` wrote; collective."""
     _create_moments(optimizer)
     tensors = _tensors(model, optimizer)
@@ -40,7 +47,13 @@ def load_state(directory: Path, model: nn.Module, optimizer: Optimizer, schedule
         reader.read_metadata()  # what DCP cannot read it reports at great length
         dcp.load(tensors, storage_reader=reader)
         state = json.loads((directory / _SCHEDULE).read_text())
-    except (OSError, ValueError, RuntimeError, CheckpointException, pickle.UnpicklingError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        CheckpointException,
+        pickle.UnpicklingError,
+    ) as error:
         raise CheckpointError(
             f"--load: {directory} is damaged or does not fit this model ({_reason(error)}). Give the "
             "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."
@@ -86,7 +99,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    _ALLOWED = {
+    _ALLOWED: ClassVar = {
         "torch.distributed.checkpoint.metadata": re.compile(r"_?[A-Z]\w*"),
         "torch.distributed.checkpoint.filesystem": re.compile(r"_?[A-Z]\w*"),
         "torch.serialization": re.compile(r"_get_layout"),
@@ -97,10 +110,12 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in self._ALLOWED and self._ALLOWED[module].fullmatch(name):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its index names {module}.{name}, which is no part of an index")
+        raise pickle.UnpicklingError(
+            f"its index names {module}.{name}, which is no part of an index"
+        )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The first rank's own words, without DCP's collected tracebacks."""
     failures = getattr(error, "failures", None)
     return str(next(iter(failures.values()))[0] if failures else error)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,9 @@ class FsdpTrainer(Trainer):
         algorithm = config.algorithm
         self.reference: PolicyModel | None = None
         if algorithm.use_kl_loss:
-            self.reference = self._load_model(algorithm.ref_checkpoint or config.model.hf_checkpoint)
+            self.reference = self._load_model(
+                algorithm.ref_checkpoint or config.model.hf_checkpoint
+            )
             self.reference.requires_grad_(False)
         self.loss_settings = LossSettings(
             eps_clip=algorithm.eps_clip,
@@ -78,10 +81,11 @@ class FsdpTrainer(Trainer):
         for micro_batches in steps:
             self._add_fixed_log_probs(micro_batches)
         gate = ParityGate(step, self.config.parity_fails, self._parity_remedy())
-        totals: Counter[str] = Counter()
-        for number, micro_batches in enumerate(steps):
-            totals.update(self._optimizer_step(micro_batches, gate if number == 0 else None))
-        metrics = {name: value / len(steps) for name, value in totals.items()}
+        updates = [
+            self._optimizer_step(micro_batches, gate if number == 0 else None)
+            for number, micro_batches in enumerate(steps)
+        ]
+        metrics = {name: fmean(update[name] for update in updates) for name in updates[0]}
         tokens = sum(len(s.token_ids) for s in samples)
         seconds = time.perf_counter() - start
         return {
@@ -121,7 +125,7 @@ class FsdpTrainer(Trainer):
     def _optimizer_step(
         self, micro_batches: list[MicroBatch], gate: ParityGate | None
     ) -> dict[str, float]:
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for batch in micro_batches:
             log_probs, entropy = self.model(batch.packed)
             if gate is not None:
@@ -129,14 +133,19 @@ class FsdpTrainer(Trainer):
             loss, metrics = policy_loss(_loss_inputs(log_probs, batch), self.loss_settings)
             # FSDP2 averages gradients over ranks; the loss is a sum over them.
             (loss * distributed.world_size()).backward()
-            sums.update({name: float(value) for name, value in metrics.items()})
-            sums["train/entropy"] += float((entropy * batch.weights).sum())
+            metrics["train/entropy"] = (entropy * batch.weights).sum()
+            for name, value in metrics.items():
+                sums[name] += float(value)
         grad_norm = self._clip_gradients()
-        learning_rate = self.schedule.get_last_lr()[0]
+        learning_rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {**_all_reduce(sums, self.device), "train/grad_norm": grad_norm, "train/lr": learning_rate}
+        return {
+            **_all_reduce(sums, self.device),
+            "train/grad_norm": grad_norm,
+            "train/lr": learning_rate,
+        }
 
     def _clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(

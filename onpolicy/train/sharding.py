@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,13 +84,14 @@ def _broadcast_weights(
 
 
 def _read_checkpoint(path: str, trust_remote_code: bool) -> dict[str, Tensor]:
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    result: Any = AutoModelForCausalLM.from_pretrained(
         path,
         dtype="auto",
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
         output_loading_info=True,
     )
+    loaded, info = result
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):
             raise ConfigError(
@@ -116,8 +118,9 @@ def gather_buckets(
         if bucket and size + parameter_bytes > max_bytes:
             yield bucket
             bucket, size = [], 0
-        assert isinstance(parameter, DTensor)
-        full = parameter.detach().to(dtype).full_tensor()
+        cast = parameter.detach().to(dtype)
+        assert isinstance(cast, DTensor)
+        full = cast.full_tensor()
         bucket.append((name.removeprefix(_PREFIX), full))
         size += parameter_bytes
     if bucket:

@@ -148,7 +148,9 @@ class _Tile:
         first = self._first_masked  # blocks before it hide nothing from anyone
         key = torch.arange(first * KEY_BLOCK, self.num_blocks * KEY_BLOCK).view(-1, 1, 1, KEY_BLOCK)
         future = key > self._positions[None, :, :, None]
-        masked = scores[first:].view(-1, len(self._positions), self.shape.kv_heads, *scores.shape[2:])
+        masked = scores[first:].view(
+            -1, len(self._positions), self.shape.kv_heads, *scores.shape[2:]
+        )
         masked.masked_fill_(future[:, :, None], float("-inf"))
         return scores
 

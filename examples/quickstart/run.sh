@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# GRPO on small sums, on a CPU: the real SGLang server and FSDP2, with 0 mismatched tokens.
+# Runs from any directory. More flags may follow: run.sh --num-rollout 5
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+repo=$(cd "$here/../.." && pwd)
+export PATH="$repo/.venv/bin:$PATH"
+work=${WORK_DIR:-$repo/runs/quickstart}
+
+python "$here/prepare.py" "$work/inputs"
+
+onpolicy train \
+  --custom-config-path "$here/config.yaml" \
+  --hf-checkpoint "$work/inputs/model" \
+  --prompt-data "$work/inputs/data.jsonl" \
+  --eval-prompt-data "$work/inputs/eval.jsonl" \
+  --run-dir "$work/run" \
+  "$@"
