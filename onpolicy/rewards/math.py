@@ -1,24 +1,30 @@
-r"""The response's last mathematical answer must equal the label (math-verify).
+r"""The response's last answer must be mathematically equal to the label (math-verify).
 
-Understands LaTeX and plain expressions; prefers \boxed{}.
+Understands LaTeX and plain expressions. If there is a \boxed{}, the last one is the answer.
 """
+
+import logging
+from typing import Any
 
 from math_verify import parse, verify
 
+# The scorer's worker process keeps the time limit; math-verify's own needs signals, and its
+# absence is announced at every call.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
 
 def score(response: str, label: str) -> float:
-    """1.0 if the answer is mathematically equal to the label, else 0.0."""
-    # The time limit is kept by our worker process; math-verify's own uses signals.
-    return float(
-        verify(_parse_label(label), parse(response, parsing_timeout=None), timeout_seconds=None)
-    )
+    """1.0 if the answer is equal to the label, else 0.0."""
+    answer = response[max(response.rfind(r"\boxed"), 0) :]
+    found = parse(answer, parsing_timeout=None)
+    return float(verify(_parse_label(label), found, timeout_seconds=None))
 
 
 def check_label(label: str) -> None:
     """Raise ValueError if math-verify finds no expression in the label."""
-    if not _parse_label(label):
+    if all(isinstance(found, str) for found in _parse_label(label)):
         raise ValueError("math-verify finds no mathematical expression in it")
 
 
-def _parse_label(label: str) -> list:
+def _parse_label(label: str) -> list[Any]:
     return parse(label, parsing_timeout=None) or parse(f"${label}$", parsing_timeout=None)

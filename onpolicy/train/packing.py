@@ -15,19 +15,20 @@ def pack(lens: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list
     """
     order = sorted(range(len(lens)), key=lambda i: (-lens[i], i))
     bins: list[list[int]] = []
-    room: list[int] = []
+    tokens: list[int] = []
     for i in order:
-        best = max(range(len(bins)), key=lambda b: (room[b], -b), default=None)
-        if best is None or room[best] < lens[i]:
+        emptiest = min(range(len(bins)), key=lambda b: (tokens[b], b), default=None)
+        if emptiest is None or tokens[emptiest] + lens[i] > max_tokens:
+            emptiest = len(bins)
             bins.append([])
-            room.append(max_tokens)
-            best = len(bins) - 1
-        bins[best].append(i)
-        room[best] -= lens[i]
-    while not bins or len(bins) % num_ranks:
-        bins.append([])
-    by_load = sorted(range(len(bins)), key=lambda b: (room[b], b))
-    return [[sorted(bins[b]) for b in by_load[rank::num_ranks]] for rank in range(num_ranks)]
+            tokens.append(0)
+        bins[emptiest].append(i)
+        tokens[emptiest] += lens[i]
+    fullest_first = sorted(range(len(bins)), key=lambda b: (-tokens[b], b))
+    per_rank = max(1, -(-len(bins) // num_ranks))
+    padded = [sorted(bins[b]) for b in fullest_first]
+    padded += [[] for _ in range(per_rank * num_ranks - len(bins))]
+    return [padded[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

@@ -62,9 +62,12 @@ class _Chunk:
         key_lens = torch.tensor(layout.key_lens)[chosen]
         query_starts = torch.tensor([0, *layout.query_lens]).cumsum(0)[chosen]
         self.num_blocks = -(-int(key_lens.max()) // KEY_BLOCK)
-        rows = layout.key_rows[chosen, : self.num_blocks * KEY_BLOCK]
-        rows = F.pad(rows, (0, self.num_blocks * KEY_BLOCK - rows.shape[1]))
-        self.key_rows, self.is_key = rows, torch.arange(rows.shape[1]) < key_lens[:, None]
+        # Padding repeats the sequence's last key: its weight is 0, and 0 times another sequence's
+        # value would not be 0 if that were not finite.
+        slots = torch.arange(self.num_blocks * KEY_BLOCK)
+        self.is_key = slots < key_lens[:, None]
+        rows = layout.key_rows[chosen[:, None], torch.minimum(slots, key_lens[:, None] - 1)]
+        self.key_rows = rows
         rows = rows.view(-1, self.num_blocks, 1, KEY_BLOCK).transpose(0, 1)
         heads = torch.arange(shape.kv_heads).view(1, 1, -1, 1)
         self._gathered = (rows * shape.kv_heads + heads).reshape(-1)

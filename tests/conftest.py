@@ -1,0 +1,23 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# Deterministic, and never a failure because a shared machine is slow.
+settings.register_profile("onpolicy", deadline=None, derandomize=True, max_examples=80)
+settings.load_profile("onpolicy")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny untied Qwen3."""
+    from tiny import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"))

@@ -1,0 +1,105 @@
+import dataclasses
+
+import pytest
+
+from onpolicy.config import TrainConfig, parse, validate
+from onpolicy.errors import ConfigError
+
+GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
+MODE = ["--true-on-policy-mode"]
+
+
+def check(*argv):
+    validate(parse(TrainConfig, [*GOOD, *argv], "onpolicy train"))
+
+
+def test_the_defaults_are_valid():
+    check()
+    check(*MODE)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollout-batch-size", "0"], "--rollout-batch-size=0: must be at least 1"),
+        (["--lr", "-1"], "--lr=-1.0: must be at least 0"),
+        (["--lr", "nan"], "--lr=nan: must be at least 0"),
+        (["--adam-beta2", "1"], r"--adam-beta2=1.0: must be in \[0, 1\)"),
+        (["--rm-time-limit", "0"], "--rm-time-limit=0.0: must be greater than 0"),
+        (["--rollout-temperature", "0"], "--rollout-temperature=0.0: .*greedy"),
+        (["--rm-type", ""], "exactly one of them"),
+        (["--custom-rm-path", "a.b"], "exactly one of them"),
+        (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt=1: --advantage-estimator grpo"),
+        (["--save-interval", "5"], "--save-interval=5, --save='': the one does nothing"),
+        (["--save", "/s"], "--save-interval=0, --save='/s'"),
+        (["--eval-interval", "5"], "--eval-interval=5, --eval-prompt-data=''"),
+        (["--rollout-host", "0.0.0.0"], "--rollout-host=0.0.0.0: .*needs a key"),
+        (["--rollout-server-url", "http://x", "--rollout-num-engines", "2"], "no server is started"),
+        (["--rollout-server-url", "http://x", "--sglang-tp-size", "2"], "nothing would read it"),
+        (["--sglang-dtype", "float16"], "--sglang-dtype: .*Use --dtype"),
+        (["--hf-checkpoint", ""], "--hf-checkpoint is missing"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollout-top-p", "0.9"], "--rollout-top-p=0.9: .*sampled from softmax"),
+        (["--rollout-top-k", "20"], "--rollout-top-k=20"),
+        (["--rollout-min-p", "0.1"], "--rollout-min-p=0.1"),
+        (["--sglang-kv-cache-dtype", "fp8_e4m3"], "--sglang-kv-cache-dtype: .*because cached keys"),
+        (["--sglang-speculative-algorithm", "EAGLE"], "--sglang-speculative-algorithm"),
+        (["--sglang-enable-lora"], "--sglang-enable-lora"),
+        (["--sglang-quantization=fp8"], "--sglang-quantization"),
+        (["--sglang-attention-backend", "triton"], "--sglang-attention-backend"),
+    ],
+)
+def test_true_on_policy_mode_refuses_what_breaks_it_and_stock_does_not(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*MODE, *argv)
+    check(*argv)
+
+
+def test_impossible_batch_sizes_print_the_equation_and_what_is_possible():
+    with pytest.raises(
+        ConfigError, match=r"rollout_batch_size 4 x n_samples_per_prompt 3 = 12.*1, 2, 3, 4, 6, 12"
+    ):
+        check(
+            "--rollout-batch-size", "4", "--n-samples-per-prompt", "3", "--global-batch-size", "5"
+        )
+
+
+def test_the_batch_equation_says_all_four_sizes():
+    config = parse(
+        TrainConfig,
+        ["--rollout-batch-size", "4", "--n-samples-per-prompt", "6", "--global-batch-size", "8"],
+        "x",
+    )
+    assert config.steps_per_rollout == 3
+    assert config.batch_equation() == (
+        "rollout_batch_size 4 prompts x n_samples_per_prompt 6 = 24 samples = "
+        "global_batch_size 8 x 3 optimizer steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "fails"),
+    [
+        ([], False),
+        (MODE, True),
+        ([*MODE, "--parity-policy", "warn"], False),
+        (["--parity-policy", "fail"], True),
+    ],
+)
+def test_a_mismatch_stops_the_run_by_default_in_true_on_policy_mode(argv, fails):
+    assert parse(TrainConfig, argv, "x").parity_fails is fails
+
+
+def test_the_recorded_configuration_hides_the_key():
+    config = TrainConfig()
+    engine = dataclasses.replace(config.engine, rollout_api_key="secret")
+    assert "secret" not in str(dataclasses.replace(config, engine=engine).to_dict())

@@ -1,0 +1,90 @@
+"""The aligned model against transformers' own, and its batch invariance."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny import ARCHITECTURES, make_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from onpolicy.models.align import AlignedActivation, AlignedLinear, AlignedRMSNorm
+from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
+from onpolicy.ops.cpu import CpuOperators
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def path(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+def load_policy(path, operators=None, dtype=torch.float32):
+    policy = empty_policy(AutoConfig.from_pretrained(path), operators or CpuOperators(1))
+    weights = {k: v.to(dtype) for k, v in load_file(path / "model.safetensors").items()}
+    policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
+    policy.causal_lm.tie_weights()
+    return policy
+
+
+def random_sequences(lens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 137, (n,), generator=generator).tolist() for n in lens]
+
+
+def log_probs(policy, sequences, prompt_lens, temperature=1.0):
+    with torch.no_grad():
+        flat, _ = policy(PackedTokens.pack(sequences, prompt_lens, temperature))
+    lens = [len(s) - p for s, p in zip(sequences, prompt_lens, strict=True)]
+    return list(flat.split(lens))
+
+
+def test_log_probs_are_close_to_transformers(path):
+    sequences, prompt_lens = random_sequences([5, 40, 90]), [2, 10, 1]
+    ours = log_probs(load_policy(path), sequences, prompt_lens, temperature=0.7)
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for sequence, prompt_len, got in zip(sequences, prompt_lens, ours, strict=True):
+        with torch.no_grad():
+            logits = stock(torch.tensor([sequence])).logits[0, :-1] / 0.7
+        want = torch.log_softmax(logits, -1).gather(1, torch.tensor(sequence)[1:, None])[:, 0]
+        torch.testing.assert_close(got, want[prompt_len - 1 :], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(2, 80), min_size=2, max_size=6), st.data())
+def test_a_sequence_does_not_depend_on_its_micro_batch(path, lens, data):
+    policy = load_policy(path)
+    sequences = random_sequences(lens, seed=sum(lens))
+    prompt_lens = [data.draw(st.integers(1, n - 1)) for n in lens]
+    together = log_probs(policy, sequences, prompt_lens)
+    order = data.draw(st.permutations(range(len(lens))))
+    cut = data.draw(st.integers(1, len(lens) - 1))
+    for part in (order[:cut], order[cut:]):
+        parts = log_probs(policy, [sequences[i] for i in part], [prompt_lens[i] for i in part])
+        for i, got in zip(part, parts, strict=True):
+            assert torch.equal(got, together[i])
+
+
+def test_every_module_that_has_an_aligned_counterpart_is_replaced(path):
+    policy = load_policy(path)
+    kinds = {type(module) for module in policy.modules()}
+    assert {AlignedLinear, AlignedRMSNorm, AlignedActivation} <= kinds
+    assert torch.nn.Linear not in kinds
+    assert not any(kind.__name__ in ("Qwen3RMSNorm", "LlamaRMSNorm") for kind in kinds)
+
+
+def test_a_norm_that_computes_something_else_stays_as_it_is():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    from onpolicy.models.align import align_modules
+
+    parent = torch.nn.Sequential(GemmaRMSNorm(8))
+    align_modules(parent, CpuOperators(1))
+    assert isinstance(parent[0], GemmaRMSNorm)
+
+
+def test_operator_shapes_are_the_models(path):
+    shapes = operator_shapes(AutoConfig.from_pretrained(path))
+    assert (137, 96, False) in shapes.linear
+    assert (shapes.heads, shapes.kv_heads, shapes.vocab_size) == (4, 2, 137)
+    assert 96 in shapes.norm
+    assert shapes.linear == tuple(sorted(shapes.linear))

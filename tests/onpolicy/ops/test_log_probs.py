@@ -1,0 +1,78 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onpolicy.ops import log_probs as module
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.log_probs import token_log_probs
+
+OPERATORS = CpuOperators(1)
+
+
+def inputs(tokens, vocabulary, inner=24, has_bias=False):
+    generator = torch.Generator().manual_seed(tokens + vocabulary)
+    hidden = torch.randn(tokens, inner, generator=generator)
+    weight = torch.randn(vocabulary, inner, generator=generator)
+    bias = torch.randn(vocabulary, generator=generator) if has_bias else None
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    temperature = torch.rand(tokens, generator=generator) + 0.5
+    return hidden, weight, bias, targets, temperature
+
+
+def reference(hidden, weight, bias, targets, temperature):
+    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+    everything = torch.log_softmax(logits, -1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    return everything.gather(1, targets[:, None])[:, 0], entropy
+
+
+@given(st.integers(1, 200), st.integers(2, 300), st.booleans())
+def test_values_and_gradients_are_close_to_autograd(tokens, vocabulary, has_bias):
+    hidden, weight, bias, targets, temperature = inputs(tokens, vocabulary, has_bias=has_bias)
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    got, entropy = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
+    want, want_entropy = reference(hidden, weight, bias, targets, temperature)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(entropy, want_entropy.detach(), rtol=1e-4, atol=1e-5)
+    assert not entropy.requires_grad
+    grad = torch.randn(tokens)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@given(st.integers(1, 200), st.integers(2, 300), st.integers(1, 5000))
+def test_chunk_size_does_not_change_bits(tokens, vocabulary, logits_per_chunk):
+    arguments = inputs(tokens, vocabulary)
+    whole, _ = token_log_probs(OPERATORS, *arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOGITS_PER_CHUNK", logits_per_chunk)
+        assert torch.equal(token_log_probs(OPERATORS, *arguments)[0], whole)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest result of any operation."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.size = max(self.size, tensor.numel())
+        return result
+
+
+def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
+    """Forward and backward: the largest tensor is a chunk or a gradient, not [T, V]."""
+    tokens, vocabulary, inner = 2000, 3000, 8
+    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 64 * vocabulary)
+    hidden, weight, bias, targets, temperature = inputs(tokens, vocabulary, inner)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with LargestTensor() as largest:
+        got, _ = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
+        got.sum().backward()
+    assert largest.size < tokens * vocabulary / 25

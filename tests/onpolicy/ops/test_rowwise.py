@@ -1,0 +1,84 @@
+"""RMS norm, activations, softmax, log-softmax: each row, or element, by itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.activations import ACT2FN
+
+from onpolicy.ops.cpu import CpuOperators
+
+OPERATORS = CpuOperators(1)
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+rows = st.integers(2, 70)
+columns = st.integers(1, 1100)
+ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    "quick_gelu",
+    "sigmoid",
+    "relu2",
+    "mish",
+)
+
+
+def values(rows, columns, dtype):
+    generator = torch.Generator().manual_seed(rows * 1009 + columns)
+    return (4 * torch.randn(rows, columns, generator=generator)).to(dtype)
+
+
+ROWWISE = {
+    "rms_norm": lambda x: OPERATORS.rms_norm(
+        x, torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype), 1e-6
+    ),
+    "softmax": OPERATORS.softmax,
+    "log_softmax": lambda x: OPERATORS.log_softmax(x, torch.full((len(x), 1), 0.7)),
+    **{name: lambda x, f=ACT2FN[name]: OPERATORS.elementwise(f, x) for name in ACTIVATIONS},
+}
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+@given(rows, columns, dtypes, st.data())
+def test_rows_do_not_depend_on_the_rest_of_the_batch(name, rows, columns, dtype, data):
+    x = values(rows, columns, dtype)
+    whole = ROWWISE[name](x)
+    cut = data.draw(st.integers(1, rows - 1))
+    assert torch.equal(torch.cat([ROWWISE[name](x[:cut]), ROWWISE[name](x[cut:])]), whole)
+    order = torch.tensor(data.draw(st.permutations(range(rows))))
+    assert torch.equal(ROWWISE[name](x[order]), whole[order])
+
+
+@given(rows, columns, dtypes)
+def test_results_are_the_stock_functions(rows, columns, dtype):
+    x = values(rows, columns, dtype)
+    weight = torch.linspace(0.5, 2, columns).to(dtype)
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    )
+    torch.testing.assert_close(
+        OPERATORS.rms_norm(x, weight, 1e-6), F.rms_norm(x, (columns,), weight, 1e-6), **tolerance
+    )
+    torch.testing.assert_close(OPERATORS.elementwise(F.silu, x), F.silu(x), **tolerance)
+    torch.testing.assert_close(OPERATORS.softmax(x), torch.softmax(x.float(), -1))
+    temperature = torch.full((rows, 1), 0.7)
+    assert torch.equal(
+        OPERATORS.log_softmax(x, temperature), torch.log_softmax(x.float() / temperature, -1)
+    )
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+def test_gradients_flow(name):
+    x = values(5, 33, torch.float32).requires_grad_()
+    ROWWISE[name](x).square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad.abs().sum() > 0
+
+
+def test_stock_silu_changes_with_the_number_of_elements():
+    torch.set_num_threads(1)
+    x = values(1, 4096, torch.float32)[0]
+    pieces = torch.cat([F.silu(piece) for piece in x.split(17)])
+    assert not torch.equal(pieces, F.silu(x))

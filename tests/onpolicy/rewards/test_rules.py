@@ -1,0 +1,58 @@
+import pytest
+
+from onpolicy.rewards import RULES, dapo, exact, load_rule, math
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [("42", "42", 1.0), (" 42\n", "42", 1.0), ("42.", "42", 0.0), ("", "42", 0.0)],
+)
+def test_exact(response, label, score):
+    assert exact.score(response, label) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        (r"so the answer is \boxed{42}", "42", 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
+        (r"first \boxed{1}, no: \boxed{2}", "2", 1.0),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
+        ("The answer is 7.", "7", 1.0),
+        (r"\boxed{41}", "42", 0.0),
+        ("I do not know", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_math(response, label, score):
+    assert math.score(response, label) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score", "answered"),
+    [
+        ("thus\nAnswer: 42", "42", 1.0, 1.0),
+        ("Answer: $42$", "42", 1.0, 1.0),
+        (r"Answer: \boxed{42}", "42", 1.0, 1.0),
+        ("answer: 1,234 dollars.", "1234", 1.0, 1.0),
+        ("Answer: x = 7", "7", 1.0, 1.0),
+        ("Answer: 1\nAnswer: 2", "2", 1.0, 1.0),
+        ("Answer: 41", "42", -1.0, 1.0),
+        ("42", "42", -1.0, 0.0),
+        ("Answer: 42" + " " * 300, "42", -1.0, 0.0),
+    ],
+)
+def test_dapo(response, label, score, answered):
+    assert dapo.score(response, label) == {"score": score, "answered": answered}
+
+
+@pytest.mark.parametrize(("rule", "label"), [("exact", "  "), ("math", "?!"), ("dapo", "$")])
+def test_a_label_that_the_rule_cannot_read_is_refused(rule, label):
+    with pytest.raises(ValueError):
+        load_rule(rule).check_label(label)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ordinary_labels_are_readable(rule):
+    load_rule(rule).check_label("34")

@@ -1,0 +1,73 @@
+import pytest
+
+from onpolicy.errors import EngineError
+from onpolicy.rollout.sampling import group_samples, make_requests
+from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
+from onpolicy.types import Completion, FinishReason, Prompt, SamplingParams
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, stop_token_ids=(1,))
+PROMPTS = [Prompt(index=i, token_ids=[7, i], label=str(i), text="") for i in (5, 5, 6)]
+
+
+def completions(version="2"):
+    reasons = [FinishReason.STOP, FinishReason.LENGTH] * 3
+    return [
+        Completion(
+            token_ids=[i] * (i + 1),
+            log_probs=[-0.5] * (i + 1),
+            finish_reason=reason,
+            weight_version=version,
+            num_cached_tokens=i,
+        )
+        for i, reason in enumerate(reasons)
+    ]
+
+
+def test_every_request_has_a_seed_of_its_own_even_for_a_prompt_that_comes_twice():
+    requests = make_requests(PROMPTS, 4, PARAMS, 0, "rollout", 0)
+    assert len({request.sampling_seed for request in requests}) == 12
+    assert requests == make_requests(PROMPTS, 4, PARAMS, 0, "rollout", 0)
+
+
+@pytest.mark.parametrize("key", [(1, "rollout", 0), (0, "rollout", 1), (0, "eval", 0)])
+def test_another_run_step_or_purpose_has_other_seeds(key):
+    seeds = {r.sampling_seed for r in make_requests(PROMPTS, 4, PARAMS, 0, "rollout", 0)}
+    assert seeds.isdisjoint(r.sampling_seed for r in make_requests(PROMPTS, 4, PARAMS, *key))
+
+
+def test_completions_come_back_by_prompt_in_order():
+    groups = group_samples(PROMPTS, completions(), list("abcdef"), "2")
+    assert [[s.response for s in g.samples] for g in groups] == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert groups[1].samples[1].token_ids == [7, 5, 3, 3, 3, 3]
+    assert [s.sample_index for s in groups[2].samples] == [0, 1]
+
+
+def test_a_response_from_other_weights_is_refused():
+    with pytest.raises(EngineError, match="weight_version=1 on a response, but the policy's is 2"):
+        group_samples(PROMPTS, completions("1"), list("abcdef"), "2")
+
+
+def test_metrics_of_a_rollout():
+    groups = group_samples(PROMPTS, completions(), list("abcdef"), "2")
+    for reward, sample in enumerate(s for g in groups for s in g.samples):
+        sample.reward, sample.reward_parts = float(reward), {"answered": 1.0}
+    metrics = rollout_metrics(groups)
+    assert metrics["rollout/raw_reward"] == 2.5
+    assert metrics["rollout/response_length"] == 3.5
+    assert metrics["rollout/response_length_max"] == 6
+    assert metrics["rollout/truncated_ratio"] == 0.5
+    assert metrics["rollout/num_cached_tokens"] == 15
+    assert metrics["rollout/log_probs"] == -0.5
+    assert metrics["rollout/reward/answered"] == 1
+
+
+def test_avg_and_pass_at_k():
+    groups = group_samples(PROMPTS, completions(), list("abcdef"), "2")
+    for sample, reward in zip(
+        (s for g in groups for s in g.samples), [1, -1, -1, -1, 1, 1], strict=True
+    ):
+        sample.reward = reward
+    metrics = eval_metrics(groups)
+    assert metrics["eval/avg@k"] == 0
+    assert metrics["eval/pass@k"] == 2 / 3
+    assert metrics["eval/truncated_ratio"] == 0.5

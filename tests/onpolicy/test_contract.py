@@ -1,0 +1,45 @@
+import dataclasses
+
+import pytest
+
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.errors import ContractError
+
+SHAPES = OperatorShapes(
+    linear=((8, 4, False),), heads=2, kv_heads=1, head_dim=4, norm=(4,), vocab_size=9
+)
+CONTRACT = NumericsContract(backend="cpu", dtype="bfloat16", shapes=SHAPES)
+
+
+def test_json_keeps_every_field():
+    assert NumericsContract.from_json(CONTRACT.to_json()) == CONTRACT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"backend": "stock"},
+        {"dtype": "float32"},
+        {"log_prob": "log(softmax)"},
+        {"shapes": dataclasses.replace(SHAPES, head_dim=8)},
+        {"shapes": dataclasses.replace(SHAPES, linear=((8, 4, True),))},
+    ],
+)
+def test_fingerprint_depends_on_every_field(change):
+    assert dataclasses.replace(CONTRACT, **change).fingerprint != CONTRACT.fingerprint
+
+
+def test_only_the_stock_backend_promises_nothing():
+    assert CONTRACT.is_aligned
+    assert not dataclasses.replace(CONTRACT, backend="stock").is_aligned
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"backend": "cpu"}'])
+def test_a_record_of_another_version_is_refused(text):
+    with pytest.raises(ContractError, match="same version"):
+        NumericsContract.from_json(text)
+
+
+def test_an_unknown_backend_is_refused_by_name():
+    with pytest.raises(ContractError, match="backend='tpu'.*cpu, stock"):
+        dataclasses.replace(CONTRACT, backend="tpu")

@@ -1,0 +1,89 @@
+"""Which packages may know which: the picture in docs/architecture.md, enforced."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+GROUND = {"errors", "types", "config", "contract", "torchvision_ops"}
+MAY_IMPORT = {
+    **{name: GROUND for name in GROUND},
+    "plugins": GROUND,
+    "weights": set(),
+    "ops": {"contract", "errors"},
+    "models": GROUND | {"ops", "weights"},
+    "parity": GROUND,
+    "metrics": GROUND,
+    "plot": {"metrics"},
+    "progress": {"types"},
+    "run_hash": {"types"},
+    "run_directory": GROUND | {"metrics"},
+    "rollout": GROUND | {"models"},
+    "rewards": GROUND | {"plugins"},
+    "train": GROUND | {"ops", "models", "parity", "weights"},
+    "weight_sync": GROUND | {"weights"},
+}
+"""Packages and modules of onpolicy below the ones that compose; those may import anything."""
+
+COMPOSING = {"start", "engines", "run", "saving", "loop", "verify", "bench", "commands", "cli"}
+
+
+def imported(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def ours(file, package):
+    """Names of the parts of `package` that a file imports."""
+    parts = {name.split(".")[1] for name in imported(file) if name.startswith(package + ".")}
+    return {
+        p for p in parts if (ROOT / package / p).is_dir() or (ROOT / package / f"{p}.py").is_file()
+    }
+
+
+def files(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def part_of(file):
+    relative = file.relative_to(ROOT / "onpolicy")
+    return relative.parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+def test_directions_inside_onpolicy(file):
+    part = part_of(file)
+    if part not in COMPOSING | {"__init__"}:
+        assert ours(file, "onpolicy") - {part} <= MAY_IMPORT[part]
+
+
+def test_the_trainer_and_the_rollout_never_know_each_other():
+    for part, other in [("rollout", "train"), ("train", "rollout"), ("weight_sync", "train")]:
+        assert other not in MAY_IMPORT[part]
+
+
+@pytest.mark.parametrize("file", files("sglang_patches"), ids=lambda f: f.name)
+def test_the_plugin_knows_only_operators_contract_models_and_weights(file):
+    assert ours(file, "onpolicy") <= {"ops", "contract", "errors", "models", "weights"}
+
+
+@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+def test_onpolicy_reaches_the_plugin_only_by_starting_it(file):
+    assert not ours(file, "sglang_patches")
+
+
+@pytest.mark.parametrize("file", files("fallback_correction"), ids=lambda f: f.name)
+def test_fallback_correction_stands_alone(file):
+    assert not any(name.split(".")[0] in ("onpolicy", "sglang_patches") for name in imported(file))
+
+
+@pytest.mark.parametrize("file", files("onpolicy/config"), ids=lambda f: f.name)
+def test_the_configuration_imports_nothing_heavy(file):
+    heavy = {"torch", "transformers", "sglang", "numpy"}
+    assert not heavy & {name.split(".")[0] for name in imported(file)}
