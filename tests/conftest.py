@@ -21,3 +21,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"))
+
+
+pytest_plugins = ["engines_fixture"]

@@ -13,11 +13,12 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import TrainingError
+from onpolicy.errors import ParityError, TrainingError
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import make_operators
 from onpolicy.ops.self_check import self_check
@@ -112,15 +113,14 @@ class FsdpTrainer(Trainer):
         Under an aligned contract the old ones are the rollout's: computing them again would give
         the same bits.
         """
-        with torch.no_grad():
-            for batch in micro_batches:
-                batch.old_log_probs = (
-                    batch.rollout_log_probs
-                    if self.contract.is_aligned
-                    else self.model(batch.packed)[0]
-                )
-                if self.reference is not None:
-                    batch.ref_log_probs = self.reference(batch.packed)[0]
+        for batch in micro_batches:
+            batch.old_log_probs = (
+                batch.rollout_log_probs
+                if self.contract.is_aligned
+                else _score(self.model, batch.packed)
+            )
+            if self.reference is not None:
+                batch.ref_log_probs = _score(self.reference, batch.packed)
 
     def _optimizer_step(
         self, micro_batches: list[MicroBatch], gate: ParityGate | None
@@ -129,7 +129,7 @@ class FsdpTrainer(Trainer):
         for batch in micro_batches:
             log_probs, entropy = self.model(batch.packed)
             if gate is not None:
-                gate.check(log_probs, batch)
+                self._check_parity(gate, log_probs, batch)
             loss, metrics = policy_loss(_loss_inputs(log_probs, batch), self.loss_settings)
             # FSDP2 averages gradients over ranks; the loss is a sum over them.
             (loss * distributed.world_size()).backward()
@@ -146,6 +146,14 @@ class FsdpTrainer(Trainer):
             "train/grad_norm": grad_norm,
             "train/lr": learning_rate,
         }
+
+    def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: MicroBatch) -> None:
+        try:
+            gate.check(log_probs, batch)
+        except ParityError:
+            _free_gathered_weights(self.model)
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
 
     def _clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(
@@ -171,18 +179,16 @@ class FsdpTrainer(Trainer):
         lens = [len(s) for s in sequences]
         plan = pack(lens, distributed.world_size(), self.config.trainer.max_tokens_per_gpu)
         mine: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for indices in plan[distributed.rank()]:
-                packed = PackedTokens.pack(
-                    [sequences[i] for i in indices] or [[0, 0]],
-                    [prompt_lens[i] for i in indices] or [1],
-                    temperature,
-                    self.device,
-                )
-                log_probs, _ = self.model(packed)
-                responses = [lens[i] - prompt_lens[i] for i in indices]
-                parts = log_probs[: sum(responses)].cpu().split(responses)
-                mine.update(zip(indices, parts, strict=True))
+        for indices in plan[distributed.rank()]:
+            packed = PackedTokens.pack(
+                [sequences[i] for i in indices] or [[0, 0]],
+                [prompt_lens[i] for i in indices] or [1],
+                temperature,
+                self.device,
+            )
+            responses = [lens[i] - prompt_lens[i] for i in indices]
+            log_probs = _score(self.model, packed)[: sum(responses)].cpu()
+            mine.update(zip(indices, log_probs.split(responses), strict=True))
         results = {i: part for ours in distributed.gather_objects(mine) for i, part in ours.items()}
         return [results[i] for i in range(len(sequences))]
 
@@ -202,6 +208,20 @@ def _device() -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def _score(model: PolicyModel, packed: PackedTokens) -> Tensor:
+    """Log-probabilities without a gradient: float32 [R]."""
+    with torch.no_grad():
+        log_probs, _ = model(packed)
+    _free_gathered_weights(model)
+    return log_probs
+
+
+def _free_gathered_weights(model: PolicyModel) -> None:
+    """After a forward pass, FSDP2 keeps the root's weights gathered for a backward pass to come."""
+    assert isinstance(model, FSDPModule)
+    model.reshard()
 
 
 def _loss_inputs(log_probs: Tensor, batch: MicroBatch) -> LossInputs:

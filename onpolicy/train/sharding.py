@@ -118,7 +118,7 @@ def gather_buckets(
         if bucket and size + parameter_bytes > max_bytes:
             yield bucket
             bucket, size = [], 0
-        cast = parameter.detach().to(dtype)
+        cast = parameter.detach().to(dtype, copy=True)  # never the parameter itself
         assert isinstance(cast, DTensor)
         full = cast.full_tensor()
         bucket.append((name.removeprefix(_PREFIX), full))

@@ -59,7 +59,7 @@ def test_yaml_that_is_no_configuration_is_refused(overlay, text, problem):
 
 
 def test_a_missing_yaml_file_is_refused():
-    with pytest.raises(ConfigError, match="--custom-config-path=/nowhere.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"--custom-config-path=/nowhere.yaml: cannot be read"):
         train("--custom-config-path", "/nowhere.yaml")
 
 

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_advantages_of_a_group_sum_to_zero_and_keep_its_order(function, rewards)
     advantages = function(rewards)
     assert sum(advantages) == pytest.approx(0, abs=1e-6)
     pairs = sorted(zip(rewards, advantages, strict=True))
-    assert all(b >= a - 1e-9 for (_, a), (_, b) in zip(pairs, pairs[1:], strict=False))
+    assert all(b >= a - 1e-9 for (_, a), (_, b) in pairwise(pairs))
 
 
 @given(rewards, st.integers(-100, 100))
