@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import requests
@@ -55,7 +56,7 @@ class EngineServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={
-                    **os.environ,
+                    **_without_torchrun(os.environ),
                     **engine_environment(self.spec),
                     "ONPOLICY_EXIT_WITH_STDIN": "1",
                 },
@@ -108,6 +109,13 @@ class EngineServer:
         """The last lines of the log."""
         with self.log_file.open(errors="replace") as log:
             return "".join(f"    {line}" for line in deque(log, lines)).rstrip()
+
+
+def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less torchrun's variables: an engine that sees them waits for our ranks."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+    return {k: v for k, v in environment.items() if k not in names and not k.startswith(prefixes)}
 
 
 def free_port(host: str) -> int:

@@ -56,7 +56,9 @@ def test_the_engines_decode_equals_its_own_prefill(engines):
     sampled = make_requests(8, seed=2)
     for request, completion in zip(sampled, engines.generate(sampled), strict=True):
         prefilled = prefill_log_probs(engines, request.token_ids + completion.token_ids)
-        assert torch.equal(prefilled[len(request.token_ids) - 1 :], torch.tensor(completion.log_probs))
+        assert torch.equal(
+            prefilled[len(request.token_ids) - 1 :], torch.tensor(completion.log_probs)
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -84,7 +86,10 @@ def test_samples_depend_on_their_seed_alone(engines):
     prompt = sampled[0].token_ids
     variants = [make_requests(4, seed=s)[0] for s in range(4)]
     samples = engines.generate(
-        [type(v)(token_ids=prompt, sampling_seed=v.sampling_seed, params=v.params) for v in variants]
+        [
+            type(v)(token_ids=prompt, sampling_seed=v.sampling_seed, params=v.params)
+            for v in variants
+        ]
     )
     assert len({tuple(sample.token_ids) for sample in samples}) == 4
 
@@ -96,7 +101,10 @@ def test_samples_follow_their_probabilities(engines):
     first = [
         completion.token_ids[0]
         for completion in engines.generate(
-            [type(r)(token_ids=prompt.token_ids, sampling_seed=r.sampling_seed, params=r.params) for r in many]
+            [
+                type(r)(token_ids=prompt.token_ids, sampling_seed=r.sampling_seed, params=r.params)
+                for r in many
+            ]
         )
     ]
     sequences = [[*prompt.token_ids, token] for token in range(137)]

@@ -76,7 +76,9 @@ def with_log_prob(sample, position, value):
 
 def test_master_weights_are_sharded_float32_and_the_checkpoints_bits(make, checkpoint):
     trainer = make(dtype="bfloat16")
-    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in trainer.model.parameters())
+    assert all(
+        isinstance(p, DTensor) and p.dtype == torch.float32 for p in trainer.model.parameters()
+    )
     original = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     for name, tensor in original.named_parameters():
         assert torch.equal(weights(trainer)[name], tensor.bfloat16())
@@ -105,9 +107,7 @@ def test_training_makes_good_samples_likelier(make):
     before = weights(trainer)
     trainer.train(samples, step=0)
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
-    after = trainer.log_probs(
-        [s.token_ids for s in samples], [s.prompt_len for s in samples], 1.0
-    )
+    after = trainer.log_probs([s.token_ids for s in samples], [s.prompt_len for s in samples], 1.0)
     gain = sum(
         s.advantage * (new - torch.tensor(s.rollout_log_probs)).sum().item()
         for s, new in zip(samples, after, strict=True)
@@ -125,7 +125,9 @@ def test_with_several_optimizer_steps_only_the_first_is_compared(make):
     assert metrics["train/ppo_kl"] != 0
 
 
-@pytest.mark.parametrize("wrong", [lambda x: math.nextafter(x, 0.0) * (1 - 1e-7), lambda x: math.nan])
+@pytest.mark.parametrize(
+    "wrong", [lambda x: math.nextafter(x, 0.0) * (1 - 1e-7), lambda x: math.nan]
+)
 def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
     trainer = make()
     samples = make_samples(trainer)
@@ -241,6 +243,8 @@ def test_weights_that_do_not_belong_to_the_configuration_are_refused(make, check
 
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
+    (broken / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 3, "layer_types": None})
+    )
     with pytest.raises(ConfigError, match=r"missing keys: .*layers\.2"):
         make(model={"hf_checkpoint": str(broken)})

@@ -1,0 +1,221 @@
+"""A real server: who may talk to it, what it refuses, and what it refuses to start with."""
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+import requests
+from engines_fixture import make_requests
+
+from onpolicy.config import groups
+from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract
+from onpolicy.errors import ConfigError, ContractError, EngineError
+from onpolicy.rollout.client import EngineClient
+from onpolicy.rollout.engine_args import engine_environment, engine_flags
+from onpolicy.rollout.server import EngineServer, free_port, require_free_port
+from onpolicy.rollout.sglang import SglangGroup
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def client(engines):
+    return engines.rollout.clients[0]
+
+
+@pytest.fixture
+def spec(engines):
+    return engines.rollout.servers[0].spec
+
+
+def group_for(engines, contract, **config):
+    """A group that connects to the shared server instead of starting one."""
+    return SglangGroup(
+        groups.EngineConfig(
+            rollout_server_url=(engines.rollout.clients[0].url,),
+            **{"rollout_api_key": engines.rollout.api_key, **config},
+        ),
+        contract,
+        hf_checkpoint="",
+        trust_remote_code=False,
+        seed=0,
+        num_threads=1,
+        cache_tokens=1,
+        sglang_args=(),
+        log_directory=None,
+    )
+
+
+def test_it_listens_on_loopback_only_and_wants_the_runs_key(engines, client):
+    server = engines.rollout.servers[0]
+    process = psutil.Process(server._process.pid)
+    listening = {c.laddr.ip for c in process.net_connections() if c.laddr.port == server.port}
+    assert listening == {"127.0.0.1"}
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        answer = requests.post(f"{client.url}/generate", json={"input_ids": [5]}, headers=headers)
+        assert answer.status_code == 401
+
+
+def test_it_reports_its_contract_self_check_and_patches(engines, client):
+    report = client.report()
+    assert NumericsContract.from_json(report["contract"]) == engines.contract
+    assert report["self_check"] == engines.trainer.self_check
+    assert report["tp_size"] == 1
+    assert {
+        "attention backend torch_native",
+        "sampler backend pytorch",
+        "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+    } <= set(report["patches"])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 1.0}},
+        {"regex": "a+"},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_a_request_for_another_distribution_is_refused_with_the_reason(client, params):
+    answer = requests.post(
+        f"{client.url}/generate",
+        headers=client.headers,
+        json={"input_ids": [5], "sampling_params": params},
+    )
+    assert answer.status_code == 400
+    assert f"{next(iter(params))}=" in answer.text and "true-on-policy mode" in answer.text
+
+
+def test_a_greedy_request_takes_the_likeliest_token_beside_sampled_ones(engines):
+    sampled = make_requests(4, seed=7, max_new_tokens=3)
+    greedy = [
+        dataclasses.replace(r, params=dataclasses.replace(r.params, temperature=0.0))
+        for r in sampled
+    ]
+    completions = engines.generate([*sampled, *greedy])[4:]
+    for request, completion in zip(greedy, completions, strict=True):
+        sequences = [[*request.token_ids, token] for token in range(137)]
+        prompt_lens = [len(request.token_ids)] * 137
+        scored = [x.item() for x in engines.trainer.log_probs(sequences, prompt_lens, 1.0)]
+        assert completion.token_ids[0] == scored.index(max(scored))
+        assert completion.log_probs[0] == max(scored)
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(engines):
+    request = make_requests(1, seed=8)[0]
+    full = engines.generate([request])[0]
+    params = dataclasses.replace(
+        request.params, stop_token_ids=(full.token_ids[5],), ignore_eos=False
+    )
+    stopped = engines.generate([dataclasses.replace(request, params=params)])[0]
+    end = full.token_ids.index(full.token_ids[5]) + 1
+    assert stopped.token_ids == full.token_ids[:end]
+    assert stopped.log_probs == full.log_probs[:end]
+    assert stopped.finish_reason == "stop" and full.finish_reason == "length"
+
+
+def test_a_run_can_use_a_server_that_is_running_already(engines):
+    group = group_for(engines, engines.contract)
+    group.connect(engines.trainer.self_check)
+    sampled = make_requests(3, seed=9)
+    assert [c.token_ids for c in group.generate(sampled)] == [
+        c.token_ids for c in engines.generate(sampled)
+    ]
+
+
+def test_a_server_with_another_contract_is_refused(engines):
+    other = dataclasses.replace(engines.contract, dtype="bfloat16")
+    with pytest.raises(ContractError, match=f"the trainer's is {other.fingerprint}"):
+        group_for(engines, other).connect({})
+
+
+def test_a_server_whose_operators_give_other_bits_is_refused_by_operator(engines):
+    checks = {**engines.trainer.self_check, "linear 137x96": "00000000"}
+    with pytest.raises(ContractError, match=r"operators=\['linear 137x96'\] give other bits"):
+        group_for(engines, engines.contract).connect(checks)
+
+
+def test_a_server_that_is_gone_cannot_be_restarted_by_someone_who_did_not_start_it(engines):
+    group = group_for(engines, engines.contract)
+    group.clients = [EngineClient(f"http://127.0.0.1:{free_port('127.0.0.1')}", "", 5)]
+    with pytest.raises(EngineError, match="onpolicy did not start them"):
+        group.generate(make_requests(2, seed=10))
+
+
+def test_a_port_in_use_is_refused(engines):
+    port = engines.rollout.servers[0].port
+    with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used"):
+        require_free_port("127.0.0.1", port)
+
+
+def test_an_unknown_sglang_flag_names_the_nearest(spec, tmp_path):
+    spec = dataclasses.replace(spec, sglang_args=("--chunked-prefil-size", "48"))
+    server = EngineServer(spec, 0, tmp_path / "engine.log")
+    server.start()
+    try:
+        with pytest.raises(EngineError, match="Did you mean --sglang-chunked-prefill-size"):
+            server.wait_until_healthy(120)
+    finally:
+        server.stop()
+
+
+SABOTAGE = {
+    "a hook that SGLang cannot apply": (
+        "import sglang_patches.linear as linear; linear.TARGET = 'sglang.srt.no_such.thing'",
+        r"missing patches=\['sglang.srt.no_such.thing'\]",
+    ),
+    "a plug-in that fails": (
+        "import sglang_patches.sampler as sampler; sampler.install = None",
+        "the onpolicy plug-in did not run",
+    ),
+    "an operator that is not row-invariant": (
+        "import onpolicy.ops.cpu as cpu, torch.nn.functional as F\n"
+        "cpu.tiled_linear = lambda pool, x, weight, bias: F.linear(x, weight, bias)",
+        "operator=linear, shape=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_it_refuses_to_serve_with(name, spec, tmp_path):
+    """Started by a script, so that the children that SGLang spawns are sabotaged too."""
+    sabotage, message = SABOTAGE[name]
+    script = tmp_path / "serve.py"
+    script.write_text(
+        textwrap.dedent(sabotage)
+        + "\nimport sys\nfrom sglang_patches.serve import main\n"
+        + "if __name__ == '__main__':\n    main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, str(script), *engine_flags(spec, free_port("127.0.0.1"))]
+    done = subprocess.run(
+        command,
+        env={**__import__("os").environ, **engine_environment(spec)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    import re
+
+    assert re.search(message, done.stderr + done.stdout)
+
+
+def test_without_a_contract_the_plugin_changes_nothing(monkeypatch):
+    from sglang_patches import platform, plugin, registry
+
+    monkeypatch.delenv(CONTRACT_VARIABLE, raising=False)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    plugin.load()
+    assert registry._requested == registry._installed == []
+    assert platform.activate() is None

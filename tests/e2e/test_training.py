@@ -1,0 +1,226 @@
+"""Whole runs as a user starts them: reproducible bit for bit, whatever happens on the way."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from onpolicy.metrics import MEANINGS, read_jsonl
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+ROLLOUTS = 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"prompt": "abcdefgh"[i:] * 3, "label": "x"} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def start(checkpoint, data):
+    """Starts `onpolicy train` in a process; `preamble` is code that runs before it."""
+
+    def start_run(directory, *argv, preamble="", launcher=()):
+        code = (
+            f"{preamble}\nimport sys\nfrom onpolicy.cli import main\nsys.exit(main(sys.argv[1:]))"
+        )
+        script = directory / "run.py"
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
+        return subprocess.Popen(
+            [
+                sys.executable, *launcher, str(script), "train",
+                "--hf-checkpoint", str(checkpoint), "--prompt-data", str(data),
+                "--custom-rm-path", "own_reward.score", "--true-on-policy-mode",
+                "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "4",
+                "--n-samples-per-prompt", "4", "--rollout-max-response-len", "24",
+                "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
+                "--run-dir", str(directory / "run"), *argv,
+            ],
+            env={**os.environ, "PYTHONPATH": str(HERE)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+
+    return start_run
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output[-4000:]
+    return output
+
+
+def run_hash(output):
+    return re.search(r"run hash\s+│\s+(\w{32})", output).group(1)
+
+
+def exported_weights(save, done=ROLLOUTS):
+    return (save / f"step_{done:06d}" / "hf" / "model-00000.safetensors").read_bytes()
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def metrics_of(directory):
+    file = directory / "run" / "metrics.jsonl"
+    return [r for r in read_jsonl(file) if "rollout/raw_reward" in r] if file.exists() else []
+
+
+@pytest.fixture(scope="module")
+def plain(start, data, tmp_path_factory):
+    """An undisturbed run with one engine: (directory, output, hash)."""
+    directory = tmp_path_factory.mktemp("plain")
+    process = start(
+        directory, "--save", str(directory / "save"), "--save-interval", "2",
+        "--eval-interval", "4", "--eval-prompt-data", str(data), "--eval-temperature", "0",
+    )  # fmt: skip
+    output = finish(process)
+    return directory, output, run_hash(output)
+
+
+def test_a_run_compares_every_token_of_the_first_step_and_none_differs(plain):
+    directory, output, _ = plain
+    records = metrics_of(directory)
+    assert [r["step"] for r in records] == list(range(ROLLOUTS))
+    for record in records:
+        assert record["parity/num_compared_tokens"] > 100
+        assert record["parity/num_mismatched_tokens"] == record["train/k3_kl"] == 0
+        assert record["train/ppo_kl"] != 0  # the second optimizer step is off-policy
+    assert "16 samples = global_batch_size 8 x 2 optimizer steps" in output
+
+
+def test_every_metric_has_a_documented_meaning(plain):
+    names = {name for record in read_jsonl(plain[0] / "run" / "metrics.jsonl") for name in record}
+    assert names - {"step", "rollout/reward/even"} <= MEANINGS.keys()
+
+
+def test_the_run_directory_holds_what_one_needs_to_look_at_it_later(plain):
+    run = plain[0] / "run"
+    for name in ("config.json", "versions.json", "contract.json", "metrics.jsonl"):
+        assert (run / name).stat().st_size > 0
+    assert (run / "plots" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "The server is fired up" in (run / "logs" / "engine_0.log").read_text()
+    assert json.loads((run / "config.json").read_text())["num_rollout"] == ROLLOUTS
+    evaluations = [r for r in read_jsonl(run / "metrics.jsonl") if "eval/avg@k" in r]
+    assert [r["step"] for r in evaluations] == [0, ROLLOUTS]
+
+
+def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, tmp_path):
+    """Weights go by another way too. The lost requests are sent again, and nothing comes twice."""
+    process = start(
+        tmp_path, "--rollout-num-engines", "2", "--weight-sync", "distributed",
+        "--save", str(tmp_path / "save"), "--save-interval", "4",
+    )  # fmt: skip
+    log = tmp_path / "run" / "logs" / "engine_1.log"
+    wait_for(lambda: len(metrics_of(tmp_path)) >= 1 or process.poll() is not None)
+    prefills = log.read_text().count("Prefill batch")
+    wait_for(lambda: log.read_text().count("Prefill batch") > prefills)
+    children = psutil.Process(process.pid).children()
+    servers = [child for child in children if "sglang_patches.serve" in child.cmdline()]
+    servers[-1].send_signal(signal.SIGKILL)
+    output = finish(process)
+    assert "starting http://127.0.0.1" in output
+    assert run_hash(output) == plain[2]
+    assert exported_weights(tmp_path / "save") == exported_weights(plain[0] / "save")
+
+
+KILLED_WHILE_SAVING = """
+import os, signal
+from onpolicy import saving
+export = saving._export
+def export_or_die(config, engines, directory):
+    if "000004" in str(directory):
+        os.kill(os.getpid(), signal.SIGKILL)
+    export(config, engines, directory)
+saving._export = export_or_die
+"""
+
+
+def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
+    start, plain, tmp_path
+):
+    save = tmp_path / "save"
+    argv = ["--save", str(save), "--save-interval", "2", "--load", str(save)]
+    argv += ["--weight-sync", "disk"]
+    process = start(tmp_path, *argv, preamble=KILLED_WHILE_SAVING)
+    seen = set()
+
+    def gone():
+        if process.poll() is None:
+            seen.update(psutil.Process(process.pid).children(recursive=True))
+        return process.poll() is not None
+
+    wait_for(gone, 200)
+    assert process.returncode == -signal.SIGKILL
+    assert sorted(p.name for p in save.iterdir()) == [".partial_step_000004", "step_000002"]
+    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in seen), 60)
+    assert len(seen) >= 3  # the server and its children did not outlive the trainer
+
+    output = finish(start(tmp_path, *argv))
+    assert "resumed from" in output
+    assert run_hash(output) == plain[2]
+    assert exported_weights(save) == exported_weights(plain[0] / "save")
+    assert [r["step"] for r in metrics_of(tmp_path)] == list(range(ROLLOUTS))
+
+
+def test_an_interrupted_run_stops_its_servers(start, tmp_path):
+    process = start(tmp_path, "--num-rollout", "1000")
+    wait_for(lambda: len(metrics_of(tmp_path)) >= 1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted" in finish(process, code=130)
+    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in children), 30)
+
+
+ONE_BIT_OFF = """
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.train.fsdp import FsdpTrainer
+train = FsdpTrainer.train
+def train_with_another_softmax(self, samples, step):
+    if step == 1:
+        log_softmax = self.operators.log_softmax
+        self.operators.log_softmax = lambda x, t: log_softmax(x, t) * (1 + 2**-23)
+    return train(self, samples, step)
+FsdpTrainer.train = train_with_another_softmax
+"""
+
+
+def test_a_mismatch_stops_the_run_on_two_ranks_and_keeps_its_checkpoint(start, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv = ["--save", str(tmp_path / "save"), "--save-interval", "1", "--cpu-threads", "1"]
+    output = finish(start(tmp_path, *argv, preamble=ONE_BIT_OFF, launcher=launcher), code=1)
+    (first,) = metrics_of(tmp_path)
+    assert first["parity/num_mismatched_tokens"] == 0
+    assert re.search(r"ParityError: \d+ of \d+ tokens .*step=1, prompt \d+, sample \d+", output)
+    assert (tmp_path / "save" / "step_000001" / "state.json").is_file()
+    assert not (tmp_path / "save" / "step_000002").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--save", "SAVE", "--save-interval", "2"], "holds checkpoints of another run"),
+        (["--save", "SAVE", "--save-interval", "2", "--load", "SAVE", "--seed", "5"], "--seed=5: "),
+    ],
+)
+def test_checkpoints_of_another_run_are_not_replaced(start, plain, tmp_path, argv, message):
+    argv = [str(plain[0] / "save") if arg == "SAVE" else arg for arg in argv]
+    assert message in finish(start(tmp_path, *argv), code=2)

@@ -1,0 +1,95 @@
+"""Pushing weights into a real server, in every way, and finding out when a push went wrong."""
+
+import itertools
+
+import pytest
+import torch
+from engines_fixture import make_requests
+
+from onpolicy.errors import WeightSyncError
+from onpolicy.weight_sync import make_transport, push_weights
+from onpolicy.weight_sync.shared_memory import SharedMemoryTransport
+
+pytestmark = pytest.mark.engine
+
+versions = itertools.count(1)
+BUCKET_BYTES = 60_000
+
+
+@pytest.fixture
+def client(engines):
+    """The server; it gets the trainer's weights back afterwards."""
+    yield engines.rollout.clients[0]
+    engines.push_weights(str(next(versions)))
+
+
+def perturb(trainer):
+    """New weights, as different in every parameter as a real update would make them."""
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1 + 0.01 * torch.rand(()).item())
+
+
+def mismatches(engines, version):
+    sampled = make_requests(6, seed=20)
+    completions = engines.generate(sampled)
+    assert {completion.weight_version for completion in completions} == {version}
+    scored = engines.trainer.log_probs(
+        [r.token_ids + c.token_ids for r, c in zip(sampled, completions, strict=True)],
+        [len(request.token_ids) for request in sampled],
+        1.0,
+    )
+    log_probs = [x for c in completions for x in c.log_probs]
+    return int((torch.cat(scored) != torch.tensor(log_probs)).sum()), completions
+
+
+@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
+def test_new_weights_arrive_bit_for_bit(engines, client, way, tmp_path):
+    before = engines.generate(make_requests(6, seed=20))
+    perturb(engines.trainer)
+    version = str(next(versions))
+    buckets = list(engines.trainer.weight_buckets(BUCKET_BYTES))
+    assert len(buckets) > 3
+    digest = push_weights(buckets, [client], make_transport(way, tmp_path / "w"), version)
+    assert client.report()["weights"] == digest
+    wrong, after = mismatches(engines, version)
+    assert wrong == 0
+    assert [c.log_probs for c in after] != [c.log_probs for c in before]
+    assert not (tmp_path / "w").exists() or way != "disk"
+
+
+def test_prefixes_cached_under_old_weights_are_dropped(engines, client):
+    sampled = make_requests(4, seed=21)
+    engines.generate(sampled)
+    assert sum(c.num_cached_tokens for c in engines.generate(sampled)) > 0
+    engines.push_weights(str(next(versions)))
+    assert engines.generate(sampled[:1])[0].num_cached_tokens == 0
+
+
+class FlipsABit(SharedMemoryTransport):
+    """Sends one weight that differs in its last bit."""
+
+    def send(self, bucket, engines, version):
+        name, tensor = bucket[0]
+        tensor = tensor.clone()
+        tensor.view(torch.int32).view(-1)[7] ^= 1
+        super().send([(name, tensor), *bucket[1:]], engines, version)
+
+
+class LosesATensor(SharedMemoryTransport):
+    """Does not send a norm's weight."""
+
+    def send(self, bucket, engines, version):
+        kept = [(name, t) for name, t in bucket if name != "model.norm.weight"]
+        if kept:
+            super().send(kept, engines, version)
+
+
+@pytest.mark.parametrize("transport", [FlipsABit, LosesATensor])
+def test_a_push_that_went_wrong_stops_the_run(engines, client, transport):
+    perturb(engines.trainer)
+    buckets = engines.trainer.weight_buckets(BUCKET_BYTES)
+    with pytest.raises(
+        WeightSyncError, match=r"weights=\w{16} after push \d+, the trainer's are \w{16}"
+    ):
+        push_weights(buckets, [client], transport(), str(next(versions)))
