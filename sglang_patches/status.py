@@ -18,12 +18,13 @@ def install() -> None:
     registry.hook(TARGET, _add_report, "after")
 
 
-def _add_report(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    result.internal_state["onpolicy"] = {
+def _add_report(result: Any, *_: Any, **__: Any) -> Any:
+    state = result.internal_state
+    state["onpolicy"] = {
         **registry.report,
         "patches": registry.active(),
         "sglang": versions.sglang_version(),
         "has_update_sessions": versions.has_weight_update_sessions(),
-        "tp_size": scheduler.tp_worker.model_runner.tp_size,
+        "tp_size": state["tp_size"],
     }
     return result
