@@ -15,8 +15,8 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.checkpoint import load_config
+from onpolicy.outputs.directory import versions
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.run_directory import versions
 from onpolicy.start import make_contract, make_rollout_group, share_of_cores
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import Request, SamplingParams, TrainSample

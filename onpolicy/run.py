@@ -15,14 +15,14 @@ import torch
 from onpolicy import saving
 from onpolicy.config import TrainConfig
 from onpolicy.engines import EnginePair
-from onpolicy.metrics import Sink
-from onpolicy.plot import plot_run
-from onpolicy.progress import Progress
+from onpolicy.outputs.directory import RunDirectory
+from onpolicy.outputs.metrics import Sink
+from onpolicy.outputs.plot import plot_run
+from onpolicy.outputs.progress import Progress
+from onpolicy.outputs.run_hash import RunHash
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.sampling import group_samples, make_requests
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
-from onpolicy.run_directory import RunDirectory
-from onpolicy.run_hash import RunHash
 from onpolicy.start import Inputs
 from onpolicy.train import distributed
 from onpolicy.train.advantages import carries_signal, estimator

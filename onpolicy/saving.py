@@ -23,7 +23,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.engines import EnginePair
 from onpolicy.errors import CheckpointError, ConfigError
 from onpolicy.models.export import export_checkpoint
-from onpolicy.run_directory import versions
+from onpolicy.outputs.directory import versions
 from onpolicy.train import distributed
 
 logger = logging.getLogger(__name__)

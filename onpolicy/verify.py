@@ -16,9 +16,9 @@ from onpolicy.config.tools import VerifyConfig
 from onpolicy.engines import EnginePair
 from onpolicy.errors import ConfigError
 from onpolicy.models.checkpoint import load_config
+from onpolicy.outputs.directory import versions
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.run_directory import versions
 from onpolicy.start import MARGIN, make_contract
 from onpolicy.train import distributed
 from onpolicy.types import Completion, Request, SamplingParams, TrainSample

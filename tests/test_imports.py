@@ -9,17 +9,13 @@ ROOT = Path(__file__).parents[1]
 
 GROUND = {"errors", "types", "config", "contract", "torchvision_ops"}
 MAY_IMPORT = {
-    **{name: GROUND for name in GROUND},
+    **dict.fromkeys(GROUND, GROUND),
     "plugins": GROUND,
     "weights": set(),
     "ops": {"contract", "errors"},
     "models": GROUND | {"ops", "weights"},
     "parity": GROUND,
-    "metrics": GROUND,
-    "plot": {"metrics"},
-    "progress": {"types"},
-    "run_hash": {"types"},
-    "run_directory": GROUND | {"metrics"},
+    "outputs": GROUND,
     "rollout": GROUND | {"models"},
     "rewards": GROUND | {"plugins"},
     "train": GROUND | {"ops", "models", "parity", "weights"},

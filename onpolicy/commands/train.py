@@ -28,7 +28,7 @@ def _dry_run(config: TrainConfig) -> int:
 
 def _train(config: TrainConfig) -> int:
     from onpolicy.loop import train
-    from onpolicy.progress import print_summary
+    from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.start import configure_logging, read_inputs
     from onpolicy.train import distributed

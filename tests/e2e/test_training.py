@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onpolicy.metrics import MEANINGS, read_jsonl
+from onpolicy.outputs.metrics import MEANINGS, read_jsonl
 
 pytestmark = pytest.mark.engine
 

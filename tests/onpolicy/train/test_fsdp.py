@@ -181,7 +181,7 @@ def test_gradients_that_are_not_finite_stop_the_run(make):
     samples = make_samples(trainer)
     samples[0] = dataclasses.replace(samples[0], advantage=math.inf)
     before = weights(trainer)
-    with pytest.raises(TrainingError, match="grad_norm=.*no optimizer step was taken"):
+    with pytest.raises(TrainingError, match=r"grad_norm=.*no optimizer step was taken"):
         trainer.train(samples, step=0)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
@@ -222,7 +222,9 @@ def test_code_hidden_in_a_checkpoints_index_is_not_run(make, tmp_path):
     trainer = make()
     trainer.save(tmp_path)
     (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match="names builtins.print, which is no part of an index"):
+    with pytest.raises(
+        CheckpointError, match=r"names builtins.print, which is no part of an index"
+    ):
         trainer.load(tmp_path)
 
 

@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from onpolicy.metrics import read_jsonl
+from onpolicy.outputs.metrics import read_jsonl
 
 _PANELS = (
     ("rollout/raw_reward", "mean reward"),

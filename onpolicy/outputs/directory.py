@@ -15,7 +15,7 @@ from typing import Any
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink
+from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink
 
 PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors")
 

@@ -8,10 +8,10 @@ import pytest
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.metrics import JsonlSink, read_jsonl
-from onpolicy.plot import plot_run
-from onpolicy.run_directory import RunDirectory
-from onpolicy.run_hash import RunHash
+from onpolicy.outputs.directory import RunDirectory
+from onpolicy.outputs.metrics import JsonlSink, read_jsonl
+from onpolicy.outputs.plot import plot_run
+from onpolicy.outputs.run_hash import RunHash
 from onpolicy.types import FinishReason, Prompt, Sample, SampleGroup
 
 CONTRACT = NumericsContract(
