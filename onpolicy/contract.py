@@ -49,6 +49,9 @@ class NumericsContract:
     backend: str
     """`cpu`: the aligned CPU operators; `stock`: each engine's own kernels, nothing promised."""
 
+    device: str
+    """Kind of device that both engines compute on: `cpu` or `cuda`."""
+
     dtype: str
     """Compute dtype of weights and activations: `bfloat16` or `float32`."""
 

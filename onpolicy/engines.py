@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.rollout.base import EnginesRestartedError
-from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup
 from onpolicy.start import make_rollout_group, share_of_cores
 from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
@@ -36,7 +35,7 @@ class EnginePair:
         directory: Path,
     ):
         self.config, self.contract = config, contract
-        self.rollout: SglangGroup | None = None
+        self.rollout: RolloutGroup | None = None
         if distributed.rank() == 0:
             self.rollout = make_rollout_group(config, hf_config, contract, directory / "logs")
         self._transport = make_transport(config.sync.weight_sync, directory / "weights")
@@ -68,6 +67,7 @@ class EnginePair:
             for _ in buckets:  # take part in gathering them
                 pass
         else:
+            self.rollout.revive()
             clients = self.rollout.clients
             self.weight_digest = push_weights(buckets, clients, self._transport, version)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -56,11 +57,13 @@ class Run:
         try:
             self._start()
         except BaseException:
-            self._on_exit.close()
+            self.__exit__(*sys.exc_info())
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        if error[1] is not None:
+            logger.debug("the run stopped", exc_info=error)
         self._on_exit.close()
 
     def _start(self) -> None:
@@ -72,6 +75,7 @@ class Run:
             config = self.config
             self._directory = RunDirectory(config.output.run_dir, resumes=self.first_step > 0)
             self._directory.write_records(config, self.inputs.contract)
+            self._on_exit.enter_context(self._directory.log_file())
         self._on_exit.callback(self.engines.stop)
         self.engines.start()
         if resumed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,18 @@ from transformers import (
 )
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.checkpoint import load_config, require_alignable
 from onpolicy.models.policy import operator_shapes
+from onpolicy.outputs.directory import LOG_FORMAT
 from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.data import PromptSource, load_prompts
+from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.train import distributed
 from onpolicy.types import Prompt
 
 CACHE_BYTES = 2 << 30
@@ -94,15 +100,17 @@ def make_contract(
     trust_remote_code: bool = False,
 ) -> NumericsContract:
     """The contract that both engines are started from."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if aligned:
         require_alignable(hf_config, hf_config.max_position_embeddings)
-        if torch.cuda.is_available():
+        if device == "cuda":
             raise ConfigError(
                 "--true-on-policy-mode: this machine has a GPU, and this version has aligned "
                 "operators for CPUs only. Hide it (CUDA_VISIBLE_DEVICES=), or leave the mode out."
             )
     return NumericsContract(
         backend="cpu" if aligned else "stock",
+        device=device,
         dtype=dtype,
         shapes=operator_shapes(hf_config, trust_remote_code),
     )
@@ -123,20 +131,38 @@ def stop_token_ids(
 
 def make_rollout_group(
     config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract, logs: Path
-) -> SglangGroup:
+) -> RolloutGroup:
     """The rollout's servers, not started yet."""
     engine = config.engine
-    return SglangGroup(
-        engine,
-        contract,
+    if contract.device == "cuda":
+        _require_gpus(config)
+    spec = EngineSpec(
         hf_checkpoint=config.model.hf_checkpoint,
-        trust_remote_code=config.model.trust_remote_code,
+        contract=contract,
+        host=engine.rollout_host,
+        api_key=engine.rollout_api_key or secrets.token_hex(24),
         seed=config.seed,
         num_threads=engine.cpu_threads or share_of_cores(engine.rollout_num_engines),
+        max_concurrency=engine.rollout_max_concurrency,
         cache_tokens=cache_tokens(hf_config, contract),
+        first_gpu=distributed.local_world_size(),
+        trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
-        log_directory=logs,
     )
+    return SglangGroup(engine, spec, logs)
+
+
+def _require_gpus(config: TrainConfig) -> None:
+    """The trainer's ranks take the first GPUs of this host, the servers those after them."""
+    ranks, servers = distributed.local_world_size(), config.engine.rollout_num_engines
+    gpus_per_server = tensor_parallel_size(config.sglang_args)
+    needed, found = ranks + servers * gpus_per_server, torch.cuda.device_count()
+    if not config.engine.rollout_server_url and needed > found:
+        raise ConfigError(
+            f"--rollout-num-engines={servers}: {ranks} trainer ranks + {servers} servers x "
+            f"--sglang-tp-size {gpus_per_server} = {needed} GPUs, and this host has {found}. Start "
+            "fewer ranks (torchrun --nproc-per-node) or fewer servers."
+        )
 
 
 def share_of_cores(processes: int) -> int:
@@ -153,9 +179,10 @@ def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int
 
 
 def configure_logging() -> None:
-    """Log to the console; the run directory adds a file."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    """Log to the console; the run directory adds a file, which also takes debug messages."""
+    console = logging.StreamHandler()
+    console.setLevel(logging.INFO)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[console], force=True)
+    logging.getLogger("onpolicy").setLevel(logging.DEBUG)
     for noisy in ("httpx", "matplotlib", "pebble"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

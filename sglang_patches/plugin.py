@@ -31,7 +31,8 @@ def load() -> None:
     contract = NumericsContract.from_json(text)
     status.install()
     weights.install()
-    cpu_sizes.install()
+    if contract.device == "cpu":
+        cpu_sizes.install()
     if contract.is_aligned:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         determinism.install()

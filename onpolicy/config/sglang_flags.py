@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError
@@ -17,6 +18,7 @@ _OURS = {
     "dtype": "--dtype",
     "trust-remote-code": "--trust-remote-code",
     "random-seed": "--seed",
+    "device": "CUDA_VISIBLE_DEVICES= to hide a GPU",
 }
 
 _UNALIGNED = {
@@ -53,6 +55,13 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             target.append(arg)
     return rest, sglang
+
+
+def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
+    """Devices of one server: the value of --sglang-tp-size, 1 if it is not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    return parser.parse_known_args(sglang_args)[0].tp_size
 
 
 def validate(sglang_args: Sequence[str], aligned: bool) -> None:

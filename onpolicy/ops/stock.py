@@ -50,4 +50,4 @@ class StockOperators(Operators):
         return torch.softmax(x, dim=-1, dtype=torch.float32)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        return torch.log(torch.softmax(logits.float() / temperature, dim=-1))
+        return torch.log_softmax(logits.float() / temperature, dim=-1)

@@ -6,8 +6,10 @@ config.json  versions.json  contract.json  metrics.jsonl  logs/  plots/  [tensor
 from __future__ import annotations
 
 import json
+import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors")
 
@@ -54,6 +58,16 @@ class RunDirectory:
         }
         for name, record in records.items():
             (self.path / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    @contextmanager
+    def log_file(self) -> Iterator[None]:
+        """Also log into logs/train.log, debug messages included."""
+        handler = logging.FileHandler(self.logs / "train.log")
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        logging.getLogger().addHandler(handler)
+        yield
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
     def sinks(self, config: TrainConfig, first_step: int) -> list[Sink]:
         """metrics.jsonl always; the others if asked for."""

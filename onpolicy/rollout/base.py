@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from onpolicy.rollout.client import EngineClient
 from onpolicy.types import Completion, Request
+
+Progress = Callable[[int, int], None]
+"""(responses done, tokens in the latest)"""
 
 
 class EnginesRestartedError(Exception):
@@ -14,6 +18,12 @@ class EnginesRestartedError(Exception):
 
 class RolloutGroup(ABC):
     """Some engines that sample from one policy."""
+
+    clients: list[EngineClient]
+    """The engines, for weight pushes."""
+
+    on_progress: Progress
+    """Called after every response."""
 
     @abstractmethod
     def launch(self) -> None:
@@ -33,6 +43,10 @@ class RolloutGroup(ABC):
         Raises EnginesRestartedError if engines had to be started again. What was sampled is kept:
         call again with the same requests, and only the missing ones are sent.
         """
+
+    @abstractmethod
+    def revive(self) -> None:
+        """Start engines again that died while nobody asked them anything; they need weights then."""
 
     @abstractmethod
     def stop(self) -> None:

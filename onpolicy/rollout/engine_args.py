@@ -22,6 +22,9 @@ class EngineSpec:
     cache_tokens: int
     """Size of the key/value cache of a CPU engine."""
 
+    first_gpu: int = 0
+    """The first of the GPUs of this engine, where there are any."""
+
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
@@ -41,7 +44,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         "--grammar-backend", "none",
         "--log-level", "info",
         "--sleep-on-idle",
-        *_cpu_flags(spec),
+        *(_cpu_flags(spec) if spec.contract.device == "cpu" else _gpu_flags(spec)),
     ]  # fmt: skip
     if spec.trust_remote_code:
         flags.append("--trust-remote-code")
@@ -65,12 +68,18 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
     ]  # fmt: skip
 
 
+def _gpu_flags(spec: EngineSpec) -> list[str]:
+    return ["--device", "cuda", "--base-gpu-id", str(spec.first_gpu)]
+
+
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Variables for the server's processes, besides those of this one."""
-    return {
+    variables = {
         CONTRACT_VARIABLE: spec.contract.to_json(),
         THREADS_VARIABLE: str(spec.num_threads),
-        "SGLANG_PLATFORM": "onpolicy_cpu",
         "OMP_NUM_THREADS": str(spec.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if spec.contract.device == "cpu":
+        variables["SGLANG_PLATFORM"] = "onpolicy_cpu"
+    return variables

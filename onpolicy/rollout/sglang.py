@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 
 from onpolicy.config.groups import EngineConfig
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup
@@ -22,54 +23,22 @@ from onpolicy.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-"""(responses done, tokens in the latest)"""
-
 
 class SglangGroup(RolloutGroup):
     """Spreads requests over servers; starts the dead ones again."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        contract: NumericsContract,
-        *,
-        hf_checkpoint: str,
-        trust_remote_code: bool,
-        seed: int,
-        num_threads: int,
-        cache_tokens: int,
-        sglang_args: tuple[str, ...],
-        log_directory: Path,
-    ):
-        self.config, self.contract = config, contract
-        self._self_check: dict[str, str] = {}
-        self.api_key = config.rollout_api_key or secrets.token_hex(24)
+    def __init__(self, config: EngineConfig, spec: EngineSpec, log_directory: Path):
+        self.config, self.contract = config, spec.contract
         self.servers: list[EngineServer] = []
-        self.on_progress: Progress = lambda done, tokens: None
+        self.on_progress = lambda done, tokens: None
+        self._self_check: dict[str, str] = {}
         self._restarts_left = config.rollout_max_restarts
         self._pending: tuple[list[Request], dict[int, Completion]] | None = None
-        if config.rollout_server_url:
-            urls = list(config.rollout_server_url)
-        else:
-            spec = EngineSpec(
-                hf_checkpoint=hf_checkpoint,
-                contract=contract,
-                host=config.rollout_host,
-                api_key=self.api_key,
-                seed=seed,
-                num_threads=num_threads,
-                max_concurrency=config.rollout_max_concurrency,
-                cache_tokens=cache_tokens,
-                trust_remote_code=trust_remote_code,
-                sglang_args=sglang_args,
-            )
-            for i in range(config.rollout_num_engines):
-                port = config.rollout_base_port and config.rollout_base_port + i
-                self.servers.append(EngineServer(spec, port, log_directory / f"engine_{i}.log"))
-            urls = [server.url for server in self.servers]
+        if not config.rollout_server_url:
+            self.servers = _servers(config, spec, log_directory)
+        urls = config.rollout_server_url or [server.url for server in self.servers]
         self.clients = [
-            EngineClient(url, self.api_key, config.rollout_request_timeout) for url in urls
+            EngineClient(url, spec.api_key, config.rollout_request_timeout) for url in urls
         ]
 
     def launch(self) -> None:
@@ -185,9 +154,30 @@ class SglangGroup(RolloutGroup):
             server.start()
         self._await_ready(lost, servers)
 
+    def revive(self) -> None:
+        dead = [
+            client
+            for client, server in zip(self.clients, self.servers, strict=bool(self.servers))
+            if not server.is_running
+        ]
+        if dead:
+            self._restart(dead, num_undone=0)
+
     def stop(self) -> None:
         for server in self.servers:
             server.stop()
+
+
+def _servers(config: EngineConfig, spec: EngineSpec, log_directory: Path) -> list[EngineServer]:
+    gpus_per_server = tensor_parallel_size(spec.sglang_args)
+    return [
+        EngineServer(
+            replace(spec, first_gpu=spec.first_gpu + i * gpus_per_server),
+            config.rollout_base_port and config.rollout_base_port + i,
+            log_directory / f"engine_{i}.log",
+        )
+        for i in range(config.rollout_num_engines)
+    ]
 
 
 async def _first_failure_or_all(

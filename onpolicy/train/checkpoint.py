@@ -27,6 +27,7 @@ def save_state(
     directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
 ) -> None:
     """Write weights, moments, random state and schedule; collective."""
+    _create_missing_moments(optimizer)
     try:
         dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory / _SHARDED))
     except CheckpointException as error:  # a BaseException
@@ -40,7 +41,7 @@ def load_state(
     directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
 ) -> None:
     """Read back, in place, what `save_state` wrote; collective."""
-    _create_moments(optimizer)
+    _create_missing_moments(optimizer)
     tensors = _tensors(model, optimizer)
     try:
         reader = _Reader(directory / _SHARDED)
@@ -75,15 +76,16 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _create_moments(optimizer: Optimizer) -> None:
-    """Give AdamW the state its first step would, so that there is something to load into."""
+def _create_missing_moments(optimizer: Optimizer) -> None:
+    """Give AdamW the state its first step would, so that there is something to save or load into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 class _Reader(dcp.FileSystemReader):

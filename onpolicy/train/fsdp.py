@@ -40,7 +40,7 @@ class FsdpTrainer(Trainer):
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
         self.config, self.contract = config, contract
-        self.device = _device()
+        self.device = _device(contract.device)
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.operators = make_operators(contract, num_threads)
         self.self_check = self_check(self.operators, contract) if contract.is_aligned else {}
@@ -202,12 +202,12 @@ class FsdpTrainer(Trainer):
         load_state(directory, self.model, self.optimizer, self.schedule)
 
 
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+def _device(kind: str) -> torch.device:
+    if kind == "cuda":
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device
-    return torch.device("cpu")
+    return torch.device(kind)
 
 
 def _score(model: PolicyModel, packed: PackedTokens) -> Tensor:

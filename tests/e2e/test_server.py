@@ -31,22 +31,11 @@ def spec(engines):
     return engines.rollout.servers[0].spec
 
 
-def group_for(engines, contract, **config):
+def group_for(engines, contract):
     """A group that connects to the shared server instead of starting one."""
-    return SglangGroup(
-        groups.EngineConfig(
-            rollout_server_url=(engines.rollout.clients[0].url,),
-            **{"rollout_api_key": engines.rollout.api_key, **config},
-        ),
-        contract,
-        hf_checkpoint="",
-        trust_remote_code=False,
-        seed=0,
-        num_threads=1,
-        cache_tokens=1,
-        sglang_args=(),
-        log_directory=None,
-    )
+    config = groups.EngineConfig(rollout_server_url=(engines.rollout.clients[0].url,))
+    spec = dataclasses.replace(engines.rollout.servers[0].spec, contract=contract)
+    return SglangGroup(config, spec, None)
 
 
 def test_it_listens_on_loopback_only_and_wants_the_runs_key(engines, client):

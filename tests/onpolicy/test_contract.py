@@ -8,7 +8,7 @@ from onpolicy.errors import ContractError
 SHAPES = OperatorShapes(
     linear=((8, 4, False),), heads=2, kv_heads=1, head_dim=4, norm=(4,), vocab_size=9
 )
-CONTRACT = NumericsContract(backend="cpu", dtype="bfloat16", shapes=SHAPES)
+CONTRACT = NumericsContract(backend="cpu", device="cpu", dtype="bfloat16", shapes=SHAPES)
 
 
 def test_json_keeps_every_field():

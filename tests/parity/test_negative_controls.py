@@ -32,11 +32,16 @@ def elementwise_by_rows(function, x):
     return torch.stack([function(row) for row in x.reshape(-1, x.shape[-1])]).view(x.shape)
 
 
+def log_of_softmax(logits, temperature):
+    """As stock SGLang computes log-probabilities without deterministic inference."""
+    return torch.log(torch.softmax(logits.float() / temperature, dim=-1))
+
+
 IN_FLOAT32 = {
     "linear": linear_by_rows,
     "attention": STOCK.attention,
     "elementwise": elementwise_by_rows,
-    "log_softmax": STOCK.log_softmax,
+    "log_softmax": log_of_softmax,
 }
 
 

@@ -13,6 +13,7 @@ from onpolicy.ops.stock import StockOperators
 
 CONTRACT = NumericsContract(
     backend="cpu",
+    device="cpu",
     dtype="float32",
     shapes=OperatorShapes(
         linear=((208, 96, False), (137, 96, True), (600, 512, False)),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 
 import pytest
 
@@ -16,6 +17,7 @@ from onpolicy.types import FinishReason, Prompt, Sample, SampleGroup
 
 CONTRACT = NumericsContract(
     backend="cpu",
+    device="cpu",
     dtype="float32",
     shapes=OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1),
 )
@@ -121,3 +123,15 @@ def test_the_run_hash_depends_on_samples_log_probs_rewards_losses_and_weights():
 def test_a_resumed_run_continues_the_hash():
     first, second = ([group()], 0.5, "w"), ([group(reward=0.0)], 0.25, "v")
     assert run_hash(second, start=run_hash(first)) == run_hash(first, second)
+
+
+def test_the_log_goes_into_the_run_directory_with_debug_messages(tmp_path):
+    directory = RunDirectory(str(tmp_path / "run"), resumes=False)
+    logger = logging.getLogger("onpolicy.test")
+    logger.setLevel(logging.DEBUG)
+    with directory.log_file():
+        logger.debug("inside")
+    logger.error("outside")
+    text = (directory.logs / "train.log").read_text()
+    assert "inside" in text
+    assert "outside" not in text

@@ -1,0 +1,66 @@
+"""Drawing tokens: by seed and position alone, from exactly the given distribution."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_patches.sampler import draw, uniform
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+"""The generator's first outputs from state 0, as published with it."""
+
+
+def log_probs_of(seed, rows, vocabulary):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(4 * torch.randn(rows, vocabulary, generator=generator), -1)
+
+
+def test_the_hash_is_splitmix64():
+    from sglang_patches.sampler import _signed, _splitmix64
+
+    gamma = _signed(0x9E3779B97F4A7C15)
+    states = torch.tensor([0, gamma, gamma]) + torch.tensor([0, 0, gamma])
+    assert _splitmix64(states).tolist() == [_signed(x) for x in SPLITMIX64]
+
+
+@given(seed=INT64, position=st.integers(0, 2**40))
+def test_uniform_numbers_lie_in_their_interval(seed, position):
+    (value,) = uniform(torch.tensor([seed]), torch.tensor([position])).tolist()
+    assert 0 <= value < 1
+
+
+@given(
+    rows=st.integers(1, 30), vocabulary=st.integers(1, 300), seed=st.integers(0, 99), cut=st.data()
+)
+def test_a_token_does_not_depend_on_the_other_rows(rows, vocabulary, seed, cut):
+    log_probs = log_probs_of(seed, rows, vocabulary)
+    seeds, positions = torch.arange(rows) * 7919 + seed, torch.arange(rows)
+    together = draw(log_probs, seeds, positions)
+    keep = slice(cut.draw(st.integers(0, rows - 1)), rows)
+    assert torch.equal(draw(log_probs[keep], seeds[keep], positions[keep]), together[keep])
+    assert torch.equal(draw(log_probs.flip(0), seeds.flip(0), positions.flip(0)), together.flip(0))
+
+
+def test_tokens_come_as_often_as_their_probability_says():
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    count = 200_000
+    log_probs = probabilities.log().expand(count, -1)
+    drawn = draw(log_probs, torch.arange(count), torch.full((count,), 3))
+    frequencies = torch.bincount(drawn, minlength=5) / count
+    assert frequencies[1] == 0
+    # Five standard deviations of a binomial.
+    assert (frequencies - probabilities).abs().max() < 5 * (0.25 / count) ** 0.5
+
+
+@pytest.mark.parametrize("change", ["seed", "position"])
+def test_seed_and_position_both_decide(change):
+    log_probs = torch.full((1, 1000), 0.001).log()
+    seed, position = torch.tensor([5]), torch.tensor([9])
+    first = draw(log_probs, seed, position)
+    others = [
+        draw(log_probs, *((seed + i, position) if change == "seed" else (seed, position + i)))
+        for i in range(1, 20)
+    ]
+    assert sum(torch.equal(first, other) for other in others) <= 1

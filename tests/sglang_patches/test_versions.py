@@ -1,0 +1,43 @@
+"""Which SGLang versions are served, and what is said of others."""
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from onpolicy.errors import ContractError
+from sglang_patches import versions
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    return lambda found: monkeypatch.setattr(versions, "version", lambda name: found)
+
+
+@pytest.mark.parametrize("found", [*versions.SUPPORTED, "0.5.21.post1", "0.5.17+cu130"])
+def test_the_supported_range_is_accepted(installed, found):
+    installed(found)
+    assert versions.sglang_version() == found
+
+
+@pytest.mark.parametrize("found", ["0.5.16", "0.5.22", "0.6.0", "0.5.2", "main"])
+def test_another_version_is_refused_by_name_with_a_remedy(installed, found):
+    installed(found)
+    with pytest.raises(ContractError, match=rf"sglang=={found}: .*0.5.17 to 0.5.21.*pip install"):
+        versions.sglang_version()
+
+
+def test_a_missing_sglang_is_refused_with_a_remedy(monkeypatch):
+    def not_found(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", not_found)
+    with pytest.raises(ContractError, match=r"sglang is not installed: .*make setup"):
+        versions.sglang_version()
+
+
+def test_update_sessions_came_with_0_5_21(installed):
+    seen = []
+    for found in versions.SUPPORTED:
+        installed(found)
+        seen.append(versions.has_weight_update_sessions())
+    assert seen == [False, False, False, False, True]
