@@ -1,0 +1,1 @@
+"""Corrections for rollouts whose engine is not aligned with the trainer. Nothing is here yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 
 from onpolicy.config import TrainConfig, parse, validate
@@ -19,6 +20,8 @@ def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.start import read_inputs
 
+    if os.environ.get("RANK", "0") != "0":  # torchrun: one answer is enough
+        return 0
     inputs = read_inputs(config, Scorer(config.reward))
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# GRPO on DAPO-Math-17k with Qwen3-4B on one host with 8 GPUs: FSDP2 on the first 4, SGLang on the
+# others. Runs from any directory. More flags may follow: run.sh --num-rollout 5
+#
+#   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/dapo-math-17k.jsonl examples/dapo_math_8gpu/run.sh
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+: "${HF_CHECKPOINT:?must name a local Hugging Face checkpoint}"
+: "${PROMPT_DATA:?must name a .jsonl or .parquet file of prompts}"
+num_trainers=${NUM_TRAINERS:-4}
+num_engines=${NUM_ENGINES:-4}
+work=${WORK_DIR:-runs/dapo_math_8gpu}
+
+torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train \
+  --custom-config-path "$here/config.yaml" \
+  --hf-checkpoint "$HF_CHECKPOINT" \
+  --prompt-data "$PROMPT_DATA" \
+  --rollout-num-engines "$num_engines" \
+  --run-dir "$work/run" \
+  --save "$work/checkpoints" --load "$work/checkpoints" \
+  "$@"
