@@ -1,0 +1,124 @@
+"""A batch of response tokens, sequences laid end to end, and sums over them that ignore the packing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Gather = Callable[[Tensor], Tensor]
+"""Concatenates a float64 vector over the data-parallel ranks, in the same order on each."""
+
+
+def alone(values: Tensor) -> Tensor:
+    """The `Gather` of one rank."""
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """What both engines say of the same tokens. N: tokens, padding included; S: sequences.
+
+    Padded [B, T] tensors are a batch of B sequences of T tokens each: see `padded`.
+    """
+
+    train_log_probs: Tensor
+    """float32 [N], in nats: log pi_train of every token."""
+
+    rollout_log_probs: Tensor
+    """float32 [N], in nats: log pi_rollout of every token."""
+
+    mask: Tensor
+    """bool [N]: the tokens that count."""
+
+    lengths: Tensor
+    """int64 [S]: tokens of each sequence, padding included. Example: [7, 3]"""
+
+    def __post_init__(self) -> None:
+        n = self.train_log_probs.shape
+        same = self.rollout_log_probs.shape == self.mask.shape == n
+        if len(n) != 1 or not same or int(self.lengths.sum()) != n[0]:
+            raise ValueError(
+                f"train_log_probs={tuple(n)}, rollout_log_probs={tuple(self.rollout_log_probs.shape)}, "
+                f"mask={tuple(self.mask.shape)}, sum of lengths={int(self.lengths.sum())}: all four must "
+                "be the same number of tokens. Use TokenBatch.padded for [B, T] tensors."
+            )
+
+    @staticmethod
+    def packed(
+        train_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        lengths: list[int],
+        mask: Tensor | None = None,
+    ) -> TokenBatch:
+        """Sequences of `lengths` laid end to end: three [N]; without a mask all tokens count."""
+        if mask is None:
+            mask = torch.ones_like(train_log_probs, dtype=torch.bool)
+        return TokenBatch(
+            train_log_probs=train_log_probs.detach().float(),
+            rollout_log_probs=rollout_log_probs.detach().float(),
+            mask=mask.bool(),
+            lengths=torch.tensor(lengths, dtype=torch.int64, device=mask.device),
+        )
+
+    @staticmethod
+    def padded(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> TokenBatch:
+        """Three [B, T]; results for N = B x T tokens are viewed back as [B, T]."""
+        b, t = mask.shape
+        return TokenBatch.packed(
+            train_log_probs.reshape(-1), rollout_log_probs.reshape(-1), [t] * b, mask.reshape(-1)
+        )
+
+    @property
+    def counts(self) -> Tensor:
+        """float64 [S]: tokens of each sequence that count."""
+        return self.sums(torch.ones_like(self.train_log_probs))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum over the counting tokens of each sequence: [N] -> float64 [S].
+
+        A sequence's sum does not depend on the other sequences.
+        """
+        values = torch.where(self.mask, values, 0).double()
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, initial=0, unsafe=True)
+
+    def means(self, values: Tensor) -> Tensor:
+        """Mean over the counting tokens of each sequence, 0 where none counts: [N] -> float64 [S]."""
+        return self.sums(values) / self.counts.clamp(min=1)
+
+    def maxima(self, values: Tensor) -> Tensor:
+        """Largest value among the counting tokens of each sequence, -inf where none counts."""
+        values = torch.where(self.mask, values, -math.inf).double()
+        return torch.segment_reduce(
+            values, "max", lengths=self.lengths, initial=-math.inf, unsafe=True
+        )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Give every token its sequence's value: [S] -> [N]."""
+        return values.repeat_interleave(self.lengths, output_size=len(self.mask))
+
+
+def exact_sum(values: Tensor) -> float:
+    """The sum of a float64 vector, rounded once: the same in any order."""
+    return math.fsum(values.tolist())
+
+
+def global_token_mean(
+    batch: TokenBatch, values: Tensor, gather: Gather = alone, default: float = 0.0
+) -> float:
+    """Mean of [N] over the counting tokens of all ranks, to the same bits however they are cut."""
+    total, count = exact_sum(gather(batch.sums(values))), exact_sum(gather(batch.counts))
+    return total / count if count else default
+
+
+def global_sequence_mean(
+    batch: TokenBatch, values: Tensor, gather: Gather = alone, default: float = 0.0
+) -> float:
+    """Mean of [S] over the sequences of all ranks with a counting token."""
+    some = batch.counts > 0
+    total = exact_sum(gather(torch.where(some, values, 0).double()))
+    count = exact_sum(gather(some.double()))
+    return total / count if count else default
