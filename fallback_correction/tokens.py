@@ -43,7 +43,7 @@ class TokenBatch:
         if len(n) != 1 or not same or int(self.lengths.sum()) != n[0]:
             raise ValueError(
                 f"train_log_probs={tuple(n)}, rollout_log_probs={tuple(self.rollout_log_probs.shape)}, "
-                f"mask={tuple(self.mask.shape)}, sum of lengths={int(self.lengths.sum())}: all four must "
+                f"mask={tuple(self.mask.shape)}, sum of lengths={int(self.lengths.sum())}: all must "
                 "be the same number of tokens. Use TokenBatch.padded for [B, T] tensors."
             )
 

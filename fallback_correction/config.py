@@ -1,0 +1,119 @@
+"""What a correction does, in the field's terms. Mappings from other stacks' keys are in `adapters`.
+
+Notation: r = log pi_train - log pi_rollout of a sampled token, rho = exp(r). Every bound here bounds
+rho itself, rollout in the denominator; verl's `*_k1` bounds, for one, bound 1 / rho.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["none", "token", "sequence", "geometric"]
+Mode = Literal["truncate", "clip", "mask"]
+Statistic = Literal["ratio", "k1", "k2", "k3"]
+Aggregation = Literal["token", "sum", "mean", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionRule:
+    """Keeps what lies within [lower, upper], both ends included."""
+
+    statistic: Statistic = "ratio"
+    """Of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020).
+
+    The bounds of ratio and k1 bound rho; those of k2 and k3, which grow on both sides of rho = 1,
+    bound the statistic itself.
+    """
+
+    aggregation: Aggregation = "token"
+    """token: each by itself; sum, mean, max: one value for a sequence, which is kept or goes whole.
+
+    Sums and means of ratios are taken of r, so that they are products and geometric means. The
+    largest k1 of a sequence belongs to its smallest rho.
+    """
+
+    lower: float = -math.inf
+    upper: float = math.inf
+
+    def __post_init__(self) -> None:
+        require_bounds("lower", self.lower, "upper", self.upper)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Veto:
+    """Rejects a whole sequence for one token beyond [lower, upper]; looks at values as they are."""
+
+    by: Literal["ratio", "rollout_probability"] = "ratio"
+    """rho, as Miles' code does, or pi_rollout, as its documentation says."""
+
+    lower: float = 0.0
+    upper: float = math.inf
+
+    def __post_init__(self) -> None:
+        require_bounds("lower", self.lower, "upper", self.upper)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionConfig:
+    """Importance weights, rejection and normalisation of one optimizer step's global batch."""
+
+    level: Level = "none"
+    """Weight of a token: rho (token), the product of its sequence's (sequence), their geometric mean
+    (geometric), or no weights at all (none)."""
+
+    mode: Mode = "truncate"
+    """truncate: min(w, upper); clip: into [lower, upper]; mask: reject what lies outside."""
+
+    lower: float = 0.0
+    upper: float = 2.0
+
+    rules: tuple[RejectionRule, ...] = ()
+    """All must keep a token. They need no weights."""
+
+    veto: Veto | None = None
+
+    self_normalize: bool = False
+    """Divide the weights by their mean over the global batch: over tokens at level token, over
+    sequences at the others (self-normalised importance sampling)."""
+
+    rejected_in_denominator: bool = True
+    """Whether rejected tokens count in the denominators of that mean and of the loss."""
+
+    log_ratio_clamp: float | None = 20.0
+    """Log-ratios are cut to +- this before exp; None: never."""
+
+    nonfinite: Literal["error", "reject"] = "error"
+    """A log-probability that is NaN or infinite: stop, or reject it (with its sequence, if anything
+    here looks at sequences)."""
+
+    def __post_init__(self) -> None:
+        require_bounds("lower", self.lower, "upper", self.upper)
+        if not self.lower >= 0:
+            raise ValueError(f"lower={self.lower}: a bound of a ratio is at least 0.")
+        if self.log_ratio_clamp is not None and not self.log_ratio_clamp > 0:
+            raise ValueError(
+                f"log_ratio_clamp={self.log_ratio_clamp}: must be greater than 0. None switches it off."
+            )
+
+    @property
+    def has_weights(self) -> bool:
+        return self.level != "none"
+
+    @property
+    def looks_at_sequences(self) -> bool:
+        """Whether a token's fate depends on the other tokens of its sequence."""
+        return (
+            self.level in ("sequence", "geometric")
+            or self.veto is not None
+            or any(rule.aggregation != "token" for rule in self.rules)
+        )
+
+
+def require_bounds(lower_name: str, lower: float, upper_name: str, upper: float) -> None:
+    """Raise ValueError unless lower <= upper; NaN is refused."""
+    if not lower <= upper:
+        raise ValueError(
+            f"{lower_name}={lower}, {upper_name}={upper}: the lower bound must not exceed the upper one."
+        )

@@ -1,0 +1,131 @@
+"""One call that corrects a batch: weights, the tokens that are left, and what happened to the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fallback_correction.config import CorrectionConfig
+from fallback_correction.importance_weights import (
+    SMALLEST_MEAN,
+    Weights,
+    importance_weights,
+    mean_weight,
+)
+from fallback_correction.ratios import log_ratios, without_nonfinite
+from fallback_correction.rejection import apply_rule, apply_veto
+from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum, global_token_mean
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How a batch's tokens enter the loss. Without gradient."""
+
+    weights: Tensor | None
+    """float32 [N]: factor of each token's loss, 0 outside `mask`; None if there are no weights."""
+
+    mask: Tensor
+    """bool [N]: the tokens to learn from, a part of the batch's own mask."""
+
+    metrics: Metrics
+    """`correction/*`, over the global batch; equal on all ranks."""
+
+
+@torch.no_grad()
+def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone) -> Correction:
+    """Correct the part of a global batch that this rank holds.
+
+    The weight of a token and the metrics are the same to the last bit however the batch is ordered
+    or spread over ranks. Raises ValueError where a log-probability is not finite (see
+    `CorrectionConfig.nonfinite`).
+    """
+    finite = without_nonfinite(batch, config)
+    r = log_ratios(finite)
+    metrics = {"correction/nonfinite_fraction": _fraction(batch, batch.mask & ~finite.mask, gather)}
+    kept, rejections = _reject(finite, r, config, gather)
+    metrics |= rejections
+    weights = None
+    if config.has_weights:
+        bounds = importance_weights(finite, r, config)
+        metrics |= _bound_metrics(finite, bounds, config, gather)
+        if config.mode == "mask":
+            kept = kept & ~(bounds.too_low | bounds.too_high)
+        weights, factor = _normalized(finite, bounds.bounded, kept, config, gather)
+        weights = torch.where(kept, weights, 0)
+        metrics["correction/batch_norm_factor"] = factor
+        metrics |= _weight_metrics(dataclasses.replace(batch, mask=kept), weights, "", gather)
+    metrics["correction/rejected_fraction"] = _fraction(batch, batch.mask & ~kept, gather)
+    return Correction(weights=weights, mask=kept, metrics=metrics)
+
+
+def _reject(
+    batch: TokenBatch, r: Tensor, config: CorrectionConfig, gather: Gather
+) -> tuple[Tensor, Metrics]:
+    """The tokens that all rules and the veto keep; every rule looks at the whole batch."""
+    kept, metrics = batch.mask, {}
+    low, high = torch.zeros_like(kept), torch.zeros_like(kept)
+    for rule in config.rules:
+        rejected = apply_rule(batch, r, rule, config.log_ratio_clamp)
+        kept = kept & ~rejected.either
+        low, high = low | rejected.low, high | rejected.high
+    if config.rules:
+        metrics["correction/rejected_low_fraction"] = _fraction(batch, low, gather)
+        metrics["correction/rejected_high_fraction"] = _fraction(batch, high, gather)
+    if config.veto is not None:
+        tokens, sequences = apply_veto(batch, r, config.veto)
+        kept = kept & ~sequences
+        metrics["correction/veto_token_fraction"] = _fraction(batch, tokens, gather)
+        metrics["correction/veto_sequence_fraction"] = _sequence_fraction(batch, sequences, gather)
+    return kept, metrics
+
+
+def _normalized(
+    batch: TokenBatch, weights: Tensor, kept: Tensor, config: CorrectionConfig, gather: Gather
+) -> tuple[Tensor, float]:
+    """Weights over their global mean, and that mean."""
+    if not config.self_normalize:
+        return weights, 1.0
+    counted = batch if config.rejected_in_denominator else dataclasses.replace(batch, mask=kept)
+    mean = mean_weight(counted, weights, config, gather)
+    return (weights / mean if mean > SMALLEST_MEAN else weights), mean
+
+
+def _bound_metrics(
+    batch: TokenBatch, weights: Weights, config: CorrectionConfig, gather: Gather
+) -> Metrics:
+    low, high = (_fraction(batch, side, gather) for side in (weights.too_low, weights.too_high))
+    metrics = _weight_metrics(batch, weights.raw, "_before", gather)
+    if config.mode == "truncate":
+        return {**metrics, "correction/truncated_fraction": high}
+    name = "clipped" if config.mode == "clip" else "masked"
+    return {
+        **metrics,
+        f"correction/{name}_low_fraction": low,
+        f"correction/{name}_high_fraction": high,
+    }
+
+
+def _weight_metrics(batch: TokenBatch, weights: Tensor, suffix: str, gather: Gather) -> Metrics:
+    some = batch.counts > 0
+    largest, smallest = gather(batch.maxima(weights)[some]), gather(batch.maxima(-weights)[some])
+    return {
+        f"correction/weight_mean{suffix}": global_token_mean(batch, weights, gather),
+        f"correction/weight_max{suffix}": largest.max().item() if len(largest) else 0.0,
+        f"correction/weight_min{suffix}": -smallest.max().item() if len(smallest) else 0.0,
+    }
+
+
+def _fraction(batch: TokenBatch, condition: Tensor, gather: Gather) -> float:
+    return global_token_mean(batch, condition.float(), gather)
+
+
+def _sequence_fraction(batch: TokenBatch, condition: Tensor, gather: Gather) -> float:
+    some = (batch.counts > 0).double()
+    hit = (batch.sums(condition.float()) > 0).double()
+    count = exact_sum(gather(some))
+    return exact_sum(gather(hit)) / count if count else 0.0

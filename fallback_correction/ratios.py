@@ -1,0 +1,56 @@
+"""Log-ratios between the two engines, per token and per sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fallback_correction.config import CorrectionConfig, Level
+from fallback_correction.tokens import TokenBatch
+
+
+def log_ratios(batch: TokenBatch) -> Tensor:
+    """r = log pi_train - log pi_rollout of the tokens that count, 0 elsewhere: float32 [N]."""
+    r = batch.train_log_probs - batch.rollout_log_probs
+    return torch.where(batch.mask, r, 0)
+
+
+def without_nonfinite(batch: TokenBatch, config: CorrectionConfig) -> TokenBatch:
+    """The batch without the tokens whose log-ratio is NaN or infinite.
+
+    Raises ValueError for the first one where `config.nonfinite` says error.
+    """
+    bad = ~torch.isfinite(log_ratios(batch))
+    if not bad.any():
+        return batch
+    if config.nonfinite == "error":
+        raise ValueError(_first_nonfinite(batch, bad))
+    if config.looks_at_sequences:
+        bad = batch.spread(batch.sums(bad.float()) > 0)
+    return dataclasses.replace(batch, mask=batch.mask & ~bad)
+
+
+def _first_nonfinite(batch: TokenBatch, bad: Tensor) -> str:
+    i = int(bad.nonzero()[0])
+    sequence = int((batch.lengths.cumsum(0) <= i).sum())
+    return (
+        f"train_log_prob={batch.train_log_probs[i].item()}, "
+        f"rollout_log_prob={batch.rollout_log_probs[i].item()} at token {i} (sequence {sequence}), one "
+        f"of {int(bad.sum())}: log-probabilities must be finite. Look for diverged weights, or reject "
+        "such tokens with nonfinite='reject'."
+    )
+
+
+def level_log_ratios(batch: TokenBatch, r: Tensor, level: Level) -> Tensor:
+    """The log-weight of every token before any bound: float32 [N]."""
+    if level == "token":
+        return r
+    per_sequence = batch.sums(r) if level == "sequence" else batch.means(r)
+    return batch.spread(per_sequence.float())
+
+
+def clamped(x: Tensor, limit: float | None) -> Tensor:
+    """Cut to +- limit, if there is one."""
+    return x if limit is None else x.clamp(-limit, limit)

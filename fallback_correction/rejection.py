@@ -1,0 +1,65 @@
+"""Rejection: which tokens and sequences are too far off to learn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fallback_correction.config import RejectionRule, Veto
+from fallback_correction.ratios import clamped
+from fallback_correction.tokens import TokenBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """bool [N], within the mask: tokens that a rule rejects, by the side on which they lie."""
+
+    low: Tensor
+    """rho too small; for k2 and k3: the statistic below its lower bound."""
+
+    high: Tensor
+
+    @property
+    def either(self) -> Tensor:
+        return self.low | self.high
+
+
+def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float | None) -> Rejected:
+    """What one rule rejects. r: float32 [N]; log-ratios are clamped to +- limit before exp."""
+    if rule.statistic in ("ratio", "k1"):
+        values = torch.exp(clamped(_aggregate_log_ratios(batch, r, rule), limit))
+    else:
+        values = _aggregate(batch, divergence(clamped(r, limit), rule.statistic), rule)
+    return Rejected(
+        low=batch.mask & ~(values >= rule.lower), high=batch.mask & ~(values <= rule.upper)
+    )
+
+
+def divergence(r: Tensor, statistic: str) -> Tensor:
+    """k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html): [N] -> [N]."""
+    if statistic == "k1":
+        return -r
+    return r.square() / 2 if statistic == "k2" else torch.expm1(r) - r
+
+
+def _aggregate_log_ratios(batch: TokenBatch, r: Tensor, rule: RejectionRule) -> Tensor:
+    if rule.statistic == "k1" and rule.aggregation == "max":
+        return -_aggregate(batch, -r, rule)
+    return _aggregate(batch, r, rule)
+
+
+def _aggregate(batch: TokenBatch, values: Tensor, rule: RejectionRule) -> Tensor:
+    if rule.aggregation == "token":
+        return values
+    of_sequences = {"sum": batch.sums, "mean": batch.means, "max": batch.maxima}
+    return batch.spread(of_sequences[rule.aggregation](values).float())
+
+
+def apply_veto(batch: TokenBatch, r: Tensor, veto: Veto) -> tuple[Tensor, Tensor]:
+    """Tokens beyond the veto's bounds, and all tokens of their sequences: two bool [N]."""
+    values = torch.exp(r if veto.by == "ratio" else batch.rollout_log_probs)
+    outside = batch.mask & ~((values >= veto.lower) & (values <= veto.upper))
+    sequences = batch.spread(batch.sums(outside.float()) > 0)
+    return outside, batch.mask & sequences
