@@ -43,7 +43,7 @@ def group_advantages(
 
 
 def _centered(group: Tensor) -> Tensor:
-    if (group == group[0]).all():
+    if (group == group[:1]).all():
         return torch.zeros_like(group)
     return group - group.mean()
 
@@ -55,6 +55,8 @@ def _standardized(group: Tensor) -> Tensor:
 
 def _whitened(groups: list[Tensor]) -> list[Tensor]:
     """(a - mean) / (std + 1e-6) over all groups together."""
+    if not groups:
+        return []
     every = torch.cat(groups)
     std = every.std() if len(every) > 1 else every.new_zeros(())
     return [(group - every.mean()) / (std + EPSILON) for group in groups]

@@ -37,8 +37,7 @@ class ContextShard:
         full = values.detach().new_zeros(self.num_tokens)
         full[self.index] = values.detach()
         # Every token has one holder, so each sum has one term that is not 0.
-        holders = torch.zeros(self.num_tokens, dtype=torch.int64, device=values.device)
-        holders[self.index] = 1
+        holders = torch.bincount(self.index, minlength=self.num_tokens).to(values.device)
         dist.all_reduce(holders, group=self.group)
         if not (holders == 1).all():
             raise ValueError(

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fallback_correction.config import CorrectionConfig, Level, Mode
 from fallback_correction.importance_weights import importance_weights
-from fallback_correction.mismatch_metrics import CLAMP, SKIP_NONFINITE
-from fallback_correction.ratios import clamped, log_ratios, without_nonfinite
+from fallback_correction.mismatch_metrics import SKIP_NONFINITE
+from fallback_correction.ratios import log_ratios, without_nonfinite
 from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum, global_sequence_mean
 
 UNBOUNDED = float("inf")
@@ -41,10 +41,11 @@ def estimator_report(
     """
     batch = without_nonfinite(batch, SKIP_NONFINITE)
     r = log_ratios(batch)
-    unbiased = batch.spread(torch.exp(clamped(batch.sums(r), CLAMP)))
     count = max(exact_sum(gather((batch.counts > 0).double())), 1)
     report = {}
-    for name, weights in _estimators(batch, r, upper).items():
+    estimators = _estimators(batch, r, upper)
+    unbiased = estimators["sequence_is"]
+    for name, weights in estimators.items():
         size = advantages.abs().double()
         bias = batch.sums(size * (weights - unbiased).abs())
         squared = batch.sums(size * weights).square()

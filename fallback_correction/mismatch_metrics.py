@@ -31,7 +31,7 @@ def mismatch_metrics(batch: TokenBatch, gather: Gather = alone) -> dict[str, flo
     tokens that are not finite are left out, and `mismatch/nonfinite_fraction` counts them.
     """
     every, batch = batch, without_nonfinite(batch, SKIP_NONFINITE)
-    r = log_ratios(batch)
+    r = log_ratios(batch).double()  # k3 of a small log-ratio needs the digits
 
     def mean(values: Tensor) -> float:
         return global_token_mean(batch, values, gather)
@@ -54,7 +54,7 @@ def mismatch_metrics(batch: TokenBatch, gather: Gather = alone) -> dict[str, flo
 
 def _effective_sample_size(batch: TokenBatch, r: Tensor, gather: Gather) -> float:
     """(sum w)^2 / (n sum w^2) of the token weights: the share of the batch that is left, in (0, 1]."""
-    weights = torch.exp(clamped(r.double(), CLAMP))
+    weights = torch.exp(clamped(r, CLAMP))
     mean = global_token_mean(batch, weights, gather, default=1.0)
     return mean**2 / global_token_mean(batch, weights.square(), gather, default=1.0)
 

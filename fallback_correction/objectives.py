@@ -46,7 +46,7 @@ class TokenLoss:
     """What an objective says of every token."""
 
     loss: Tensor
-    """float32 [N], with gradient: minimise it."""
+    """float32 [N], with gradient: minimise it. 0 outside the mask, whatever stands there."""
 
     clipped: Tensor
     """bool [N]: tokens whose gradient the clip took away (CISPO: whose ratio it bounded)."""
@@ -60,7 +60,11 @@ def token_loss(
     config: ObjectiveConfig,
 ) -> TokenLoss:
     """The objective of every token: three float32 [N]; `batch` says which tokens make a sequence."""
-    old_log_probs = old_log_probs.detach()
+    # NaN times 0 is NaN, in the gradient too: what is masked must not enter.
+    log_probs, old_log_probs, advantages = (
+        torch.where(batch.mask, values, 0)
+        for values in (log_probs, old_log_probs.detach(), advantages)
+    )
     if config.kind == "reinforce":
         # Williams 1992; corrections come as importance weights.
         return TokenLoss(loss=-advantages * log_probs, clipped=torch.zeros_like(batch.mask))

@@ -12,12 +12,14 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup
+from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup
 from onpolicy.start import make_rollout_group, share_of_cores
 from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
 from onpolicy.weight_sync import make_transport, push_weights
+from onpolicy.weight_sync.rounding import rounded
 
 MIB = 1 << 20
 
@@ -34,13 +36,18 @@ class EnginePair:
         contract: NumericsContract,
         directory: Path,
     ):
-        self.config, self.contract = config, contract
-        self.rollout: RolloutGroup | None = None
-        if distributed.rank() == 0:
-            self.rollout = make_rollout_group(config, hf_config, contract, directory / "logs")
+        self.config, self.hf_config, self.contract = config, hf_config, contract
+        self.on_progress: Progress = lambda done, tokens: None
+        self._logs = directory / "logs"
+        self.rollout = self._make_rollout()
         self._transport = make_transport(config.sync.weight_sync, directory / "weights")
         self.weight_version = ""
         self.weight_digest = ""
+
+    def _make_rollout(self) -> RolloutGroup | None:
+        if distributed.rank() != 0:
+            return None
+        return make_rollout_group(self.config, self.hf_config, self.contract, self._logs)
 
     def start(self) -> None:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
@@ -49,11 +56,34 @@ class EnginePair:
         threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
         self.trainer = make_trainer(self.config, self.contract, threads)
 
+        self._connect()
+
+    def _connect(self) -> None:
         def connect() -> None:
             assert self.rollout is not None
             self.rollout.connect(self.trainer.self_check)
 
         distributed.run_on_rank_zero(connect)
+
+    def use(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+        """Go on otherwise, between rollouts; servers of another contract need weights then."""
+        changes = contract != self.contract
+        self.contract = contract
+        if changes and self.rollout is not None:
+            self.rollout.stop()
+            self.rollout = self._make_rollout()
+            assert self.rollout is not None
+            self.rollout.launch()
+        self.trainer.adapt(contract, fallback, lr_scale)
+        if changes:
+            self._connect()
+
+    @property
+    def _weight_format(self) -> str:
+        """How weights are rounded here; on GPUs SGLang itself makes them FP8."""
+        asked = self.config.engine.rollout_weight_format
+        by_sglang = self.contract.device == "cuda" and asked == "fp8_e4m3"
+        return "" if by_sglang or self.contract.is_aligned else asked
 
     @property
     def bucket_bytes(self) -> int:
@@ -69,6 +99,7 @@ class EnginePair:
         else:
             self.rollout.revive()
             clients = self.rollout.clients
+            buckets = rounded(buckets, self._weight_format)
             self.weight_digest = push_weights(buckets, clients, self._transport, version)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -76,6 +107,7 @@ class EnginePair:
 
         def generate() -> list[Completion]:
             assert self.rollout is not None
+            self.rollout.on_progress = self.on_progress
             return self.rollout.generate(requests)
 
         while True:

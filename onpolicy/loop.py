@@ -19,9 +19,10 @@ def train(config: TrainConfig, inputs: Inputs) -> RunSummary:
             started = time.perf_counter()
             groups, rollout = run.roll_out(step)
             update = run.train(groups, step)
+            moves = run.govern(step, update)
             sync = run.push_weights()
             perf = {"perf/step_time": time.perf_counter() - started}
-            run.record(step, groups, {**rollout, **update, **sync, **perf})
+            run.record(step, groups, {**rollout, **update, **moves, **sync, **perf})
             run.save_if_due()
         run.evaluate_if_due(config.rollout.num_rollout)
         return run.summary()

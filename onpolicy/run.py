@@ -6,13 +6,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from fallback_correction.advantages import group_advantages
 from onpolicy import saving
 from onpolicy.config import TrainConfig
 from onpolicy.engines import EnginePair
@@ -23,10 +24,14 @@ from onpolicy.outputs.progress import Progress
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.sampling import group_samples, make_requests
-from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
+from onpolicy.rollout.statistics import (
+    eval_metrics,
+    mean_response_length,
+    rollout_metrics,
+    truncated_ratio,
+)
 from onpolicy.start import Inputs
 from onpolicy.train import distributed
-from onpolicy.train.advantages import carries_signal, estimator
 from onpolicy.types import Prompt, RunSummary, SampleGroup, SamplingParams, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -40,11 +45,15 @@ class Run:
     def __init__(self, config: TrainConfig, inputs: Inputs):
         self.config, self.inputs = config, inputs
         self.is_main = distributed.rank() == 0
-        self.engines = EnginePair(
-            config, inputs.hf_config, inputs.contract, Path(config.output.run_dir)
-        )
-        self.first_step = 0
-        self.run_hash = RunHash()
+        self.ladder = inputs.ladder
+        self._resumed = resumed = saving.find(config)
+        self.first_step, self.run_hash = 0, RunHash()
+        if resumed is not None:
+            state = resumed.state
+            self.first_step, self.run_hash = state.rollouts_done, RunHash(state.run_hash)
+            self.ladder.load_state_dict(state.governor)
+        directory = Path(config.output.run_dir)
+        self.engines = EnginePair(config, inputs.hf_config, self.ladder.contract, directory)
         self.history: list[Metrics] = []
         self._sinks: list[Sink] = []
         self._on_exit = ExitStack()
@@ -68,19 +77,17 @@ class Run:
 
     def _start(self) -> None:
         torch.manual_seed(self.config.seed)
-        resumed = saving.find(self.config)
-        if resumed is not None:
-            self.first_step, self.run_hash = resumed.rollouts_done, RunHash(resumed.run_hash)
         if self.is_main:
             config = self.config
             self._directory = RunDirectory(config.output.run_dir, resumes=self.first_step > 0)
-            self._directory.write_records(config, self.inputs.contract)
+            self._directory.write_records(config, self.ladder.contract, self.first_step)
             self._on_exit.enter_context(self._directory.log_file())
         self._on_exit.callback(self.engines.stop)
         self.engines.start()
-        if resumed is not None:
-            self.engines.trainer.load(resumed.directory)
-            logger.info("resumed from %s", resumed.directory)
+        self._use_ladder()
+        if self._resumed is not None:
+            self.engines.trainer.load(self._resumed.directory)
+            logger.info("resumed from %s", self._resumed.directory)
         if self.is_main:
             self._open_outputs()
 
@@ -93,8 +100,7 @@ class Run:
             self._on_exit.callback(sink.close)
         self._progress = Progress(config.rollout.num_rollout, self.first_step)
         self._on_exit.callback(self._progress.close)
-        assert self.engines.rollout is not None
-        self.engines.rollout.on_progress = self._progress.on_response
+        self.engines.on_progress = self._progress.on_response
 
     def push_weights(self) -> Metrics:
         """Give the rollout the trainer's weights, verified."""
@@ -159,17 +165,36 @@ class Run:
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         """Turn rewards into advantages, and take the optimizer steps of a rollout."""
-        algorithm = self.config.algorithm
-        advantages = estimator(algorithm.advantage_estimator, algorithm.grpo_std_normalization)
+        algorithm, trainer = self.config.algorithm, self.engines.trainer
+        trainer.observe_rollout(mean_response_length(groups), truncated_ratio(groups))
         kept = [
-            g for g in groups if not algorithm.filter_equal_rewards or carries_signal(_rewards(g))
+            g for g in groups if not algorithm.filter_equal_rewards or len(set(_rewards(g))) > 1
         ]
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
-        samples = [sample for group in kept for sample in _train_samples(group, advantages)]
-        return {**self.engines.trainer.train(samples, step), **metrics}
+        advantages = group_advantages([_rewards(g) for g in kept], algorithm.advantage_estimator)
+        samples = [
+            sample
+            for group, values in zip(kept, advantages, strict=True)
+            for sample in _train_samples(group, values)
+        ]
+        return {**trainer.train(samples, step), **metrics}
+
+    def govern(self, step: int, metrics: Metrics) -> Metrics:
+        """Let the governor, if there is one, change what the engines run on."""
+        move = self.ladder.update(metrics)
+        if move is not None:
+            if self.is_main:
+                logger.warning("governor: %s -> %s (%s)", move.before, move.after, move.reason)
+                self._directory.record_move(step, move.before, move.after, move.reason)
+            self._use_ladder()
+        return self.ladder.metrics()
+
+    def _use_ladder(self) -> None:
+        ladder = self.ladder
+        self.engines.use(ladder.contract, ladder.fallback, ladder.lr_scale)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash."""
@@ -188,7 +213,12 @@ class Run:
         """Write a checkpoint after every k-th rollout, and after the last."""
         interval, done = self.config.output.save_interval, self.rollouts_done
         if interval and (done % interval == 0 or done == self.config.rollout.num_rollout):
-            saving.save(self.config, self.engines, done, self.run_hash.value)
+            state = saving.RunState(
+                rollouts_done=done,
+                run_hash=self.run_hash.value,
+                governor=self.ladder.state_dict(),
+            )
+            saving.save(self.config, self.engines, state)
 
     def summary(self) -> RunSummary:
         """The run in a few numbers; draws the plot."""
@@ -214,9 +244,7 @@ def _rewards(group: SampleGroup) -> list[float]:
     return [sample.reward for sample in group.samples]
 
 
-def _train_samples(
-    group: SampleGroup, advantages: Callable[[Sequence[float]], list[float]]
-) -> list[TrainSample]:
+def _train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[TrainSample]:
     return [
         TrainSample(
             token_ids=sample.token_ids,
@@ -225,5 +253,5 @@ def _train_samples(
             advantage=advantage,
             label=f"prompt {group.prompt.index}, sample {sample.sample_index}",
         )
-        for sample, advantage in zip(group.samples, advantages(_rewards(group)), strict=True)
+        for sample, advantage in zip(group.samples, advantages, strict=True)
     ]

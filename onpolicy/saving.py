@@ -5,8 +5,9 @@ under another name and renamed when everything is on disk, so a kill at any mome
 complete one usable.
 
     step_000010/
-      state.json    rollouts done (the position in the data), run hash, configuration, versions
-      sharded/      torch DCP: weights, AdamW moments, random state; schedule.json beside it
+      state.json    rollouts done (the position in the data), run hash, the governor's state,
+                    configuration, versions
+      sharded/      torch DCP: weights, AdamW moments, random state; numbers.json beside it
       hf/           the policy as a Hugging Face checkpoint
 """
 
@@ -16,8 +17,9 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from onpolicy.config import TrainConfig
 from onpolicy.engines import EnginePair
@@ -32,12 +34,22 @@ STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands, besides its trainer."""
+
+    rollouts_done: int
+    run_hash: str
+
+    governor: dict[str, Any]
+    """Of `Ladder.state_dict`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
     """A complete checkpoint."""
 
     directory: Path
-    rollouts_done: int
-    run_hash: str
+    state: RunState
 
 
 def find(config: TrainConfig) -> SavedRun | None:
@@ -62,9 +74,8 @@ def find(config: TrainConfig) -> SavedRun | None:
             f"--seed={config.seed}: {found} was made with --seed={state['config']['seed']}, and a "
             "resumed run continues its samples. Give the same seed."
         )
-    return SavedRun(
-        directory=found, rollouts_done=state["rollouts_done"], run_hash=state["run_hash"]
-    )
+    names = [field.name for field in fields(RunState)]
+    return SavedRun(directory=found, state=RunState(**{name: state[name] for name in names}))
 
 
 def latest(root: Path) -> Path | None:
@@ -72,25 +83,21 @@ def latest(root: Path) -> Path | None:
     return max(root.glob("step_*"), default=None)
 
 
-def save(config: TrainConfig, engines: EnginePair, rollouts_done: int, run_hash: str) -> None:
+def save(config: TrainConfig, engines: EnginePair, state: RunState) -> None:
     """Write a checkpoint; collective. Raises CheckpointError, leaving earlier ones as they are."""
     root = Path(config.output.save)
-    partial = root / f".partial_step_{rollouts_done:06d}"
+    name = f"step_{state.rollouts_done:06d}"
+    partial = root / f".partial_{name}"
     try:
         distributed.run_on_rank_zero(lambda: _empty_directory(partial))
         engines.trainer.save(partial)
         _export(config, engines, partial / "hf")
-        state = {
-            "rollouts_done": rollouts_done,
-            "run_hash": run_hash,
-            "config": config.to_dict(),
-            "versions": versions(),
-        }
-        final = root / f"step_{rollouts_done:06d}"
-        distributed.run_on_rank_zero(lambda: _commit(partial, final, json.dumps(state, indent=2)))
+        record = {**asdict(state), "config": config.to_dict(), "versions": versions()}
+        text = json.dumps(record, indent=2)
+        distributed.run_on_rank_zero(lambda: _commit(partial, root / name, text))
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"--save={root}: the checkpoint after rollout {rollouts_done} could not be written "
+            f"--save={root}: the checkpoint after rollout {state.rollouts_done} could not be written "
             f"({error}). The latest complete one is {latest(root)}. Free some space, and resume from "
             "it with --load."
         ) from error

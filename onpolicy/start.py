@@ -21,6 +21,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.ladder import Ladder
 from onpolicy.models.checkpoint import load_config, require_alignable
 from onpolicy.models.policy import operator_shapes
 from onpolicy.outputs.directory import LOG_FORMAT
@@ -30,6 +31,7 @@ from onpolicy.rollout.data import PromptSource, load_prompts
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.train import distributed
+from onpolicy.train.correction import Corrections, loss_settings
 from onpolicy.types import Prompt
 
 CACHE_BYTES = 2 << 30
@@ -44,7 +46,10 @@ class Inputs:
     """Everything that is read, and so can be wrong, before anything is started."""
 
     hf_config: PretrainedConfig
-    contract: NumericsContract
+
+    ladder: Ladder
+    """What both engines are started from, and started again when the governor moves."""
+
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
     eval_prompts: list[Prompt]
@@ -65,13 +70,6 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             f"--rollout-max-response-len={longest}: with {MARGIN} tokens that SGLang keeps free it "
             f"does not fit the model's context of {context_len}. Lower it."
         )
-    contract = make_contract(
-        path,
-        hf_config,
-        dtype=config.model.dtype,
-        aligned=config.parity.true_on_policy_mode,
-        trust_remote_code=config.model.trust_remote_code,
-    )
     tokenizer = AutoTokenizer.from_pretrained(
         path, trust_remote_code=config.model.trust_remote_code
     )
@@ -83,12 +81,36 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
     return Inputs(
         hf_config=hf_config,
-        contract=contract,
+        ladder=make_ladder(config, hf_config),
         tokenizer=tokenizer,
         prompts=PromptSource(read(config.data.prompt_data), config.seed, config.data.shuffle),
         eval_prompts=read(config.eval.eval_prompt_data) if config.eval.eval_interval else [],
         stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
     )
+
+
+def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
+    """Raises ConfigError if the run can come to a contract or a correction that there is not."""
+
+    def contract(aligned: bool) -> NumericsContract:
+        model = config.model
+        return make_contract(
+            model.hf_checkpoint,
+            hf_config,
+            dtype=model.dtype,
+            aligned=aligned,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    try:
+        loss_settings(config)
+        Corrections(config)
+        aligned = contract(True) if config.may_align else None
+        return Ladder(config, contract(False), aligned)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of fallback_correction, which knows no flags
+        raise ConfigError(f"corrections: {error}") from error
 
 
 def make_contract(
@@ -146,6 +168,7 @@ def make_rollout_group(
         max_concurrency=engine.rollout_max_concurrency,
         cache_tokens=cache_tokens(hf_config, contract),
         first_gpu=distributed.local_world_size(),
+        weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )

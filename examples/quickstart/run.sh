@@ -5,6 +5,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 export PATH="$repo/.venv/bin:$PATH"
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads would slow a busy machine
 work=${WORK_DIR:-$repo/runs/quickstart}
 
 python "$here/prepare.py" "$work/inputs"

@@ -25,7 +25,7 @@ def _dry_run(config: TrainConfig) -> int:
     inputs = read_inputs(config, Scorer(config.reward))
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())
-    print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.contract.fingerprint}")
+    print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.ladder.contract.fingerprint}")
     return 0
 
 

@@ -101,6 +101,10 @@ class EngineConfig:
     cpu_threads: int = 0
     """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""
 
+    rollout_weight_format: Literal["", "bf16", "fp8_e4m3", "int8"] = ""
+    """Round the weights of linear layers when they are pushed to the servers, as such a deployment
+    would have them; not under aligned operators."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -116,11 +120,18 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    advantage_estimator: Literal["grpo", "rloo", "reinforce"] = "grpo"
-    """How rewards of a group become advantages."""
+    advantage_estimator: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "grpo"
+    """How the rewards of a prompt's samples become advantages."""
 
-    grpo_std_normalization: bool = True
-    """Divide GRPO advantages by the group's standard deviation (off: Dr. GRPO's advantages)."""
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """Objective: the clipped ratio of tokens or of sequences, clipped weights, or no ratio."""
 
     eps_clip: float = 0.2
     """Lower clip of the PPO ratio: 1 - eps_clip."""
@@ -128,8 +139,20 @@ class AlgorithmConfig:
     eps_clip_high: float | None = None
     """Upper clip of the PPO ratio: 1 + eps_clip_high; the same as --eps-clip if not given."""
 
-    loss_aggregation: Literal["token-mean", "seq-mean"] = "token-mean"
-    """Mean over all tokens of the global batch, or over its sequences of their token means."""
+    eps_clip_c: float | None = None
+    """Dual clip: with a negative advantage the loss is at most -c times it. Greater than 1."""
+
+    use_opsm: bool = False
+    """Drop tokens of negative advantage in sequences that drifted from the old policy."""
+
+    opsm_delta: float = 1e-4
+    """Largest mean log-ratio, old over current, of a sequence that is kept."""
+
+    loss_aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """Mean over all tokens of the global batch, or over its sequences of their token means or sums
+    (-norm: over --rollout-max-response-len)."""
 
     filter_equal_rewards: bool = False
     """Leave out groups whose rewards are all equal: they carry no signal."""
@@ -143,8 +166,92 @@ class AlgorithmConfig:
     kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that penalty (http://joschu.net/blog/kl-approx.html)."""
 
+    use_unbiased_kl: bool = False
+    """Multiply that estimate by the ratio to the old policy, which makes its gradient unbiased."""
+
     ref_checkpoint: str = ""
     """Checkpoint of the reference model; --hf-checkpoint if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FallbackConfig:
+    use_tis: bool = False
+    """Correct an unaligned rollout: weight tokens by the importance ratio pi_train / pi_rollout."""
+
+    use_rs: bool = False
+    """Reject tokens or sequences whose ratio is out of bounds."""
+
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of a token, product over its sequence, or geometric mean over it."""
+
+    rs_level: Literal["token", "sequence", "geometric"] = "token"
+    """The same for rejection."""
+
+    tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
+    """Cut weights at the upper bound, at both bounds, or leave out what lies outside."""
+
+    tis_lower_bound: float | None = None
+    """1 / --tis-upper-bound if not given."""
+
+    tis_upper_bound: float = 2.0
+    """Largest weight. All bounds bound the ratio pi_train / pi_rollout."""
+
+    rs_lower_bound: float | None = None
+    """--tis-lower-bound if not given."""
+
+    rs_upper_bound: float | None = None
+    """--tis-upper-bound if not given."""
+
+    rs_veto_threshold: float | None = None
+    """Reject a whole sequence for one token of a smaller ratio."""
+
+    tis_batch_normalize: bool = False
+    """Divide the weights by their mean over the global batch."""
+
+    rejected_in_denominator: bool = True
+    """Count rejected tokens in the denominators of the loss and of that mean."""
+
+    tis_log_ratio_clamp: float | None = 20.0
+    """Log-ratios are cut to +- this before exp."""
+
+    tis_nonfinite: Literal["error", "reject"] = "error"
+    """What to do with log-probabilities that are NaN or infinite."""
+
+    custom_tis_function_path: str = ""
+    """Own correction instead, as package.module.function, with the arguments that Miles gives it."""
+
+    use_rollout_logprobs: bool = False
+    """Bypass: the rollout's log-probabilities are the old policy's; the trainer computes none."""
+
+    get_mismatch_metrics: bool = False
+    """Log mismatch/* and estimator/* even if nothing is corrected."""
+
+    dc_mode: Literal["", "fixed", "margin", "lagrangian"] = ""
+    """Subtract lambda times the discrepancy between the engines from every token's advantage."""
+
+    dc_measure: Literal["difference", "ratio", "log"] = "difference"
+    """|pi_train - pi_rollout|, |rho - 1|, or |log rho|."""
+
+    dc_lambda: float = 0.1
+    """The first lambda; 0.05 is the paper's for a mixture of experts."""
+
+    dc_eta: float = 1.0
+    """lagrangian: step size of lambda."""
+
+    dc_budget: float = 0.0037
+    """lagrangian: mean discrepancy that is allowed; 0.0050 is the paper's for a mixture of experts."""
+
+    dc_lambda_min: float = 0.0
+    """lagrangian: smallest lambda."""
+
+    dc_lambda_max: float = 1.0
+    """lagrangian: largest lambda."""
+
+    dc_margin: float = 0.0
+    """margin: discrepancies up to this cost nothing."""
+
+    dc_average: Literal["trajectory", "token"] = "trajectory"
+    """lagrangian: mean over trajectories of their means, or over all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +277,21 @@ class TrainerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, down to 0 at the end of the run."""
 
+    lr_schedule: Literal["", "length-decay"] = ""
+    """length-decay: also halve the rate in periods that the surge of response length sets."""
+
+    length_decay_period: int | None = None
+    """Rollouts between two halvings; 1.8 times the step of the length surge if not given."""
+
+    length_decay_floor: float = 0.1
+    """Smallest share of the rate that is left."""
+
+    length_decay_burn_in: int = 10
+    """Rollouts in which no surge is looked for."""
+
+    length_decay_rise_ratio: float = 2.0
+    """Rise of the mean response length, over its baseline, that is a surge."""
+
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
@@ -184,8 +306,40 @@ class ParityConfig:
     true_on_policy_mode: bool = False
     """Run both engines on aligned operators and check that every log-probability agrees bitwise."""
 
-    parity_policy: Literal["fail", "warn"] | None = None
-    """On a mismatch: stop before the backward pass, or log it. Default: fail in the mode above."""
+    parity_policy: Literal["fail", "warn", "fallback"] | None = None
+    """On a mismatch: stop before the backward pass, log it, or train on the rollout with the
+    correction that the other flags ask for. Default: fail in the mode above, else warn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GovernorFlags:
+    mismatch_governor: bool = False
+    """Let the distance between the engines choose the cure, rollout by rollout: stock operators,
+    --use-tis, --use-rs too, a smaller learning rate, aligned operators."""
+
+    governor_k3: float = 1e-3
+    """Largest mismatch/k3 before it climbs."""
+
+    governor_ess: float = 0.95
+    """Smallest mismatch/ess."""
+
+    governor_log_ppl_abs_diff: float = 0.01
+    """Largest mismatch/log_ppl_abs_diff."""
+
+    governor_rise_after: int = 2
+    """Consecutive rollouts beyond a limit before it climbs."""
+
+    governor_fall_after: int = 10
+    """Consecutive calm rollouts before it climbs down; twice as many after every fall."""
+
+    governor_calm: float = 0.5
+    """Share of the limits below which a rollout is calm."""
+
+    governor_lr_scale: float = 0.5
+    """Factor of the learning rate on the rung `decay`."""
+
+    governor_highest: Literal["tis", "mis", "decay", "aligned"] = "aligned"
+    """Last rung of the ladder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The flags of `onpolicy verify`, `onpolicy bench` and `onpolicy serve`."""
+"""The flags of `onpolicy verify`, `onpolicy bench`, `onpolicy serve` and `onpolicy report`."""
 
 from __future__ import annotations
 
@@ -143,3 +143,21 @@ class ServeConfig:
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Write one HTML page with the curves of several runs over each other.
+
+    Runs whose configuration differs only in the seed share a colour and get a bold median.
+    """
+
+    runs: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN...", help_behavior_hint=""),
+    ] = ()
+    """Run directories of `onpolicy train`, or their metrics.jsonl files. At least one."""
+
+    output: str = "report.html"
+    """File to write. It needs nothing beside it and no network to be opened."""

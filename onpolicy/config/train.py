@@ -26,8 +26,10 @@ class TrainConfig:
     algorithm: Annotated[groups.AlgorithmConfig, Flat] = field(
         default_factory=groups.AlgorithmConfig
     )
+    fallback: Annotated[groups.FallbackConfig, Flat] = field(default_factory=groups.FallbackConfig)
     trainer: Annotated[groups.TrainerConfig, Flat] = field(default_factory=groups.TrainerConfig)
     parity: Annotated[groups.ParityConfig, Flat] = field(default_factory=groups.ParityConfig)
+    governor: Annotated[groups.GovernorFlags, Flat] = field(default_factory=groups.GovernorFlags)
     sync: Annotated[groups.WeightSyncConfig, Flat] = field(default_factory=groups.WeightSyncConfig)
     eval: Annotated[groups.EvalConfig, Flat] = field(default_factory=groups.EvalConfig)
     output: Annotated[groups.OutputConfig, Flat] = field(default_factory=groups.OutputConfig)
@@ -64,10 +66,16 @@ class TrainConfig:
         return self.algorithm.eps_clip if high is None else high
 
     @property
-    def parity_fails(self) -> bool:
-        """Whether a mismatched token stops the run."""
-        policy = self.parity.parity_policy
-        return self.parity.true_on_policy_mode if policy is None else policy == "fail"
+    def may_align(self) -> bool:
+        """Whether the run can come to run on aligned operators."""
+        governor = self.governor
+        climbs = governor.mismatch_governor and governor.governor_highest == "aligned"
+        return self.parity.true_on_policy_mode or climbs
+
+    @property
+    def parity_policy(self) -> str:
+        """What a mismatched token leads to: fail, warn or fallback."""
+        return self.parity.parity_policy or ("fail" if self.parity.true_on_policy_mode else "warn")
 
     def batch_equation(self) -> str:
         """The four sizes of a rollout as one equation."""
@@ -95,7 +103,8 @@ def validate(config: TrainConfig) -> None:
     _require_sampling(config)
     _require_companions(config)
     _require_engines(config)
-    sglang_flags.validate(config.sglang_args, aligned=config.parity.true_on_policy_mode)
+    _require_corrections(config)
+    sglang_flags.validate(config.sglang_args, aligned=config.may_align)
 
 
 def _refuse(flag: str, value: object, rule: str, remedy: str) -> None:
@@ -106,7 +115,8 @@ _AT_LEAST: dict[str, float] = {
     "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1,
     "rollout_max_response_len": 1, "rollout_max_concurrency": 1, "rollout_num_engines": 1,
     "rollout_max_restarts": 0, "rollout_base_port": 0, "cpu_threads": 0, "eps_clip": 0,
-    "kl_loss_coef": 0, "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
+    "kl_loss_coef": 0, "tis_upper_bound": 0, "governor_lr_scale": 0, "length_decay_floor": 0,
+    "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
     "clip_grad": 0, "update_weight_buffer_size": 1, "eval_interval": 0,
     "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "seed": 0,
 }  # fmt: skip
@@ -165,7 +175,7 @@ def _require_sampling(config: TrainConfig) -> None:
         )
     neutral = {"rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
     for name, value in neutral.items():
-        if config.parity.true_on_policy_mode and getattr(rollout, name) != value:
+        if config.may_align and getattr(rollout, name) != value:
             _refuse(
                 name,
                 getattr(rollout, name),
@@ -206,6 +216,77 @@ def _require_companions(config: TrainConfig) -> None:
                 f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
                 "does nothing without the other. Give both, or neither."
             )
+
+
+def _require_corrections(config: TrainConfig) -> None:
+    """Corrections that nothing would apply, or that contradict each other, are refused."""
+    flags, aligned = config.fallback, config.parity.true_on_policy_mode
+    asked = {
+        "use_tis": flags.use_tis,
+        "use_rs": flags.use_rs,
+        "dc_mode": flags.dc_mode,
+        "custom_tis_function_path": flags.custom_tis_function_path,
+    }
+    for name, value in asked.items():
+        if not value:
+            continue
+        if aligned and config.parity_policy != "fallback" and not config.governor.mismatch_governor:
+            _refuse(
+                name,
+                value,
+                "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
+                "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.",
+            )
+        if flags.use_rollout_logprobs:
+            _refuse(
+                name,
+                value,
+                "with --use-rollout-logprobs the trainer's own log-probabilities are not computed "
+                "before the loss, whose ratio then is the importance ratio already",
+                "Leave one of the two out.",
+            )
+    if config.parity_policy == "fallback" and not config.may_align:
+        _refuse(
+            "parity_policy",
+            "fallback",
+            "without aligned operators every rollout is corrected anyway",
+            "Add --true-on-policy-mode, or give --use-tis without it.",
+        )
+    if config.parity_policy == "fallback" and not any(asked.values()):
+        _refuse(
+            "parity_policy",
+            "fallback",
+            "needs a correction to fall back to",
+            "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path.",
+        )
+    if flags.custom_tis_function_path and (flags.use_rs or flags.tis_batch_normalize):
+        _refuse(
+            "custom_tis_function_path",
+            flags.custom_tis_function_path,
+            "takes the place of --use-rs and --tis-batch-normalize",
+            "Leave those out; the function can read them.",
+        )
+    if aligned and config.engine.rollout_weight_format and not config.governor.mismatch_governor:
+        _refuse(
+            "rollout_weight_format",
+            config.engine.rollout_weight_format,
+            "with --true-on-policy-mode the servers hold the trainer's weights, bit for bit",
+            "Leave one of the two out.",
+        )
+    if config.governor.mismatch_governor and config.engine.rollout_server_url:
+        _refuse(
+            "mismatch_governor",
+            True,
+            "with --rollout-server-url it cannot start servers under another contract",
+            "Leave one of the two out.",
+        )
+    if config.governor.mismatch_governor and flags.use_rollout_logprobs:
+        _refuse(
+            "mismatch_governor",
+            True,
+            "measures what --use-rollout-logprobs skips",
+            "Leave one out.",
+        )
 
 
 def _require_engines(config: TrainConfig) -> None:

@@ -79,6 +79,13 @@ def align_modules(model: nn.Module, operators: Operators) -> None:
                 setattr(parent, name, replacement)
 
 
+def replace_operators(model: nn.Module, operators: Operators) -> None:
+    """Give a model that `align_modules` prepared other operators."""
+    for module in model.modules():
+        if hasattr(module, "operators"):
+            module.operators = operators  # type: ignore[assignment]
+
+
 def _aligned(module: nn.Module, operators: Operators) -> nn.Module | None:
     if type(module) is nn.Linear:
         return AlignedLinear(module, operators)

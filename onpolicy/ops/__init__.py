@@ -14,4 +14,4 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
         return CpuOperators(num_threads)
     from onpolicy.ops.stock import StockOperators
 
-    return StockOperators()
+    return StockOperators(num_threads)

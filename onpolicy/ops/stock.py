@@ -16,7 +16,13 @@ from onpolicy.ops.base import AttentionLayout, Operators
 
 
 class StockOperators(Operators):
-    """PyTorch's own kernels; attention is one scaled_dot_product_attention per sequence."""
+    """PyTorch's own kernels; attention is one scaled_dot_product_attention per sequence.
+
+    Creating them sets torch's own number of CPU threads.
+    """
+
+    def __init__(self, num_threads: int = 1):
+        torch.set_num_threads(num_threads)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)

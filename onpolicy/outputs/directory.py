@@ -17,7 +17,7 @@ from typing import Any
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink
+from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink, drop_from
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -49,8 +49,11 @@ class RunDirectory:
     def plots(self) -> Path:
         return self.path / "plots"
 
-    def write_records(self, config: TrainConfig, contract: NumericsContract) -> None:
-        """Write down what the run was started with."""
+    def write_records(
+        self, config: TrainConfig, contract: NumericsContract, first_step: int = 0
+    ) -> None:
+        """Write down what the run was started with; a resumed run repeats moves after its start."""
+        drop_from(self.path / "governor.jsonl", first_step)
         records = {
             "config": config.to_dict(),
             "contract": {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint},
@@ -58,6 +61,12 @@ class RunDirectory:
         }
         for name, record in records.items():
             (self.path / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    def record_move(self, step: int, before: str, after: str, reason: str) -> None:
+        """Add a move of the governor to governor.jsonl."""
+        record = {"step": step, "from": before, "to": after, "reason": reason}
+        with (self.path / "governor.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     @contextmanager
     def log_file(self) -> Iterator[None]:

@@ -25,6 +25,9 @@ class EngineSpec:
     first_gpu: int = 0
     """The first of the GPUs of this engine, where there are any."""
 
+    weight_format: str = ""
+    """--rollout-weight-format, where SGLang rounds the weights itself."""
+
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
@@ -69,7 +72,8 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
 
 
 def _gpu_flags(spec: EngineSpec) -> list[str]:
-    return ["--device", "cuda", "--base-gpu-id", str(spec.first_gpu)]
+    flags = ["--device", "cuda", "--base-gpu-id", str(spec.first_gpu)]
+    return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
@@ -78,6 +82,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         CONTRACT_VARIABLE: spec.contract.to_json(),
         THREADS_VARIABLE: str(spec.num_threads),
         "OMP_NUM_THREADS": str(spec.num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if spec.contract.device == "cpu":

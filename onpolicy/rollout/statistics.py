@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from onpolicy.types import FinishReason, Sample, SampleGroup
+from onpolicy.types import FinishReason, SampleGroup
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -17,9 +17,9 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     metrics = {
         "rollout/raw_reward": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
-        "rollout/response_length": fmean(lengths),
+        "rollout/response_length": mean_response_length(groups),
         "rollout/response_length_max": float(max(lengths)),
-        "rollout/truncated_ratio": _truncated_ratio(samples),
+        "rollout/truncated_ratio": truncated_ratio(groups),
         "rollout/log_probs": fmean(log_probs),
         "rollout/num_cached_tokens": float(sum(sample.num_cached_tokens for sample in samples)),
     }
@@ -35,10 +35,16 @@ def eval_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     return {
         "eval/avg@k": fmean(sample.reward for sample in samples),
         "eval/pass@k": fmean(any(s.reward > 0 for s in group.samples) for group in groups),
-        "eval/truncated_ratio": _truncated_ratio(samples),
-        "eval/response_length": fmean(len(sample.response_ids) for sample in samples),
+        "eval/truncated_ratio": truncated_ratio(groups),
+        "eval/response_length": mean_response_length(groups),
     }
 
 
-def _truncated_ratio(samples: Sequence[Sample]) -> float:
-    return fmean(sample.finish_reason == FinishReason.LENGTH for sample in samples)
+def mean_response_length(groups: Sequence[SampleGroup]) -> float:
+    """Mean tokens of all responses, cut off or not."""
+    return fmean(len(sample.response_ids) for group in groups for sample in group.samples)
+
+
+def truncated_ratio(groups: Sequence[SampleGroup]) -> float:
+    """Share of the responses that were cut off at the length limit."""
+    return fmean(s.finish_reason == FinishReason.LENGTH for g in groups for s in g.samples)

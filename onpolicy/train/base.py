@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from onpolicy.config.groups import FallbackConfig
+from onpolicy.contract import NumericsContract
 from onpolicy.types import TrainSample
 from onpolicy.weights import WeightBucket
 
@@ -25,6 +27,17 @@ class Trainer(ABC):
         The log-probabilities of the first optimizer step are compared with the rollout's before
         its backward pass. Raises ParityError there if the run's policy is to fail.
         """
+
+    @abstractmethod
+    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
+        """Tell a schedule that follows response lengths of a rollout, before training on it.
+
+        Mean tokens of all sampled responses, before any filter, and the share that was cut off.
+        """
+
+    @abstractmethod
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+        """Go on under other operators, corrections and a scaled learning rate, between rollouts."""
 
     @abstractmethod
     def log_probs(

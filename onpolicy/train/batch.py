@@ -8,37 +8,59 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
-from onpolicy.train.loss import token_weights
 from onpolicy.train.packing import pack
 from onpolicy.types import TrainSample
 
 _FILLER = TrainSample(
     token_ids=[0, 0], prompt_len=1, rollout_log_probs=[0.0], advantage=0.0, label="filler"
 )
-"""Stands in an empty micro-batch, with weight 0 and nothing to compare."""
+"""Stands in an empty micro-batch, masked out."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """Packed samples and what the loss needs of them; tensors are float32 [R]."""
+    """Packed samples and what the loss needs of them; tensors are [R], float32 but for the mask.
+
+    What is None at first is filled in before the first optimizer step of a rollout.
+    """
 
     packed: PackedTokens
     samples: list[TrainSample]
     rollout_log_probs: Tensor
     advantages: Tensor
-    weights: Tensor
 
-    is_filler: bool = False
-    """Whether it only keeps this rank in step with the others."""
+    mask: Tensor
+    """bool: false in a filler, which only keeps this rank in step with the others."""
 
     old_log_probs: Tensor | None = None
+    """Of the policy before the first optimizer step of this rollout."""
+
     ref_log_probs: Tensor | None = None
+    """Of the reference model, for a KL penalty."""
+
+    shares: Tensor | None = None
+    """Each token's share of the mean over the global batch."""
+
+    importance_weights: Tensor | None = None
+    """Factors of each token's policy loss: corrections for an unaligned rollout; 0: rejected."""
+
+    @property
+    def is_filler(self) -> bool:
+        return self.samples[0] is _FILLER
+
+    @property
+    def response_lens(self) -> list[int]:
+        return [len(sample.rollout_log_probs) for sample in self.samples]
+
+    def tokens(self, log_probs: Tensor) -> TokenBatch:
+        """The batch with `log_probs` [R] as the trainer's."""
+        return TokenBatch.packed(log_probs, self.rollout_log_probs, self.response_lens, self.mask)
 
     def locate(self, row: int) -> tuple[TrainSample, int]:
         """The sample that response token `row` belongs to, and its position in the response."""
-        for sample in self.samples:
-            length = len(sample.token_ids) - sample.prompt_len
+        for sample, length in zip(self.samples, self.response_lens, strict=True):
             if row < length:
                 return sample, row
             row -= length
@@ -52,37 +74,27 @@ def make_micro_batches(
     num_ranks: int,
     max_tokens: int,
     temperature: float,
-    aggregation: str,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """The micro-batches of `rank`; weights refer to all `samples`, the global batch."""
-    weights = token_weights([len(s.rollout_log_probs) for s in samples], aggregation)
+    """The micro-batches of `rank`; `samples` are the global batch."""
     plan = pack([len(s.token_ids) for s in samples], num_ranks, max_tokens)[rank]
-    return [
-        _micro_batch([samples[i] for i in part], [weights[i] for i in part], temperature, device)
-        for part in plan
-    ]
+    return [_micro_batch([samples[i] for i in part], temperature, device) for part in plan]
 
 
 def _micro_batch(
-    samples: list[TrainSample], weights: list[float], temperature: float, device: torch.device
+    samples: list[TrainSample], temperature: float, device: torch.device
 ) -> MicroBatch:
     is_filler = not samples
-    if is_filler:
-        samples, weights = [_FILLER], [0.0]
+    samples = samples or [_FILLER]
     lens = torch.tensor([len(s.rollout_log_probs) for s in samples])
-
-    def per_token(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(lens).to(device)
-
-    log_probs = [x for s in samples for x in s.rollout_log_probs]
+    advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
+    log_probs = torch.tensor([x for s in samples for x in s.rollout_log_probs], dtype=torch.float32)
     return MicroBatch(
         packed=PackedTokens.pack(
             [s.token_ids for s in samples], [s.prompt_len for s in samples], temperature, device
         ),
         samples=samples,
-        rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),
-        advantages=per_token([s.advantage for s in samples]),
-        weights=per_token(weights),
-        is_filler=is_filler,
+        rollout_log_probs=log_probs.to(device),
+        advantages=advantages.repeat_interleave(lens).to(device),
+        mask=torch.full((len(log_probs),), not is_filler, device=device),
     )

@@ -1,4 +1,4 @@
-"""Model, optimizer and schedule as torch DCP writes them: sharded, for any number of ranks."""
+"""Model and optimizer as torch DCP writes them: sharded, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,39 +15,35 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from onpolicy.errors import CheckpointError
 
 _SHARDED = "sharded"
-_SCHEDULE = "schedule.json"
+_NUMBERS = "numbers.json"
 
 
 def save_state(
-    directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
+    directory: Path, model: nn.Module, optimizer: Optimizer, numbers: dict[str, Any]
 ) -> None:
-    """Write weights, moments, random state and schedule; collective."""
+    """Write weights, moments, random state, and `numbers`, which JSON can hold; collective."""
     _create_missing_moments(optimizer)
     try:
         dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory / _SHARDED))
     except CheckpointException as error:  # a BaseException
         raise CheckpointError(_reason(error)) from error
     if torch.distributed.get_rank() == 0:
-        state = {"last_epoch": schedule.last_epoch, "last_lr": schedule.get_last_lr()}
-        (directory / _SCHEDULE).write_text(json.dumps(state))
+        (directory / _NUMBERS).write_text(json.dumps(numbers))
 
 
-def load_state(
-    directory: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
-) -> None:
-    """Read back, in place, what `save_state` wrote; collective."""
+def load_state(directory: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Read back, in place, what `save_state` wrote, and return its numbers; collective."""
     _create_missing_moments(optimizer)
     tensors = _tensors(model, optimizer)
     try:
         reader = _Reader(directory / _SHARDED)
         reader.read_metadata()  # what DCP cannot read it reports at great length
         dcp.load(tensors, storage_reader=reader)
-        state = json.loads((directory / _SCHEDULE).read_text())
+        numbers = json.loads((directory / _NUMBERS).read_text())
     except (
         OSError,
         ValueError,
@@ -60,10 +56,7 @@ def load_state(
             "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."
         ) from error
     torch.set_rng_state(tensors["random_state"])
-    schedule.last_epoch = state["last_epoch"]
-    schedule._last_lr = state["last_lr"]
-    for group, rate in zip(optimizer.param_groups, state["last_lr"], strict=True):
-        group["lr"] = rate
+    return numbers
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -16,9 +17,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fallback_correction.length_decay import LengthDecaySchedule
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError, TrainingError
+from onpolicy.models.align import replace_operators
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import make_operators
 from onpolicy.ops.self_check import self_check
@@ -26,7 +30,8 @@ from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.train.batch import MicroBatch, make_micro_batches
 from onpolicy.train.checkpoint import load_state, save_state
-from onpolicy.train.loss import LossInputs, LossSettings, policy_loss
+from onpolicy.train.correction import Corrections, loss_settings
+from onpolicy.train.loss import policy_loss
 from onpolicy.train.optimizer import make_optimizer, make_schedule
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.train.parity_gate import ParityGate
@@ -34,16 +39,17 @@ from onpolicy.train.sharding import gather_buckets, load_sharded_policy
 from onpolicy.types import TrainSample
 from onpolicy.weights import WeightBucket
 
+logger = logging.getLogger(__name__)
+
 
 class FsdpTrainer(Trainer):
     """FSDP2: compute in the contract's dtype, everything that is summed in float32."""
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
-        self.config, self.contract = config, contract
+        self.config, self.num_threads = config, num_threads
         self.device = _device(contract.device)
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
-        self.operators = make_operators(contract, num_threads)
-        self.self_check = self_check(self.operators, contract) if contract.is_aligned else {}
+        self._use_operators(contract)
         self.model = self._load_model(config.model.hf_checkpoint)
         algorithm = config.algorithm
         self.reference: PolicyModel | None = None
@@ -52,15 +58,16 @@ class FsdpTrainer(Trainer):
                 algorithm.ref_checkpoint or config.model.hf_checkpoint
             )
             self.reference.requires_grad_(False)
-        self.loss_settings = LossSettings(
-            eps_clip=algorithm.eps_clip,
-            eps_clip_high=config.eps_clip_high,
-            kl_loss_coef=algorithm.kl_loss_coef,
-            kl_loss_type=algorithm.kl_loss_type,
-        )
-        total_steps = config.rollout.num_rollout * config.steps_per_rollout
+        self.loss_settings = loss_settings(config)
+        self.corrections = Corrections(config)
         self.optimizer = make_optimizer(self.model.parameters(), config.trainer)
-        self.schedule = make_schedule(self.optimizer, config.trainer, total_steps)
+        self.schedule = make_schedule(self.optimizer, config)
+        self.lr_scale = 1.0
+
+    def _use_operators(self, contract: NumericsContract) -> None:
+        self.contract = contract
+        self.operators = make_operators(contract, self.num_threads)
+        self.self_check = self_check(self.operators, contract) if contract.is_aligned else {}
 
     def _load_model(self, path: str) -> PolicyModel:
         return load_sharded_policy(
@@ -72,6 +79,19 @@ class FsdpTrainer(Trainer):
             trust_remote_code=self.config.model.trust_remote_code,
         )
 
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+        if contract != self.contract:
+            self._use_operators(contract)
+            for model in (self.model, self.reference):
+                if model is not None:
+                    replace_operators(model, self.operators)
+        self.corrections.use(fallback)
+        self.lr_scale = lr_scale
+
+    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
+        if isinstance(self.schedule, LengthDecaySchedule):
+            self.schedule.observe(mean_response_length, truncated_ratio)
+
     def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
         start = time.perf_counter()
         steps = [
@@ -79,22 +99,52 @@ class FsdpTrainer(Trainer):
             for part in split_evenly(len(samples), self.config.steps_per_rollout)
             if part
         ]
-        for micro_batches in steps:
-            self._add_fixed_log_probs(micro_batches)
-        gate = ParityGate(step, self.config.parity_fails, self._parity_remedy())
+        try:
+            metrics = self._train_on(
+                steps, self._gate(step), corrected=not self.contract.is_aligned
+            )
+        except ParityError as error:
+            if not self._falls_back:
+                raise
+            logger.error("%s Going on with the fallback correction.", error)
+            gate = ParityGate(step, fails=False, warns=False, remedy="")
+            metrics = self._train_on(steps, gate, corrected=True)
+            metrics["parity/num_fallbacks"] = 1.0
+        if isinstance(self.schedule, LengthDecaySchedule):
+            metrics |= self.schedule.decay.metrics()
+        seconds = time.perf_counter() - start
+        return {
+            **metrics,
+            "perf/train_time": seconds,
+            "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
+        }
+
+    def _train_on(
+        self, steps: list[list[MicroBatch]], gate: ParityGate, *, corrected: bool
+    ) -> dict[str, float]:
+        """The optimizer steps of a rollout; `corrected`: as one that is not aligned."""
+        start = time.perf_counter()
+        self._add_fixed_log_probs(
+            steps, corrected and not self.config.fallback.use_rollout_logprobs
+        )
+        seconds = time.perf_counter() - start
+        metrics = self.corrections.prepare(steps, active=corrected)
         updates = [
             self._optimizer_step(micro_batches, gate if number == 0 else None)
             for number, micro_batches in enumerate(steps)
         ]
-        metrics = {name: fmean(update[name] for update in updates) for name in updates[0]}
-        tokens = sum(len(s.token_ids) for s in samples)
-        seconds = time.perf_counter() - start
-        return {
-            **metrics,
-            **gate.reduce().metrics(),
-            "perf/train_time": seconds,
-            "perf/train_tokens_per_second": tokens / seconds,
-        }
+        metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
+        return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
+
+    @property
+    def _falls_back(self) -> bool:
+        return self.contract.is_aligned and self.config.parity_policy == "fallback"
+
+    def _gate(self, step: int) -> ParityGate:
+        # What an unaligned rollout mismatches by stands in the metrics; it is no news in the log.
+        policy, aligned = self.config.parity_policy, self.contract.is_aligned
+        fails = policy == "fail" or (aligned and policy == "fallback")
+        return ParityGate(step, fails=fails, warns=aligned, remedy=self._parity_remedy())
 
     def _micro_batches(self, samples: list[TrainSample]) -> list[MicroBatch]:
         return make_micro_batches(
@@ -103,23 +153,20 @@ class FsdpTrainer(Trainer):
             num_ranks=distributed.world_size(),
             max_tokens=self.config.trainer.max_tokens_per_gpu,
             temperature=self.config.rollout.rollout_temperature,
-            aggregation=self.config.algorithm.loss_aggregation,
             device=self.device,
         )
 
-    def _add_fixed_log_probs(self, micro_batches: list[MicroBatch]) -> None:
+    def _add_fixed_log_probs(self, steps: list[list[MicroBatch]], recompute: bool) -> None:
         """Old and reference log-probabilities, before the first optimizer step changes anything.
 
         Under an aligned contract the old ones are the rollout's: computing them again would give
         the same bits.
         """
-        for batch in micro_batches:
+        for batch in (batch for step in steps for batch in step):
             batch.old_log_probs = (
-                batch.rollout_log_probs
-                if self.contract.is_aligned
-                else _score(self.model, batch.packed)
+                _score(self.model, batch.packed) if recompute else batch.rollout_log_probs
             )
-            if self.reference is not None:
+            if self.reference is not None and batch.ref_log_probs is None:
                 batch.ref_log_probs = _score(self.reference, batch.packed)
 
     def _optimizer_step(
@@ -130,22 +177,31 @@ class FsdpTrainer(Trainer):
             log_probs, entropy = self.model(batch.packed)
             if gate is not None:
                 self._check_parity(gate, log_probs, batch)
-            loss, metrics = policy_loss(_loss_inputs(log_probs, batch), self.loss_settings)
+            loss, metrics = policy_loss(log_probs, batch, self.loss_settings)
             # FSDP2 averages gradients over ranks; the loss is a sum over them.
             (loss * distributed.world_size()).backward()
-            metrics["train/entropy"] = (entropy * batch.weights).sum()
+            metrics["train/entropy"] = (entropy * batch.shares).sum()
             for name, value in metrics.items():
                 sums[name] += float(value)
         grad_norm = self._clip_gradients()
-        learning_rate = float(self.schedule.get_last_lr()[0])
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        learning_rate = self._step_optimizer()
         return {
             **_all_reduce(sums, self.device),
             "train/grad_norm": grad_norm,
             "train/lr": learning_rate,
         }
+
+    def _step_optimizer(self) -> float:
+        """Take the step; returns its learning rate."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * self.lr_scale
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(rates[0] * self.lr_scale)
 
     def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: MicroBatch) -> None:
         try:
@@ -196,10 +252,16 @@ class FsdpTrainer(Trainer):
         return gather_buckets(self.model, self.dtype, max_bytes)
 
     def save(self, directory: Path) -> None:
-        save_state(directory, self.model, self.optimizer, self.schedule)
+        numbers = {
+            "schedule": self.schedule.state_dict(),
+            "corrections": self.corrections.state_dict(),
+        }
+        save_state(directory, self.model, self.optimizer, numbers)
 
     def load(self, directory: Path) -> None:
-        load_state(directory, self.model, self.optimizer, self.schedule)
+        numbers = load_state(directory, self.model, self.optimizer)
+        self.schedule.load_state_dict(numbers["schedule"])
+        self.corrections.load_state_dict(numbers["corrections"])
 
 
 def _device(kind: str) -> torch.device:
@@ -222,17 +284,6 @@ def _free_gathered_weights(model: PolicyModel) -> None:
     """After a forward pass, FSDP2 keeps the root's weights gathered for a backward pass to come."""
     assert isinstance(model, FSDPModule)
     model.reshard()
-
-
-def _loss_inputs(log_probs: Tensor, batch: MicroBatch) -> LossInputs:
-    assert batch.old_log_probs is not None
-    return LossInputs(
-        log_probs=log_probs,
-        old_log_probs=batch.old_log_probs,
-        advantages=batch.advantages,
-        weights=batch.weights,
-        ref_log_probs=batch.ref_log_probs,
-    )
 
 
 def _all_reduce(sums: dict[str, float], device: torch.device) -> dict[str, float]:

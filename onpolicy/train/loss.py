@@ -1,97 +1,115 @@
-"""The policy loss of one micro-batch. Pure functions of float32 tensors; R: its response tokens.
+"""The loss of one micro-batch, on the objectives of `fallback_correction`. R: its response tokens.
 
-Sums, not means: every token carries its share of the global batch as a weight, so that the loss of
-a global batch is the sum over micro-batches and ranks, however it was cut.
+Sums, not means: every token carries its share of the global batch, so that the loss of a global
+batch is the sum over micro-batches and ranks, however it was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fallback_correction.kl import KlType, kl_estimate, unbiased_kl
+from fallback_correction.objectives import ObjectiveConfig, opsm_mask, token_loss
+from onpolicy.train.batch import MicroBatch
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """Per token of a micro-batch; every tensor is float32 [R]."""
+Metrics = dict[str, Tensor]
 
-    log_probs: Tensor
-    """Of the policy that is trained; carries the gradient."""
-
-    old_log_probs: Tensor
-    """Of the policy before the first optimizer step of this rollout."""
-
-    advantages: Tensor
-
-    weights: Tensor
-    """Each token's share of the mean over the global batch; see `token_weights`."""
-
-    ref_log_probs: Tensor | None = None
-    """Of the reference model, for the KL penalty."""
-
-    importance_weights: Tensor | None = None
-    """Multiply the policy term of each token: where corrections for an unaligned rollout enter.
-    0 takes a token out of the numerator; take it out of `weights` to drop it altogether."""
+CustomCorrection = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Metrics]]
+"""(loss [R], micro-batch) -> (loss [R], mask [R], metrics): the user's own correction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """The choices of a run."""
 
-    eps_clip: float
-    eps_clip_high: float
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     kl_loss_coef: float = 0.0
-    kl_loss_type: str = "k3"
+    kl_loss_type: KlType = "k3"
+    use_unbiased_kl: bool = False
+
+    opsm_delta: float | None = None
+    """Off-policy sequence masking, if any."""
+
+    custom: CustomCorrection | None = None
 
 
-def token_weights(response_lens: Sequence[int], aggregation: str) -> list[float]:
-    """The weight of each token of every sample of a global batch: one number per sample.
+def policy_loss(
+    log_probs: Tensor, batch: MicroBatch, settings: LossSettings
+) -> tuple[Tensor, Metrics]:
+    """The objective with its corrections, and a KL penalty if the batch has a reference.
 
-    `token-mean`: 1 / tokens of the batch (DAPO, arXiv 2503.14476, eq. 8). `seq-mean`: 1 / (samples
-    x tokens of the sample), the mean over samples of their token means (GRPO, eq. 3).
+    log_probs: float32 [R], with gradient. Returns (loss, sums of metrics weighted like the loss), all
+    scalars to be summed over the global batch.
     """
-    if aggregation == "token-mean":
-        return [1.0 / max(sum(response_lens), 1)] * len(response_lens)
-    return [1.0 / (len(response_lens) * max(n, 1)) for n in response_lens]
-
-
-def policy_loss(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped PPO objective (arXiv 1707.06347, eq. 7), and a KL penalty if asked for.
-
-    Returns (loss, sums of metrics weighted like the loss), both scalars to be summed over the
-    global batch.
-    """
-    ratio = torch.exp(inputs.log_probs - inputs.old_log_probs)
-    clipped = ratio.clamp(1 - settings.eps_clip, 1 + settings.eps_clip_high)
-    objective = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
-    if inputs.importance_weights is not None:
-        objective = objective * inputs.importance_weights
-    pg_loss = -(objective * inputs.weights).sum()
+    assert batch.old_log_probs is not None and batch.shares is not None
+    old, shares, tokens = batch.old_log_probs, batch.shares, batch.tokens(log_probs)
+    objective = token_loss(log_probs, old, batch.advantages, tokens, settings.objective)
+    loss, factors, metrics = objective.loss, shares, dict[str, Tensor]()
+    if batch.importance_weights is not None:
+        factors = factors * batch.importance_weights
+    if settings.opsm_delta is not None:
+        kept = opsm_mask(log_probs, old, batch.advantages, tokens, settings.opsm_delta)
+        metrics["train/opsm_fraction"] = ((tokens.mask & ~kept) * shares).sum()
+        factors = factors * kept
+    if settings.custom is not None:
+        loss, mask, metrics = settings.custom(loss, batch)
+        factors = factors * mask
+    total = _weighted_sum(loss, factors)
     with torch.no_grad():
-        was_clipped = (clipped * inputs.advantages < ratio * inputs.advantages).float()
-        metrics = {
-            "train/pg_loss": pg_loss.detach(),
-            "train/pg_clipfrac": (was_clipped * inputs.weights).sum(),
-            "train/ppo_kl": ((inputs.old_log_probs - inputs.log_probs) * inputs.weights).sum(),
-        }
-    loss = pg_loss
-    if inputs.ref_log_probs is not None:
-        kl = kl_penalty(inputs.log_probs, inputs.ref_log_probs, settings.kl_loss_type)
-        kl_loss = (kl * inputs.weights).sum()
-        loss = pg_loss + settings.kl_loss_coef * kl_loss
+        metrics["train/pg_loss"] = total.detach()
+        metrics["train/pg_clipfrac"] = _weighted_sum(objective.clipped.float(), shares)
+        metrics["train/ppo_kl"] = _weighted_sum(old - log_probs, shares)
+    if batch.ref_log_probs is not None:
+        kl_loss = _weighted_sum(_kl(log_probs, batch, settings), shares)
+        total = total + settings.kl_loss_coef * kl_loss
         metrics["train/kl_loss"] = kl_loss.detach()
-    metrics["train/loss"] = loss.detach()
-    return loss, metrics
+    metrics["train/loss"] = total.detach()
+    return total, metrics
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Estimators of KL(policy || reference) per token, r = ref - policy (Schulman, 2020).
+def _weighted_sum(values: Tensor, factors: Tensor) -> Tensor:
+    """A token without a share adds nothing, whatever its value is."""
+    return (torch.where(factors != 0, values, 0) * factors).sum()
 
-    k1: -r; k2: r^2 / 2; k3: exp(r) - r - 1. All [R] -> [R].
+
+def _kl(log_probs: Tensor, batch: MicroBatch, settings: LossSettings) -> Tensor:
+    assert batch.ref_log_probs is not None and batch.old_log_probs is not None
+    if settings.use_unbiased_kl:
+        old = batch.old_log_probs
+        return unbiased_kl(log_probs, old, batch.ref_log_probs, settings.kl_loss_type)
+    return kl_estimate(log_probs, batch.ref_log_probs, settings.kl_loss_type)
+
+
+def miles_correction(function: Callable[..., Any], args: object) -> CustomCorrection:
+    """A function with the arguments that Miles and slime give to --custom-tis-function-path.
+
+    It gets the micro-batch's per-token loss and lists of one tensor per sequence, and returns
+    (loss [R], masks, metrics of [R]); metrics become `tis/<name>`, as shares of the global batch.
     """
-    r = ref_log_probs - log_probs
-    if kind == "k1":
-        return -r
-    return r.square() / 2 if kind == "k2" else torch.exp(r) - r - 1
+
+    def correct(loss: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Metrics]:
+        assert batch.old_log_probs is not None and batch.shares is not None
+        lens = batch.response_lens
+        loss, masks, found = function(
+            args,
+            pg_loss=loss,
+            train_log_probs=list(batch.old_log_probs.split(lens)),
+            rollout_log_probs=list(batch.rollout_log_probs.split(lens)),
+            loss_masks=list(batch.mask.float().split(lens)),
+            total_lengths=[len(sample.token_ids) for sample in batch.samples],
+            response_lengths=lens,
+        )
+        shares = batch.shares
+        metrics = {f"tis/{name}": (_flat(value) * shares).sum() for name, value in found.items()}
+        return loss, _flat(masks), metrics
+
+    return correct
+
+
+def _flat(values: Any) -> Tensor:
+    return torch.cat(list(values)) if isinstance(values, (list, tuple)) else values

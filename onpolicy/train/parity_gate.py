@@ -21,8 +21,8 @@ class ParityGate:
     Only the first optimizer step of a rollout is comparable: after it the policy has changed.
     """
 
-    def __init__(self, step: int, fails: bool, remedy: str):
-        self.step, self.fails, self.remedy = step, fails, remedy
+    def __init__(self, step: int, *, fails: bool, warns: bool, remedy: str):
+        self.step, self.fails, self.warns, self.remedy = step, fails, warns, remedy
         self.counts = ParityCounts()
 
     def check(self, log_probs: Tensor, batch: MicroBatch) -> None:
@@ -47,7 +47,7 @@ class ParityGate:
     def reduce(self) -> ParityCounts:
         """The counts of all ranks; says so if tokens differed and the run goes on."""
         total = sum(gather_objects(self.counts), ParityCounts())
-        if total.num_mismatched:
+        if self.warns and total.num_mismatched:
             logger.warning(
                 "step %d: %d of %d tokens have another log-probability in training",
                 self.step, total.num_mismatched, total.num_compared,

@@ -1,87 +1,17 @@
 """Whole runs as a user starts them: reproducible bit for bit, whatever happens on the way."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
+from train_runs import ROLLOUTS, exported_weights, finish, metrics_of, run_hash, wait_for
 
-from onpolicy.outputs.metrics import MEANINGS, read_jsonl
+from onpolicy.outputs.meanings import MEANINGS
+from onpolicy.outputs.metrics import read_jsonl
 
 pytestmark = pytest.mark.engine
-
-HERE = Path(__file__).parent
-ROLLOUTS = 4
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    rows = [{"prompt": "abcdefgh"[i:] * 3, "label": "x"} for i in range(8)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-@pytest.fixture(scope="module")
-def start(checkpoint, data):
-    """Starts `onpolicy train` in a process; `preamble` is code that runs before it."""
-
-    def start_run(directory, *argv, preamble="", launcher=()):
-        code = (
-            f"{preamble}\nimport sys\nfrom onpolicy.cli import main\nsys.exit(main(sys.argv[1:]))"
-        )
-        script = directory / "run.py"
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
-        return subprocess.Popen(
-            [
-                sys.executable, *launcher, str(script), "train",
-                "--hf-checkpoint", str(checkpoint), "--prompt-data", str(data),
-                "--custom-rm-path", "own_reward.score", "--true-on-policy-mode",
-                "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "4",
-                "--n-samples-per-prompt", "4", "--rollout-max-response-len", "24",
-                "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
-                "--run-dir", str(directory / "run"), *argv,
-            ],
-            env={**os.environ, "PYTHONPATH": str(HERE)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
-
-    return start_run
-
-
-def finish(process, code=0):
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == code, output[-4000:]
-    return output
-
-
-def run_hash(output):
-    return re.search(r"run hash\s+│\s+(\w{32})", output).group(1)
-
-
-def exported_weights(save, done=ROLLOUTS):
-    return (save / f"step_{done:06d}" / "hf" / "model-00000.safetensors").read_bytes()
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def metrics_of(directory):
-    file = directory / "run" / "metrics.jsonl"
-    return [r for r in read_jsonl(file) if "rollout/raw_reward" in r] if file.exists() else []
 
 
 @pytest.fixture(scope="module")

@@ -87,16 +87,66 @@ def test_the_batch_equation_says_all_four_sizes():
 
 
 @pytest.mark.parametrize(
-    ("argv", "fails"),
+    ("argv", "policy"),
     [
-        ([], False),
-        (MODE, True),
-        ([*MODE, "--parity-policy", "warn"], False),
-        (["--parity-policy", "fail"], True),
+        ([], "warn"),
+        (MODE, "fail"),
+        ([*MODE, "--parity-policy", "warn"], "warn"),
+        (["--parity-policy", "fail"], "fail"),
     ],
 )
-def test_a_mismatch_stops_the_run_by_default_in_true_on_policy_mode(argv, fails):
-    assert parse(TrainConfig, argv, "x").parity_fails is fails
+def test_a_mismatch_stops_the_run_by_default_in_true_on_policy_mode(argv, policy):
+    assert parse(TrainConfig, argv, "x").parity_policy == policy
+
+
+FALLBACK = [*MODE, "--parity-policy", "fallback"]
+GOVERNOR = ["--mismatch-governor"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            [*MODE, "--use-tis"],
+            r"--use-tis=True: with --true-on-policy-mode the ratio is exactly 1",
+        ),
+        ([*MODE, "--dc-mode", "fixed"], r"--dc-mode=fixed: .*nothing to correct"),
+        (["--use-tis", "--use-rollout-logprobs"], r"--use-tis=True: with --use-rollout-logprobs"),
+        (["--dc-mode", "fixed", "--use-rollout-logprobs"], r"--dc-mode=fixed: with --use-rollout"),
+        (
+            ["--parity-policy", "fallback", "--use-tis"],
+            r"--parity-policy=fallback: without aligned",
+        ),
+        (FALLBACK, r"--parity-policy=fallback: needs a correction to fall back to"),
+        (["--custom-tis-function-path", "a.b", "--use-rs"], r"takes the place of --use-rs"),
+        ([*MODE, "--rollout-weight-format", "int8"], r"the servers hold the trainer's weights"),
+        (
+            [*GOVERNOR, "--rollout-server-url", "http://x"],
+            r"--mismatch-governor=True: .*cannot start",
+        ),
+        ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: measures what"),
+        ([*GOVERNOR, "--rollout-top-p", "0.9"], r"--rollout-top-p=0.9"),
+        ([*GOVERNOR, "--sglang-quantization", "fp8"], r"--sglang-quantization: not with"),
+    ],
+)
+def test_a_correction_that_nothing_would_apply_is_refused(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--use-tis", "--use-rs", "--dc-mode", "lagrangian"],
+        ["--use-rollout-logprobs"],
+        [*FALLBACK, "--use-tis"],
+        [*GOVERNOR, "--rollout-weight-format", "int8"],
+        [*GOVERNOR, *MODE],
+        [*GOVERNOR, "--governor-highest", "decay", "--rollout-top-p", "0.9"],
+    ],
+)
+def test_a_correction_with_all_it_needs_is_accepted(argv):
+    check(*argv)
 
 
 def test_the_recorded_configuration_hides_the_key():

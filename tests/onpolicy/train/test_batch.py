@@ -16,14 +16,13 @@ SAMPLES = [
 ]
 
 
-def micro_batches(rank=0, num_ranks=1, max_tokens=8, aggregation="token-mean"):
+def micro_batches(rank=0, num_ranks=1, max_tokens=8):
     return make_micro_batches(
         SAMPLES,
         rank=rank,
         num_ranks=num_ranks,
         max_tokens=max_tokens,
         temperature=0.7,
-        aggregation=aggregation,
         device=torch.device("cpu"),
     )
 
@@ -52,14 +51,14 @@ def test_values_stand_beside_their_tokens():
             assert batch.rollout_log_probs[row] == sample.rollout_log_probs[position]
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-def test_weights_sum_to_one_over_all_ranks_however_it_is_split(aggregation, num_ranks):
-    batches = [b for r in range(num_ranks) for b in micro_batches(r, num_ranks, 8, aggregation)]
-    assert sum(b.weights.sum() for b in batches).item() == pytest.approx(1)
+def test_every_sample_is_in_one_micro_batch_of_one_rank(num_ranks):
+    batches = [b for r in range(num_ranks) for b in micro_batches(r, num_ranks, 8)]
+    labels = sorted(s.label for b in batches if not b.is_filler for s in b.samples)
+    assert labels == [s.label for s in SAMPLES]
 
 
-def test_ranks_without_samples_get_a_filler_of_weight_zero():
-    fillers = [b for r in range(7) for b in micro_batches(r, 7, 100) if b.is_filler]
-    assert len(fillers) == 6
-    assert all(b.weights.sum() == 0 for b in fillers)
+def test_ranks_without_samples_get_a_filler_that_does_not_count():
+    every = [b for r in range(7) for b in micro_batches(r, 7, 100)]
+    assert sum(b.is_filler for b in every) == 6
+    assert all(bool(b.mask.any()) != b.is_filler for b in every)

@@ -1,0 +1,1 @@
+"""The corrections under the names, keys and calling conventions of other RL stacks."""

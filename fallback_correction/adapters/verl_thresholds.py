@@ -1,0 +1,120 @@
+"""verl's options of importance sampling and rejection, from the strings that name them.
+
+rho = pi_train / pi_rollout. Bounds of `rollout_is_threshold` are of rho. Those of the k1 options are
+of 1 / rho, since k1 = -log rho: "0.95_1.3" keeps rho = 0.9 and rejects rho = 1.15.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Spec = str | float | None
+
+OPTIONS = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
+    "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "binary_kl",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionOption:
+    """One entry of `rollout_rs`: keeps statistics within [lower, upper], both ends included."""
+
+    name: str
+    """Example: seq_mean_k3"""
+
+    lower: float
+    """-inf unless k1; of k1 itself, so the logarithm of what the threshold says."""
+
+    upper: float
+
+    @property
+    def statistic(self) -> str:
+        """k1, k2, k3 or binary_kl."""
+        return self.name if self.name == "binary_kl" else self.name[-2:]
+
+    @property
+    def aggregation(self) -> str:
+        """token, sum, mean or max."""
+        return self.name.split("_")[1] if self.name.startswith("seq_") else "token"
+
+    @property
+    def two_sided(self) -> bool:
+        return self.statistic == "k1"
+
+
+def importance_bounds(threshold: str | float) -> tuple[float | None, float]:
+    """`rollout_is_threshold`: a number truncates there, "lower_upper" (IcePop) zeroes what is outside.
+
+    Raises ValueError unless they are positive and in order.
+    """
+    lower, upper = _one_or_two("rollout_is_threshold", str(threshold))
+    return lower, upper
+
+
+def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
+    """`rollout_rs` and `rollout_rs_threshold`, lists with commas; one threshold may serve all options.
+
+    Options that are named twice count once. Raises ValueError for an unknown option, a wrong number
+    of thresholds or a bad one.
+    """
+    options = list(dict.fromkeys(_parts(names)))
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown or not options:
+        raise ValueError(f"rollout_rs={names!r}: must name some of {', '.join(OPTIONS)}.")
+    if threshold is None:
+        raise ValueError(
+            f"rollout_rs_threshold=None: rollout_rs={names!r} needs one. Example: 0.5_2.0 for k1."
+        )
+    specs = _parts(str(threshold))
+    if len(specs) not in (1, len(options)):
+        raise ValueError(
+            f"rollout_rs_threshold={threshold!r}: {len(specs)} thresholds for {len(options)} options. "
+            "Give one for each, or one for all."
+        )
+    specs = specs * len(options) if len(specs) == 1 else specs
+    return [_option(name, spec) for name, spec in zip(options, specs, strict=True)]
+
+
+def log(bound: float) -> float:
+    """The logarithm of a bound, which may be 0 where it is 1 / inf."""
+    return math.log(bound) if bound else -math.inf
+
+
+def _option(name: str, spec: str) -> RejectionOption:
+    lower, upper = _one_or_two("rollout_rs_threshold", spec)
+    if name.endswith("k1"):
+        lower = 1 / upper if lower is None else lower
+        _require_order("rollout_rs_threshold", spec, lower, upper)
+        return RejectionOption(name=name, lower=log(lower), upper=log(upper))
+    if lower is not None:
+        raise ValueError(
+            f"rollout_rs_threshold={spec!r}: {name} has an upper bound only. Give one."
+        )
+    return RejectionOption(name=name, lower=-math.inf, upper=upper)
+
+
+def _one_or_two(key: str, spec: str) -> tuple[float | None, float]:
+    """ "upper" or "lower_upper", both positive."""
+    try:
+        bounds = [float(part) for part in spec.strip().split("_", 1)]
+    except ValueError:
+        bounds = [math.nan]
+    if not all(bound > 0 for bound in bounds):
+        raise ValueError(f"{key}={spec!r}: must be positive. Write 2.0, or 0.5_2.0 for two bounds.")
+    if len(bounds) == 1:
+        return None, bounds[0]
+    _require_order(key, spec, *bounds)
+    return bounds[0], bounds[1]
+
+
+def _require_order(key: str, spec: str, lower: float, upper: float) -> None:
+    if lower > upper:
+        raise ValueError(
+            f"{key}={spec!r}: the lower bound {lower} exceeds the upper one. Swap them."
+        )
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,212 @@
+"""The discrepancy-constrained advantage: tokens that the engines disagree on are worth less.
+
+DC-GRPO (arXiv 2606.08779). With r = log pi_train - log pi_rollout of a sampled token and
+rho = exp(r), its advantage A becomes A - lambda * delta, where delta measures the disagreement and
+lambda follows the batch mean of delta around a budget.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum
+
+Mode = Literal["fixed", "margin", "lagrangian"]
+Measure = Literal["difference", "ratio", "log"]
+Average = Literal["trajectory", "token"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscrepancyConfig:
+    """How much disagreement costs. The defaults are the paper's for Qwen3-8B; see also `moe`.
+
+    delta needs pi_train of the policy that took the rollout. In bypass mode nobody recomputes it:
+    refuse that mode, or take the current policy's at the first optimizer step, where they are the
+    same. At a later step delta would measure the update and not the engines.
+    """
+
+    mode: Mode = "lagrangian"
+    """fixed: lambda0 throughout (Dual-GRPO, eq. 4). margin: the same, only where delta > `margin`
+    (section 5). lagrangian: lambda moves after every training step (DC-GRPO, eq. 8 and 11)."""
+
+    measure: Measure = "difference"
+    """Of a token (eq. 2): difference |pi_train - pi_rollout|, ratio |rho - 1|, or log |r|."""
+
+    lambda0: float = 0.1
+    """The first lambda, in advantage per unit of delta."""
+
+    eta: float = 1.0
+    """Dual learning rate: how far lambda moves per unit of violation."""
+
+    budget: float = 0.0037
+    """The mean delta that is tolerated. The default fits `difference` only."""
+
+    lambda_min: float = 0.0
+    lambda_max: float = 1.0
+    """The paper bounds lambda without giving the numbers."""
+
+    margin: float = 0.0
+    """Only in mode `margin`: a delta up to it, itself included, costs nothing."""
+
+    average: Average = "trajectory"
+    """trajectory: the mean over sequences of their token means (eq. 11). token: over all tokens."""
+
+    @staticmethod
+    def moe() -> DiscrepancyConfig:
+        """The paper's setting for Qwen3-30B-A3B, a mixture of experts."""
+        return DiscrepancyConfig(lambda0=0.05, budget=0.0050)
+
+    def __post_init__(self) -> None:
+        for name, choices in (("mode", Mode), ("measure", Measure), ("average", Average)):
+            if getattr(self, name) not in get_args(choices):
+                _refuse(self, name, f"must be one of {', '.join(get_args(choices))}")
+        for name in ("lambda0", "eta", "budget", "lambda_min", "lambda_max", "margin"):
+            if not 0 <= getattr(self, name) < math.inf:
+                _refuse(self, name, "must be a number of 0 or more")
+        if self.mode == "lagrangian" and not self.lambda_min <= self.lambda0 <= self.lambda_max:
+            _refuse(self, "lambda0", f"must lie in [{self.lambda_min}, {self.lambda_max}]")
+        if (self.mode == "margin") != (self.margin > 0):
+            _refuse(
+                self, "margin", f"above 0 in mode 'margin' and nowhere else, not in {self.mode!r}"
+            )
+
+
+def _refuse(config: DiscrepancyConfig, name: str, rule: str) -> None:
+    raise ValueError(f"{name}={getattr(config, name)!r}: {rule}. Change it or leave it out.")
+
+
+@torch.no_grad()
+def discrepancy(batch: TokenBatch, measure: Measure = "difference") -> Tensor:
+    """How far the engines are apart on every token (eq. 2): float32 [N], 0 where it does not count.
+
+    ValueError where a counting token has no finite log-probabilities, or |rho - 1| overflows.
+    """
+    _check_finite("train_log_probs", batch.train_log_probs, batch.mask)
+    _check_finite("rollout_log_probs", batch.rollout_log_probs, batch.mask)
+    # In float64, and without subtracting two exponentials: a last bit that depends on a token's
+    # place in a vectorised exp is then rounded away, and equal log-probabilities give 0.
+    train, rollout = batch.train_log_probs.double(), batch.rollout_log_probs.double()
+    r = train - rollout
+    if measure == "difference":
+        delta = torch.maximum(train, rollout).exp() * -torch.expm1(-r.abs())
+    else:
+        delta = torch.expm1(r).abs() if measure == "ratio" else r.abs()
+    delta = torch.where(batch.mask, delta, 0).float()
+    _check_finite(f"{measure} discrepancy", delta, batch.mask)
+    return delta
+
+
+def _check_finite(name: str, values: Tensor, mask: Tensor) -> None:
+    bad = (mask & ~values.isfinite()).nonzero()
+    if len(bad):
+        i = int(bad[0])
+        raise ValueError(
+            f"{name}[{i}]={values[i].item()}: {len(bad)} counting tokens are not finite. Take them "
+            "out of the mask, or look for what broke the engine that computed them."
+        )
+
+
+class DiscrepancyPenalty:
+    """Holds lambda. `apply` to every batch of a training step, then `step` once."""
+
+    def __init__(self, config: DiscrepancyConfig):
+        self.config = config
+        self.lam = config.lambda0
+        self._seen: list[Tensor] = []
+
+    @torch.no_grad()
+    def apply(
+        self, batch: TokenBatch, advantages: Tensor, gather: Gather = alone
+    ) -> tuple[Tensor, dict[str, float]]:
+        """A - lambda * delta where tokens count, A elsewhere, and the `dc/*` metrics of the batch.
+
+        advantages: [N], after group normalisation, float32 or float64. The mask must be the one
+        before any rejection: a rejected token still tells how far the engines are apart. A gather
+        makes this collective: a rank with nothing left calls it with an empty batch.
+        """
+        _check_advantages(batch, advantages)
+        delta = discrepancy(batch, self.config.measure)
+        costs = torch.where(delta > self.config.margin, delta, 0)
+        penalty = self.lam * costs.double()
+        shaped = (advantages.double() - penalty).to(advantages.dtype)
+        flipped = shaped.sign() != advantages.sign()
+        rows = self._per_sequence(batch, delta, penalty, flipped)
+        rows = gather(rows.flatten()).reshape(-1, rows.shape[1])
+        self._seen.append(rows)
+        return shaped, self._metrics(rows)
+
+    def step(self) -> dict[str, float]:
+        """End a training step: move lambda (eq. 11), and return the step's `dc/*` metrics.
+
+        They and the new lambda have the same bits however the step's sequences were ordered, cut
+        into batches or spread over ranks. dc/lambda is the one that was applied. A step without a
+        counting token leaves lambda alone.
+        """
+        if not self._seen:
+            raise ValueError("step=without apply: nothing was seen. Call apply before step.")
+        rows = torch.cat(self._seen)
+        metrics = self._metrics(rows)
+        self._seen.clear()
+        if self.config.mode == "lagrangian":
+            lam = self.lam + self.config.eta * metrics["dc/violation"]
+            self.lam = min(max(lam, self.config.lambda_min), self.config.lambda_max)
+        return metrics
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint needs, as JSON can hold it; between steps only."""
+        if self._seen:
+            raise ValueError("state_dict=within a step: its mean would be lost. Call step first.")
+        return {"lambda": self.lam}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`. Only `lagrangian` has a state: other modes keep lambda0."""
+        lam, low, high = state["lambda"], self.config.lambda_min, self.config.lambda_max
+        if self.config.mode != "lagrangian":
+            return
+        if not low <= lam <= high:
+            raise ValueError(
+                f"lambda={lam}: the checkpoint's must lie in [lambda_min, lambda_max] = "
+                f"[{low}, {high}]. Resume with the bounds that it was saved with."
+            )
+        self.lam = float(lam)
+
+    def _per_sequence(
+        self, batch: TokenBatch, delta: Tensor, penalty: Tensor, flipped: Tensor
+    ) -> Tensor:
+        """float64 [S, 6]: delta, its weight in the mean, penalty, flipped and counting tokens, max."""
+        counts = batch.counts
+        by_token = self.config.average == "token"
+        total, weight = (batch.sums, counts) if by_token else (batch.means, (counts > 0).double())
+        columns = [total(delta), weight, total(penalty), batch.sums(flipped), counts]
+        return torch.stack([*columns, batch.maxima(delta)], dim=1)
+
+    def _metrics(self, rows: Tensor) -> dict[str, float]:
+        """Exact means over [S, 6]; all 0 but lambda where no token counts."""
+        delta, weight, penalty, flipped, counts = (exact_sum(c) for c in rows[:, :5].T)
+        some = weight > 0
+        mean = delta / weight if some else 0.0
+        return {
+            "dc/lambda": self.lam,
+            "dc/delta_mean": mean,
+            "dc/delta_max": float(rows[:, 5].max()) if some else 0.0,
+            "dc/violation": mean - self.config.budget if some else 0.0,
+            "dc/penalty_mean": penalty / weight if some else 0.0,
+            "dc/sign_flip_fraction": flipped / counts if some else 0.0,
+        }
+
+
+def _check_advantages(batch: TokenBatch, advantages: Tensor) -> None:
+    if advantages.shape != batch.mask.shape:
+        raise ValueError(
+            f"advantages={tuple(advantages.shape)}: must be one per token, "
+            f"{tuple(batch.mask.shape)}. Spread them with TokenBatch.spread."
+        )
+    # bfloat16 rounds a penalty of 0.1 * 0.0037 away from an advantage of 1.
+    if advantages.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"advantages={advantages.dtype}: must be float32. Call .float() on them.")
+    _check_finite("advantages", advantages, batch.mask)

@@ -1,0 +1,115 @@
+"""Chooses how much correction a run needs, from how far its engines are apart: a ladder of rungs.
+
+stock: none; tis: truncated importance weights; mis: rejection too; decay: and a smaller learning
+rate; aligned: operators that agree, which is exact and may be slower. It climbs after some
+consecutive rollouts beyond a limit, and climbs down after more of them well within all limits. On
+the aligned rung nothing is left to measure, so it tries the one below after a while; every fall
+doubles the calm that the next one needs, so that a run does not swing for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Rung = Literal["stock", "tis", "mis", "decay", "aligned"]
+
+RUNGS: tuple[Rung, ...] = ("stock", "tis", "mis", "decay", "aligned")
+
+LONGEST_CALM = 64
+"""Times `fall_after`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GovernorConfig:
+    k3: float = 1e-3
+    """Largest mean k3, in nats per token."""
+
+    ess: float = 0.95
+    """Smallest effective sample size, as a share of the batch."""
+
+    log_ppl_abs_diff: float = 0.01
+    """Largest mean difference of the log-perplexities of a sequence, in nats per token."""
+
+    rise_after: int = 2
+    """Consecutive rollouts beyond a limit before it climbs."""
+
+    fall_after: int = 10
+    """Consecutive calm rollouts before it climbs down for the first time."""
+
+    calm: float = 0.5
+    """A rollout is calm if every distance is below this share of its limit: the hysteresis."""
+
+    highest: Rung = "aligned"
+
+    def __post_init__(self) -> None:
+        for name in ("k3", "log_ppl_abs_diff"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: a limit is greater than 0.")
+        if not 0 < self.ess < 1:
+            raise ValueError(f"ess={self.ess}: a limit is in (0, 1).")
+        if not 0 < self.calm <= 1:
+            raise ValueError(f"calm={self.calm}: must be in (0, 1], a share of the limits.")
+        if min(self.rise_after, self.fall_after) < 1:
+            raise ValueError(
+                f"rise_after={self.rise_after}, fall_after={self.fall_after}: both count rollouts and "
+                "are at least 1."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A step on the ladder, and why."""
+
+    before: Rung
+    after: Rung
+    reason: str
+
+
+class Governor:
+    """The ladder's state. Equal readings make equal moves, on every rank."""
+
+    def __init__(self, config: GovernorConfig, rung: Rung = "stock"):
+        self.config, self.rung = config, rung
+        self._bad, self._calm, self._falls = 0, 0, 0
+
+    def update(self, k3: float, ess: float, log_ppl_abs_diff: float) -> Move | None:
+        """Take the readings of one rollout; returns the move they lead to, if any."""
+        shares = {
+            f"k3={k3:.3g}, limit {self.config.k3:g}": k3 / self.config.k3,
+            f"ess={ess:.4f}, limit {self.config.ess:g}": (1 - ess) / (1 - self.config.ess),
+            f"log_ppl_abs_diff={log_ppl_abs_diff:.3g}, limit {self.config.log_ppl_abs_diff:g}": (
+                log_ppl_abs_diff / self.config.log_ppl_abs_diff
+            ),
+        }
+        # A reading that is NaN is a bad one.
+        worst = max(shares, key=lambda name: (not shares[name] <= 1, shares[name]))
+        is_bad, is_calm = not shares[worst] <= 1, shares[worst] < self.config.calm
+        self._bad = self._bad + 1 if is_bad else 0
+        self._calm = self._calm + 1 if is_calm else 0
+        if self._bad >= self.config.rise_after and self.rung != self.config.highest:
+            return self._move(+1, f"{worst}, {self._bad} rollouts in a row")
+        if self._calm >= self.calm_needed and self.rung != RUNGS[0]:
+            reason = f"{self._calm} calm rollouts in a row"
+            self._falls += 1
+            return self._move(-1, reason)
+        return None
+
+    @property
+    def calm_needed(self) -> int:
+        """Calm rollouts before the next fall."""
+        return self.config.fall_after * min(2**self._falls, LONGEST_CALM)
+
+    def _move(self, direction: int, reason: str) -> Move:
+        before, self.rung = self.rung, RUNGS[RUNGS.index(self.rung) + direction]
+        self._bad = self._calm = 0
+        return Move(before, self.rung, reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next moves depend on."""
+        return {"rung": self.rung, "bad": self._bad, "calm": self._calm, "falls": self._falls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rung = state["rung"]
+        self._bad, self._calm, self._falls = state["bad"], state["calm"], state["falls"]

@@ -1,0 +1,217 @@
+"""The learning rate halves periodically, with a period taken from the surge of the response length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fallback_correction.surge_detector import SurgeDetector, SurgeDetectorConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthDecayConfig:
+    """Settings of arXiv 2602.01826, Algorithm 1. Steps are rollout steps, counted from 1."""
+
+    period: int | None = None
+    """Rollout steps between two decays; None takes it from the length surge. Example: 204"""
+
+    factor: float = 2.0
+    """What each decay divides the learning rate by. Example: 2.0"""
+
+    floor: float = 0.1
+    """The learning rate never falls below this share of the base schedule's. Example: 0.1"""
+
+    onset_multiplier: float = 1.8
+    """Period over the surge's onset, where the period is not given. Example: 1.8"""
+
+    detector: SurgeDetectorConfig = field(default_factory=SurgeDetectorConfig)
+    """What counts as a surge."""
+
+    def __post_init__(self) -> None:
+        if self.period is not None and self.period < 1:
+            raise ValueError(f"period={self.period}: must be at least 1. Use None to detect it.")
+        if self.factor <= 1:
+            raise ValueError(f"factor={self.factor}: must be above 1. Use 2 to halve the rate.")
+        if not 0 < self.floor <= 1:
+            raise ValueError(f"floor={self.floor}: must be in (0, 1]. Use 0.1.")
+        if self.onset_multiplier <= 0:
+            raise ValueError(f"onset_multiplier={self.onset_multiplier}: must be above 0. Use 1.8.")
+
+
+class LengthDecay:
+    """Decides the scale of the learning rate: Algorithm 1, given its period or finding it online.
+
+    Without a given period nothing decays before the surge is confirmed. From then on the scale is
+    Algorithm 1's with the period found; deadlines that have passed by then are made up for at once.
+    """
+
+    def __init__(self, config: LengthDecayConfig | None = None) -> None:
+        self.config = config or LengthDecayConfig()
+        self.detector = SurgeDetector(self.config.detector)
+        self.num_rollout_steps = 0
+        """Calls of `step`: Algorithm 1's t."""
+        self.num_decays = 0
+        """Decays so far; none is counted once the floor is reached."""
+        self.scale = 1.0
+        """What the base schedule's learning rate is multiplied by, from `floor` to 1."""
+
+    @property
+    def period(self) -> int | None:
+        """Rollout steps between two decays; None until known."""
+        if self.config.period is not None or self.detector.onset is None:
+            return self.config.period
+        return max(round(self.config.onset_multiplier * self.detector.onset), 1)
+
+    def step(self, mean_length: float, truncated_ratio: float = 0.0) -> float:
+        """Take in one rollout step, before its update; the scale for that update.
+
+        The numbers are those of `SurgeDetector.update`, which raises ValueError for impossible ones.
+        """
+        self.detector.update(mean_length, truncated_ratio)
+        self.num_rollout_steps += 1
+        due = self.num_rollout_steps // self.period if self.period else 0
+        while self.num_decays < due and self.scale > self.config.floor:
+            self.scale = max(self.scale / self.config.factor, self.config.floor)
+            self.num_decays += 1
+        return self.scale
+
+    def metrics(self) -> dict[str, float]:
+        """For the log; onset and period are 0 while unknown."""
+        return {
+            "lr_decay/scale": self.scale,
+            "lr_decay/onset": float(self.detector.onset or 0),
+            "lr_decay/period": float(self.period or 0),
+            "lr_decay/num_decays": float(self.num_decays),
+            "lr_decay/length_ratio": self.detector.ratio,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next steps depend on, as JSON can hold it."""
+        return {
+            "num_rollout_steps": self.num_rollout_steps,
+            "num_decays": self.num_decays,
+            "scale": self.scale,
+            "detector": self.detector.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned; a period or floor changed since takes over."""
+        self.num_rollout_steps = state["num_rollout_steps"]
+        self.num_decays = state["num_decays"]
+        self.scale = max(state["scale"], self.config.floor)
+        self.detector.load_state_dict(state["detector"])
+
+
+class BaseSchedule(Protocol):
+    """What torch's `LRScheduler` and Megatron's `OptimizerParamScheduler` have in common."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class HasParamGroups(Protocol):
+    """What torch's `Optimizer` and Megatron's `MegatronOptimizer` have in common."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+def from_rank_0(value: float) -> float:
+    """Rank 0's value on every rank of the default process group; collective where there is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class LengthDecaySchedule:
+    """Any base schedule, its learning rates multiplied by the scale of `LengthDecay`.
+
+    Call `observe` once a rollout step, before its first update, and `step` wherever the base
+    schedule's `step` was called. The base schedule only ever meets its own rates.
+    """
+
+    def __init__(
+        self,
+        base: BaseSchedule,
+        optimizer: HasParamGroups,
+        decay: LengthDecay,
+        broadcast: Callable[[float], float] = from_rank_0,
+    ) -> None:
+        self.base = base
+        self.optimizer = optimizer
+        self.decay = decay
+        self._broadcast = broadcast
+        self._base_rates: list[float] = []
+        self._scale_rates()
+
+    def observe(self, mean_length: float, truncated_ratio: float = 0.0) -> None:
+        """Decide by rank 0's numbers, on all ranks, and apply; collective. See `LengthDecay.step`."""
+        self.decay.step(self._broadcast(mean_length), self._broadcast(truncated_ratio))
+        self._restore_base_rates()
+        self._scale_rates()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """One step of the base schedule, with its arguments: Megatron's is `step(increment=...)`."""
+        # torch's chainable schedules compute the next rate from the one in the optimizer.
+        self._restore_base_rates()
+        self.base.step(*args, **kwargs)
+        self._scale_rates()
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each parameter group, decayed."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base schedule's state under "base", the decay's under "length_decay"."""
+        decay = {**self.decay.state_dict(), "base_rates": list(self._base_rates)}
+        return {"base": self.base.state_dict(), "length_decay": decay}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises ValueError for the state of a base schedule alone or of another number of groups.
+        """
+        if "base" not in state or "length_decay" not in state:
+            raise ValueError(
+                f"state={sorted(state)}: must have base and length_decay. Load a base schedule's "
+                "state into it before it is wrapped."
+            )
+        rates, groups = state["length_decay"]["base_rates"], self.optimizer.param_groups
+        if len(rates) != len(groups):
+            raise ValueError(
+                f"base_rates={rates}: must be one for each of the {len(groups)} parameter groups. "
+                "Build the optimizer as in the run that was saved."
+            )
+        self.decay.load_state_dict(state["length_decay"])
+        # Loading sets no rates in torch and all of them in Megatron, which then has the last word.
+        self._base_rates = list(rates)
+        self._restore_base_rates()
+        self.base.load_state_dict(state["base"])
+        self._scale_rates()
+
+    def _restore_base_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            _set_rate(group, rate)
+
+    def _scale_rates(self) -> None:
+        """Take the rates in the optimizer for the base schedule's own and multiply them."""
+        self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            _set_rate(group, rate * self.decay.scale)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """A tensor is filled in place: captured graphs and compiled steps keep reading it."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

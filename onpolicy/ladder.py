@@ -1,0 +1,94 @@
+"""The governor's rungs as what the engines run on: contract, corrections, learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fallback_correction.governor import RUNGS, Governor, GovernorConfig, Move, Rung
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import FallbackConfig, GovernorFlags
+from onpolicy.contract import NumericsContract
+
+
+class Ladder:
+    """Where a run stands between stock and aligned. Without a governor it stays where it started."""
+
+    def __init__(
+        self, config: TrainConfig, stock: NumericsContract, aligned: NumericsContract | None
+    ):
+        self.config, self._stock, self._aligned = config, stock, aligned
+        governed = config.governor.mismatch_governor
+        self._governor = make_governor(config.governor, first_rung(config)) if governed else None
+
+    @property
+    def contract(self) -> NumericsContract:
+        """What both engines keep now."""
+        rung = first_rung(self.config) if self._governor is None else self._governor.rung
+        if rung != "aligned":
+            return self._stock
+        assert self._aligned is not None
+        return self._aligned
+
+    @property
+    def fallback(self) -> FallbackConfig:
+        """The corrections in force now."""
+        flags = self.config.fallback
+        if self._governor is None:
+            return flags
+        height = RUNGS.index(self._governor.rung)
+        return replace(flags, use_tis=height >= 1, use_rs=height >= 2, get_mismatch_metrics=True)
+
+    @property
+    def lr_scale(self) -> float:
+        """What the learning rate is multiplied by now."""
+        is_decay = self._governor is not None and self._governor.rung == "decay"
+        return self.config.governor.governor_lr_scale if is_decay else 1.0
+
+    def update(self, metrics: Mapping[str, float]) -> Move | None:
+        """Take in a rollout's metrics, equal on all ranks; returns the move they lead to, if any."""
+        if self._governor is None or "parity/num_compared_tokens" not in metrics:
+            return None
+        return self._governor.update(
+            k3=metrics.get("mismatch/k3", metrics["train/k3_kl"]),
+            ess=metrics.get("mismatch/ess", 1.0),
+            log_ppl_abs_diff=metrics.get("mismatch/log_ppl_abs_diff", 0.0),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """How high it stands."""
+        if self._governor is None:
+            return {}
+        return {"governor/rung": float(RUNGS.index(self._governor.rung))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next moves depend on."""
+        return {} if self._governor is None else self._governor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._governor is not None and state:
+            self._governor.load_state_dict(state)
+
+
+def first_rung(config: TrainConfig) -> Rung:
+    """The rung that the other flags describe."""
+    if config.parity.true_on_policy_mode:
+        return "aligned"
+    if config.fallback.use_rs:
+        return "mis"
+    return "tis" if config.fallback.use_tis else "stock"
+
+
+def make_governor(flags: GovernorFlags, rung: Rung) -> Governor:
+    """Raises ValueError for limits that are none."""
+    config = GovernorConfig(
+        k3=flags.governor_k3,
+        ess=flags.governor_ess,
+        log_ppl_abs_diff=flags.governor_log_ppl_abs_diff,
+        rise_after=flags.governor_rise_after,
+        fall_after=flags.governor_fall_after,
+        calm=flags.governor_calm,
+        highest=flags.governor_highest,
+    )
+    return Governor(config, rung)

@@ -1,0 +1,407 @@
+"use strict";
+// Text of the data reaches the page only as textContent or attribute values, never as HTML.
+const data = JSON.parse(document.getElementById("data").textContent);
+const hidden = new Set(); // positions of runs
+const logarithmic = new Set(); // titles of panels
+const groupOf = data.runs.map((_, run) => data.groups.findIndex((g) => g.runs.includes(run)));
+const DASHES = ["", "6 4", "2 3", "9 3 2 3", "1 5", "12 4"];
+const HEIGHT = 210, LEFT = 52, RIGHT = 10, TOP = 12, BOTTOM = 24;
+const MOST_ROWS = 14;
+const tip = document.getElementById("tip");
+
+// ---- making elements
+
+function make(tag, attributes = {}, text = null) {
+  const inSvg = ["svg", "path", "line", "text", "g"].includes(tag);
+  const node = inSvg
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== null) node.textContent = text;
+  return node;
+}
+
+function color(group) {
+  return group < 8 ? `var(--c${group})` : `hsl(${(group * 137.5) % 360} 65% 52%)`;
+}
+
+function swatch(group) {
+  return make("span", { class: "swatch", style: `--color: ${color(group)}` });
+}
+
+function format(value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string" || !Number.isFinite(value)) return String(value);
+  if (value === 0) return "0";
+  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size < 1e-3 || size >= 1e6
+    ? value.toExponential(2).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
+}
+
+// ---- tables and legend
+
+function addTable(table, titles, rows) {
+  const head = make("tr");
+  titles.forEach(([title, kind]) => head.append(make("th", { class: kind }, title)));
+  table.append(head, ...rows);
+}
+
+function nameCell(run) {
+  const cell = make("td", { class: "name" }), { name } = data.runs[run];
+  const group = data.groups[groupOf[run]].name;
+  cell.append(swatch(groupOf[run]), name);
+  if (group !== name) cell.append(make("small", {}, group));
+  return cell;
+}
+
+function row(run, cells) {
+  const line = make("tr", { "data-run": run });
+  line.append(nameCell(run), ...cells);
+  return line;
+}
+
+function fillSummary() {
+  const titles = [["run", ""], ["rollouts", "number"], ["first reward", "number"],
+    ["last reward", "number"], ["tokens compared", "number"], ["tokens mismatched", "number"],
+    ["governor moves", "number"]];
+  const reward = (value) => (typeof value === "number" ? value.toFixed(3) : format(value));
+  const rows = data.groups.flatMap((group) => group.runs).map((i) => {
+    const run = data.runs[i];
+    const numbers = [run.rollouts, reward(run.first_reward), reward(run.last_reward),
+      run.compared, run.mismatched, run.moves.length];
+    return row(i, numbers.map((value) => make("td", { class: "number" }, format(value))));
+  });
+  addTable(document.getElementById("summary"), titles, rows);
+}
+
+function fillMoves() {
+  const rows = data.runs.flatMap((run, i) => run.moves.map((move) => row(i, [
+    make("td", { class: "number" }, format(move.step)),
+    make("td", {}, `${move.source} → ${move.target}`), make("td", { class: "reason" }, move.reason),
+  ])));
+  document.getElementById("governor").hidden = rows.length === 0;
+  const titles = [["run", ""], ["rollout", "number"], ["move", ""], ["reason", ""]];
+  addTable(document.getElementById("moves"), titles, rows);
+}
+
+function runLabel(run) {
+  const seeds = data.groups[groupOf[run]].runs.map((i) => data.runs[i].seed);
+  const telling = seeds.every((seed) => seed !== null) && new Set(seeds).size === seeds.length;
+  return telling ? `seed ${data.runs[run].seed}` : data.runs[run].name;
+}
+
+function fillLegend() {
+  data.groups.forEach((group, g) => {
+    const entry = make("div", { class: "entry" });
+    const several = group.runs.length > 1;
+    const whole = toggle("group", group.runs, group.name);
+    whole.prepend(swatch(g));
+    if (several) whole.title = `${group.name}: bold is the median of ${group.runs.length} runs`;
+    entry.append(whole);
+    if (several) group.runs.forEach((run) => {
+      const one = toggle("run", [run], runLabel(run));
+      one.title = data.runs[run].name;
+      entry.append(one);
+    });
+    document.getElementById("legend").append(entry);
+  });
+}
+
+function toggle(kind, runs, text) {
+  const button = make("button", { class: kind, "data-runs": runs.join(" ") }, text);
+  button.onclick = () => {
+    const hide = runs.some((run) => !hidden.has(run));
+    runs.forEach((run) => (hide ? hidden.add(run) : hidden.delete(run)));
+    drawAll();
+  };
+  return button;
+}
+
+function markHidden() {
+  document.querySelectorAll("button[data-runs]").forEach((button) => {
+    const off = button.dataset.runs.split(" ").every((run) => hidden.has(Number(run)));
+    button.classList.toggle("off", off);
+    button.setAttribute("aria-pressed", String(!off));
+  });
+  document.querySelectorAll("tr[data-run]").forEach((line) => {
+    line.classList.toggle("off", hidden.has(Number(line.dataset.run)));
+  });
+}
+
+// ---- what a panel shows
+
+function visibleCurves(panel) {
+  const several = panel.metrics.length > 1;
+  return panel.metrics.flatMap((metric, m) => {
+    const suffix = several ? ` · ${metric.name}` : "";
+    const common = { dash: DASHES[m % DASHES.length], metric: metric.name };
+    const runs = Object.entries(metric.runs).map(([run, points]) => {
+      const group = groupOf[run];
+      const alone = data.groups[group].runs.length === 1;
+      return { ...common, run: Number(run), group, points, kind: alone ? "one" : "thin",
+        label: (alone ? data.groups[group].name : `${runLabel(run)}`) + suffix };
+    }).filter((curve) => !hidden.has(curve.run));
+    const medians = Object.entries(metric.medians).map(([group, points]) => (
+      { ...common, group: Number(group), points, kind: "median",
+        label: data.groups[group].name + suffix }
+    )).filter((curve) => data.groups[curve.group].runs.some((run) => !hidden.has(run)));
+    return [...runs, ...medians];
+  }).sort((a, b) => (a.kind === "median") - (b.kind === "median"));
+}
+
+function visibleMoves() {
+  return data.runs.flatMap((run, i) => (hidden.has(i) ? [] : run.moves.map((move) => (
+    { ...move, run: i, group: groupOf[i] }))));
+}
+
+function number(value) { return typeof value === "string" ? NaN : value; }
+
+function bounds(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    if (!Number.isFinite(value)) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return low <= high ? [low, high] : null;
+}
+
+function stepBounds(panels) {
+  const steps = panels.flatMap((panel) => visibleCurves(panel).flatMap((c) => (
+    [c.points[0][0], c.points[0].at(-1)])));
+  const [low, high] = bounds([...steps, ...visibleMoves().map((move) => move.step)]) || [0, 1];
+  return low === high ? [low - 1, high + 1] : [low, high];
+}
+
+function valueScale(curves, log) {
+  const all = curves.flatMap((curve) => curve.points[1].map(number));
+  const use = log ? (v) => (v > 0 ? Math.log10(v) : NaN) : (v) => v;
+  let [low, high] = bounds(all.map(use)) || [0, 1];
+  const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
+  const floor = !log && low >= 0 && low - margin < 0 ? 0 : low - margin;
+  high += margin;
+  const height = HEIGHT - TOP - BOTTOM;
+  return { low: floor, high, log, y: (v) => TOP + height * (1 - (use(v) - floor) / (high - floor)) };
+}
+
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const size = power * [1, 2, 5, 10].find((m) => m * power >= rough * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + size * 1e-9; i++) {
+    found.push(Number((i * size).toPrecision(12)));
+  }
+  return found;
+}
+
+function valueTicks(scale) {
+  if (!scale.log) return ticks(scale.low, scale.high, 5);
+  const powers = ticks(scale.low, scale.high, 4).filter(Number.isInteger).map((p) => 10 ** p);
+  if (powers.length > 1) return powers;
+  return ticks(10 ** scale.low, 10 ** scale.high, 4).filter((v) => v > 0);
+}
+
+// ---- drawing
+
+/** Not finite values break a line; steps without a value do not. A lone value becomes a dot. */
+function path(points, x, y) {
+  const [steps, values] = points;
+  let text = "", pen = false;
+  steps.forEach((step, i) => {
+    const at = y(number(values[i]));
+    if (!Number.isFinite(at)) { pen = false; return; }
+    const next = i + 1 < steps.length ? y(number(values[i + 1])) : NaN;
+    const spot = `${x(step).toFixed(1)},${at.toFixed(1)}`;
+    text += pen ? `L${spot}` : `M${spot}`;
+    if (!pen && !Number.isFinite(next)) text += "m-1.2,0h2.4";
+    pen = true;
+  });
+  return text;
+}
+
+function drawAxes(svg, scale, x, width, range) {
+  for (const value of valueTicks(scale)) {
+    const y = scale.y(value);
+    svg.append(make("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
+    svg.append(make("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, format(value)));
+  }
+  for (const step of ticks(...range, Math.max(3, Math.floor(width / 90)))) {
+    if (!Number.isInteger(step)) continue;
+    const at = { x: x(step), y: HEIGHT - 7, "text-anchor": "middle" };
+    svg.append(make("text", at, format(step)));
+  }
+}
+
+function drawMove(svg, move, x) {
+  const at = x(move.step), style = `--color: ${color(move.group)}`;
+  const label = `${move.source} → ${move.target}: ${move.reason}`;
+  const place = { x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM };
+  const names = { "data-run": move.run, "data-step": move.step, "aria-label": label };
+  svg.append(make("line", { class: "move", style, ...place, ...names }));
+  svg.append(make("path", { class: "flag", style, d: `M${at - 5},${TOP - 8}h10l-5,8z` }));
+}
+
+function drawCurve(svg, curve, x, y) {
+  svg.append(make("path", {
+    class: `curve ${curve.kind}`, style: `--color: ${color(curve.group)}`,
+    "stroke-dasharray": curve.dash, "data-metric": curve.metric,
+    "data-run": curve.run ?? "", "data-group": curve.group, d: path(curve.points, x, y),
+  }));
+}
+
+function draw(panel, range) {
+  const svg = panel.svg, width = svg.clientWidth || 400;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+  const x = (step) => (
+    LEFT + (width - LEFT - RIGHT - 6) * (step - range[0]) / (range[1] - range[0]));
+  const curves = visibleCurves(panel);
+  const scale = valueScale(curves, logarithmic.has(panel.title));
+  const moves = visibleMoves();
+  drawAxes(svg, scale, x, width, range);
+  moves.forEach((move) => drawMove(svg, move, x));
+  curves.forEach((curve) => drawCurve(svg, curve, x, scale.y));
+  svg.append(make("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM }));
+  panel.drawn = { x, curves, moves };
+}
+
+function drawAll() {
+  markHidden();
+  const range = stepBounds(data.panels);
+  data.panels.forEach((panel) => draw(panel, range));
+}
+
+// ---- pointing at a panel
+
+function nearestStep(panel, position) {
+  let best = null;
+  for (const curve of panel.drawn.curves) for (const step of curve.points[0]) {
+    const distance = Math.abs(panel.drawn.x(step) - position);
+    if (best === null || distance < best.distance) best = { step, distance };
+  }
+  return best && best.step;
+}
+
+function tipRow(group, label, value, bold) {
+  const line = make("div");
+  line.append(swatch(group), make("span", { class: `label ${bold ? "bold" : ""}` }, label));
+  line.append(make("span", { class: `value ${bold ? "bold" : ""}` }, value));
+  return line;
+}
+
+function tipMove(move) {
+  const line = make("div", { class: "reason" });
+  const text = `rollout ${move.step}: ${move.source} → ${move.target}. ${move.reason}`;
+  line.append(swatch(move.group), make("span", { class: "label" }, text));
+  return line;
+}
+
+function valuesAt(panel, step) {
+  const found = panel.drawn.curves.flatMap((curve) => {
+    const i = curve.points[0].indexOf(step);
+    return i < 0 ? [] : [{ ...curve, value: curve.points[1][i] }];
+  });
+  const rank = (curve) => [curve.group, curve.kind === "thin" ? 1 : 0];
+  return found.sort((a, b) => rank(a)[0] - rank(b)[0] || rank(a)[1] - rank(b)[1]);
+}
+
+function point(panel, event) {
+  const position = event.clientX - panel.svg.getBoundingClientRect().left;
+  const step = nearestStep(panel, position);
+  if (step === null) return;
+  const rows = valuesAt(panel, step);
+  const moves = panel.drawn.moves.filter((move) => (
+    move.step === step || Math.abs(panel.drawn.x(move.step) - position) < 6));
+  tip.replaceChildren(make("div", { class: "bold" }, `rollout ${format(step)}`));
+  rows.slice(0, MOST_ROWS).forEach((curve) => {
+    const median = curve.kind === "median";
+    const label = median ? `${curve.label} (median)` : curve.label;
+    tip.append(tipRow(curve.group, label, format(curve.value), curve.kind !== "thin"));
+  });
+  if (rows.length > MOST_ROWS) tip.append(make("div", {}, `and ${rows.length - MOST_ROWS} more`));
+  moves.forEach((move) => tip.append(tipMove(move)));
+  placeTip(event);
+  showCross(step);
+}
+
+function placeTip(event) {
+  tip.style.display = "block";
+  const { offsetWidth: width, offsetHeight: height } = tip;
+  const right = event.clientX + 16 + width < innerWidth;
+  const left = right ? event.clientX + 16 : Math.max(6, event.clientX - 16 - width);
+  const top = Math.min(event.clientY + 14, innerHeight - height - 6);
+  tip.style.left = `${left}px`;
+  tip.style.top = `${Math.max(6, top)}px`;
+}
+
+function showCross(step) {
+  for (const panel of data.panels) {
+    const cross = panel.svg.querySelector(".cross"), at = panel.drawn.x(step);
+    cross.setAttribute("x1", at);
+    cross.setAttribute("x2", at);
+    cross.style.visibility = "visible";
+  }
+}
+
+function stopPointing() {
+  tip.style.display = "none";
+  document.querySelectorAll(".cross").forEach((cross) => { cross.style.visibility = "hidden"; });
+}
+
+// ---- building the page
+
+function metricNames(panel) {
+  const names = make("div", { class: "names" });
+  panel.metrics.forEach((metric, m) => {
+    const name = make("span", { title: metric.meaning || metric.name });
+    if (panel.metrics.length > 1) {
+      const line = make("svg", { viewBox: "0 0 22 6" });
+      line.append(make("path", { d: "M0,3h22", "stroke-dasharray": DASHES[m % DASHES.length] }));
+      name.append(line);
+    }
+    name.append(metric.name);
+    names.append(name);
+  });
+  return names;
+}
+
+function logButton(panel) {
+  const button = make("button", { class: "log", "aria-pressed": "false" }, "log");
+  button.title = "Logarithmic values; zero and negative ones are left out";
+  button.onclick = () => {
+    const on = !logarithmic.has(panel.title);
+    if (on) logarithmic.add(panel.title); else logarithmic.delete(panel.title);
+    button.setAttribute("aria-pressed", String(on));
+    draw(panel, stepBounds(data.panels));
+  };
+  return button;
+}
+
+function addPanel(panel) {
+  const box = make("section", { class: "panel", "data-panel": panel.title });
+  const head = make("div", { class: "head" });
+  head.append(make("h2", {}, panel.title), logButton(panel));
+  panel.svg = make("svg", { class: "plot", role: "img", "aria-label": panel.title });
+  panel.svg.onpointermove = panel.svg.onpointerdown = (event) => point(panel, event);
+  panel.svg.onpointerleave = stopPointing;
+  box.append(head, metricNames(panel), panel.svg);
+  document.getElementById("panels").append(box);
+}
+
+function about() {
+  const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
+  const runs = count(data.runs.length, "run");
+  if (!data.panels.length) return `${runs}. Nothing has been logged yet.`;
+  const grouped = data.runs.length === data.groups.length ? "" : (
+    ` in ${count(data.groups.length, "group")}. The runs of a group differ only in their seed; its `
+    + "median is bold");
+  return `${runs}${grouped}. Horizontal axes: rollouts.`;
+}
+
+document.getElementById("about").textContent = about();
+fillSummary();
+fillLegend();
+fillMoves();
+data.panels.forEach(addPanel);
+drawAll();
+window.addEventListener("resize", drawAll);

@@ -1,0 +1,129 @@
+"""What `onpolicy report` reads of a run: configuration, curves, and the governor's moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onpolicy.errors import ConfigError
+
+Curve = dict[int, float]
+"""Value at each step that has one; NaN and infinity are kept as they were logged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """The governor went from one rung of its ladder to another."""
+
+    step: int
+    source: str
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """A run as its directory tells it."""
+
+    name: str
+    """The end of its path, as much as tells it from the others."""
+
+    config: dict[str, Any] | None
+    curves: dict[str, Curve] = field(default_factory=dict)
+    moves: list[Move] = field(default_factory=list)
+
+
+def read_runs(paths: Sequence[str]) -> list[LoggedRun]:
+    """Read every run once, in the order given. Raises ConfigError for one that cannot be read."""
+    files = list(dict.fromkeys(_metrics_file(path).resolve() for path in paths))
+    places = [file.parent if _is_of_a_directory(file) else file for file in files]
+    return [_read_run(file, name) for file, name in zip(files, _names(places), strict=True)]
+
+
+def _metrics_file(path: str) -> Path:
+    file = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
+    if file.is_file():
+        return file
+    rule = "has no metrics.jsonl" if Path(path).is_dir() else "no such directory or file"
+    raise ConfigError(f"RUN={path}: {rule}. Give the --run-dir of a run, or its metrics.jsonl.")
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ from each other."""
+    length = 1
+    while len({place.parts[-length:] for place in places}) < len(places):
+        length += 1
+    return ["/".join(place.parts[-length:]) for place in places]
+
+
+def _is_of_a_directory(file: Path) -> bool:
+    """What lies beside a metrics file under another name may belong to another run."""
+    return file.name == "metrics.jsonl"
+
+
+def _read_run(file: Path, name: str) -> LoggedRun:
+    config, moves = file.with_name("config.json"), file.with_name("governor.jsonl")
+    beside = _is_of_a_directory(file)
+    return LoggedRun(
+        name=name,
+        config=_read_config(config) if beside and config.exists() else None,
+        curves=_read_curves(file),
+        moves=_read_moves(moves) if beside and moves.exists() else [],
+    )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error}). Mend it or move it away.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: must be a JSON object. Mend it or move it away.")
+    return config
+
+
+def _read_curves(file: Path) -> dict[str, Curve]:
+    """Curves by metric. Several lines for a step, as with an evaluation, are put together."""
+    curves: dict[str, Curve] = {}
+    for step, record in _records(file):
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                curves.setdefault(name, {})[step] = value
+    curves.pop("step", None)
+    return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
+
+
+def _read_moves(file: Path) -> list[Move]:
+    return [
+        Move(
+            step=step,
+            source=str(record.get("from", "")),
+            target=str(record.get("to", "")),
+            reason=str(record.get("reason", "")),
+        )
+        for step, record in _records(file)
+    ]
+
+
+def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Step and record of each line; a last line cut short by a kill is left out."""
+    lines = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise _malformed(file, number, f"not JSON ({error})") from error
+        if record is None:
+            continue
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise _malformed(file, number, 'must be an object with a whole number as "step"')
+        yield record["step"], record
+
+
+def _malformed(file: Path, number: int, rule: str) -> ConfigError:
+    return ConfigError(f"{file}:{number}: {rule}. Mend or delete the line.")

@@ -1,0 +1,113 @@
+"""Runs that are not aligned, or not all the way: corrected, falling back, governed."""
+
+import json
+
+import pytest
+from train_runs import ROLLOUTS, exported_weights, finish, metrics_of, run_hash
+
+from onpolicy.outputs.meanings import MEANINGS
+from onpolicy.outputs.metrics import read_jsonl
+
+pytestmark = pytest.mark.engine
+
+STOCK = ("--no-true-on-policy-mode",)
+INT8 = ("--rollout-weight-format", "int8")
+
+
+def test_an_unaligned_rollout_is_measured_corrected_and_learnt_from(start, tmp_path):
+    config = tmp_path / "mis.yaml"
+    config.write_text(
+        "use_tis: true\nuse_rs: true\ntis_level: token\ntis_mode: truncate\ntis_upper_bound: 1.02\n"
+        "rs_level: sequence\nrs_lower_bound: 0.9\nrs_upper_bound: 1.1\nrs_veto_threshold: 1.0e-4\n"
+        "tis_batch_normalize: true\ndc_mode: lagrangian\nlr_schedule: length-decay\n"
+        "policy_loss: gspo\nloss_aggregation: seq-mean-token-mean\n"
+    )
+    finish(start(tmp_path, "--custom-config-path", str(config), *INT8, mode=STOCK))
+    records = metrics_of(tmp_path)
+    assert len(records) == ROLLOUTS
+    assert {name for record in records for name in record} - {"step", "rollout/reward/even"} <= (
+        MEANINGS.keys()
+    )
+    for record in records:
+        assert record["parity/num_mismatched_tokens"] > 0
+        assert record["mismatch/k3"] > 1e-6
+        assert 0 < record["mismatch/ess"] < 1
+        assert 0 < record["correction/truncated_fraction"] < 1
+        assert 0 < record["correction/rejected_fraction"] < 1
+        assert record["correction/batch_norm_factor"] != 1
+        assert record["dc/delta_mean"] > 0
+        assert record["estimator/sequence_is_bias"] == 0 < record["estimator/token_is_bias"]
+        assert record["lr_decay/scale"] == 1
+        assert record["perf/log_probs_time"] > 0
+    # lambda climbs with the violation of the budget, from the value that it starts with.
+    assert records[0]["dc/lambda"] == 0.1
+    step = records[0]["dc/lambda"] + records[0]["dc/violation"]
+    assert records[1]["dc/lambda"] == pytest.approx(min(max(step, 0), 1))
+
+
+def test_bypass_trains_on_the_rollouts_log_probs_and_computes_none(start, tmp_path):
+    finish(start(tmp_path, "--use-rollout-logprobs", *INT8, "--num-rollout", "2", mode=STOCK))
+    for record in metrics_of(tmp_path):
+        assert record["perf/log_probs_time"] < 0.01 * record["perf/train_time"]
+        assert record["train/k3_kl"] > 0
+        assert record["train/ppo_kl"] != 0
+
+
+ONE_BIT_OFF_AT_STEP_1 = """
+from onpolicy.train.fsdp import FsdpTrainer
+train = FsdpTrainer.train
+def train_with_another_softmax(self, samples, step):
+    log_softmax = self.operators.log_softmax
+    if step == 1:
+        self.operators.log_softmax = lambda x, t: log_softmax(x, t) * (1 + 2**-23)
+    result = train(self, samples, step)
+    self.operators.log_softmax = log_softmax
+    return result
+FsdpTrainer.train = train_with_another_softmax
+"""
+
+
+def test_a_mismatch_leads_to_the_correction_if_the_policy_is_to_fall_back(start, tmp_path):
+    argv = ["--parity-policy", "fallback", "--use-tis", "--num-rollout", "3"]
+    output = finish(start(tmp_path, *argv, preamble=ONE_BIT_OFF_AT_STEP_1))
+    before, fallen, after = metrics_of(tmp_path)
+    assert "Going on with the fallback correction" in output
+    assert fallen["parity/num_fallbacks"] == 1
+    assert fallen["parity/num_mismatched_tokens"] > 0
+    assert fallen["correction/weight_mean"] == pytest.approx(1, abs=1e-5)
+    for record in (before, after):
+        assert record["parity/num_mismatched_tokens"] == 0
+        assert "correction/weight_mean" not in record
+
+
+GOVERNED = (
+    "--mismatch-governor", "--governor-k3", "1e-9", "--governor-rise-after", "1",
+    "--governor-fall-after", "2", *INT8,
+)  # fmt: skip
+
+
+def test_the_governor_climbs_to_aligned_operators_and_down_again_and_resumes(start, tmp_path):
+    """Rungs: stock 0, tis 1, mis 2, decay 3, aligned 4; a fall after two calm rollouts."""
+    save = str(tmp_path / "save")
+    argv = [*GOVERNED, "--save", save, "--load", save, "--save-interval", "5"]
+    first = start(tmp_path, *argv, "--num-rollout", "5", mode=STOCK)
+    assert "governor: stock -> tis (k3=" in finish(first)
+    output = finish(start(tmp_path, *argv, "--num-rollout", "7", mode=STOCK))
+    records = metrics_of(tmp_path)
+    assert [r["governor/rung"] for r in records] == [1, 2, 3, 4, 4, 3, 4]
+    mismatched = [r["parity/num_mismatched_tokens"] > 0 for r in records]
+    assert mismatched == [True, True, True, True, False, False, True]
+    assert [r["train/lr"] for r in records] == [1e-3] * 3 + [5e-4] + [1e-3] * 2 + [5e-4]
+    assert "correction/truncated_fraction" in records[1]
+    assert "correction/rejected_low_fraction" in records[2]
+    moves = read_jsonl(tmp_path / "run" / "governor.jsonl")
+    assert [(m["step"], m["from"], m["to"]) for m in moves] == [
+        (0, "stock", "tis"), (1, "tis", "mis"), (2, "mis", "decay"), (3, "decay", "aligned"),
+        (5, "aligned", "decay"), (6, "decay", "aligned"),
+    ]  # fmt: skip
+    assert "rollouts in a row" in moves[0]["reason"]
+    assert (
+        json.loads((tmp_path / "save/step_000007/state.json").read_text())["governor"]["falls"] == 1
+    )
+    assert exported_weights(tmp_path / "save", 7)
+    assert run_hash(output)

@@ -1,0 +1,171 @@
+"""`onpolicy report` as a person meets it: its page in a real Chromium that has no network."""
+
+import shutil
+
+import pytest
+from fake_runs import HOSTILE, aligned_run, governed_run, stock_run
+
+from onpolicy.cli import main
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+REMEDY = "On Debian: apt-get install chromium chromium-driver"
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    binary = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    driver = shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip(f"no {'chromedriver' if binary else ' or '.join(BROWSERS)}. {REMEDY}")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in (
+        "headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1280,900",
+        "host-resolver-rules=MAP * ~NOTFOUND",
+    ):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    chromium = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    chromium.set_network_conditions(offline=True, latency=0, throughput=0)
+    yield chromium
+    chromium.quit()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Two aligned runs, three stock ones of which one is short, and one with a governor."""
+    runs = tmp_path_factory.mktemp("runs")
+    written = [aligned_run(runs / f"aligned-seed{seed}", seed) for seed in (1, 2)]
+    written += [stock_run(runs / f"stock-seed{seed}", seed) for seed in (1, 2)]
+    written += [stock_run(runs / "stock-seed3", 3, num_rollouts=35), governed_run(runs / "ladder")]
+    assert main(["report", *written, "--output", str(runs / "report.html")]) == 0
+    return (runs / "report.html").as_uri()
+
+
+@pytest.fixture
+def opened(browser, page):
+    """The page, freshly opened. A JavaScript error fails the test."""
+    browser.get(page)
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def count(browser, selector):
+    return len(browser.find_elements("css selector", selector))
+
+
+def panel(browser, title):
+    return browser.find_element("css selector", f'[data-panel="{title}"]')
+
+
+def click_legend(browser, text):
+    buttons = browser.find_elements("css selector", "#legend button")
+    next(button for button in buttons if button.text == text).click()
+
+
+def point_at(browser, element):
+    webdriver.ActionChains(browser).scroll_to_element(element).move_to_element(element).perform()
+    return browser.find_element("id", "tip").text
+
+
+def test_it_draws_every_run_thin_and_every_groups_median_bold(opened):
+    reward = panel(opened, "Reward")
+    kinds = {kind: count(reward, f".curve.{kind}") for kind in ("thin", "median", "one")}
+    assert kinds == {"thin": 5, "median": 2, "one": 1}
+    colors = {
+        kind: {
+            curve.get_attribute("data-group"): curve.value_of_css_property("stroke")
+            for curve in reward.find_elements("css selector", f".curve.{kind}")
+        }
+        for kind in ("thin", "median")
+    }
+    assert colors["thin"] == colors["median"]
+    assert len(set(colors["median"].values())) == 2
+
+
+def test_every_panel_with_data_has_curves_in_it(opened):
+    panels = opened.find_elements("css selector", ".panel")
+    assert {"Reward", "Lambda", "Learning rate", "Gradient norm", "Effective sample size"} <= {
+        panel.get_attribute("data-panel") for panel in panels
+    }
+    assert all(count(panel, '.curve[d^="M"]') for panel in panels)
+    assert "NaN" not in "".join(panel.get_attribute("outerHTML") for panel in panels)
+
+
+def test_a_gradient_that_is_not_a_number_breaks_the_line(opened):
+    curve = panel(opened, "Gradient norm").find_element("css selector", '[data-run="2"]')
+    assert curve.get_attribute("d").count("M") == 2
+
+
+def test_the_legend_hides_a_run_and_a_group(opened):
+    reward = panel(opened, "Reward")
+    click_legend(opened, "seed 3")
+    assert not count(reward, '[data-run="4"]')
+    assert (count(reward, ".thin"), count(reward, ".median")) == (4, 2)
+    assert count(opened, '#summary tr.off[data-run="4"]') == 1
+    click_legend(opened, "lr=1e-06, true_on_policy_mode=true")
+    assert (count(reward, ".thin"), count(reward, ".median")) == (2, 1)
+    click_legend(opened, "lr=1e-06, true_on_policy_mode=true")
+    assert (count(reward, ".thin"), count(reward, ".median")) == (4, 2)
+
+
+def test_a_governors_move_is_a_line_in_every_panel_with_its_reason_on_hover(opened):
+    assert count(opened, ".move") == 2 * count(opened, ".panel")
+    line = panel(opened, "Reward").find_element("css selector", '.move[data-step="18"]')
+    assert "plain → tis. k3 over 0.002 for 3 rollouts" in point_at(opened, line)
+    click_legend(opened, "lr=2e-06, true_on_policy_mode=false")
+    assert not count(opened, ".move")
+
+
+def test_the_moves_are_listed_and_their_text_stays_text(opened):
+    rows = [row.text for row in opened.find_elements("css selector", "#moves tr")]
+    assert len(rows) == 3
+    assert rows[2].endswith(f"tis → tis+decay ESS below 0.9 {HOSTILE}")
+    assert not count(opened, "img")
+
+
+def test_pointing_at_a_panel_shows_the_values_there(opened):
+    text = point_at(opened, panel(opened, "Reward").find_element("css selector", ".plot"))
+    assert text.startswith("rollout ")
+    assert text.count("(median)") == 2
+
+
+def test_a_panel_can_be_logarithmic(opened):
+    ess = panel(opened, "k3 between the engines")
+    before = ess.find_element("css selector", ".median").get_attribute("d")
+    ess.find_element("css selector", "button.log").click()
+    assert ess.find_element("css selector", ".median").get_attribute("d") != before
+
+
+def test_it_follows_the_systems_dark_mode(opened):
+    colors = set()
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        body = opened.find_element("css selector", "body")
+        colors.add(body.value_of_css_property("background-color"))
+    assert len(colors) == 2
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(opened):
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    opened.refresh()
+    width = opened.execute_script("return document.documentElement.scrollWidth")
+    opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert width == 390
+
+
+def test_it_loads_nothing_and_is_forbidden_to(opened):
+    entries = opened.execute_script("return performance.getEntriesByType('resource').length")
+    assert entries == 0
+    opened.execute_script("new Image().src = 'https://example.org/x.png'")
+    assert any("Content Security Policy" in e["message"] for e in opened.get_log("browser"))
+
+
+def test_these_tests_would_notice_a_javascript_error(opened):
+    opened.execute_script("setTimeout(() => missing())")
+    opened.execute_async_script("setTimeout(arguments[0], 50)")
+    assert any("missing is not defined" in e["message"] for e in opened.get_log("browser"))

@@ -1,0 +1,179 @@
+import math
+
+import pytest
+import torch
+from token_batches import by_log_ratios
+
+from fallback_correction.config import RejectionRule, Veto
+from fallback_correction.ratios import log_ratios
+from fallback_correction.rejection import apply_rule, apply_veto, divergence
+from fallback_correction.tokens import TokenBatch
+
+R = [[1.0, -2.0, 0.5], [0.25]]
+INF = math.inf
+
+
+def rejected(batch, limit=20.0, **rule):
+    found = apply_rule(batch, log_ratios(batch), RejectionRule(**rule), limit)
+    assert torch.equal(found.either, found.low | found.high)
+    return found.low.int().tolist(), found.high.int().tolist()
+
+
+def vetoed(batch, **veto):
+    tokens, sequences = apply_veto(batch, log_ratios(batch), Veto(**veto))
+    return tokens.int().tolist(), sequences.int().tolist()
+
+
+def exp(x):
+    return torch.tensor(x).exp().item()
+
+
+def k2(x):
+    return x * x / 2
+
+
+def k3(x):
+    return divergence(torch.tensor(x), "k3").item()
+
+
+def of_tokens(f):
+    return [[f(x) for x in sequence] for sequence in R]
+
+
+# The values of the statistic that the bounds are compared with, token by token.
+VALUES = {
+    ("ratio", "token"): of_tokens(exp),
+    ("ratio", "sum"): [[exp(-0.5)] * 3, [exp(0.25)]],
+    ("ratio", "mean"): [[exp(-0.5 / 3)] * 3, [exp(0.25)]],
+    ("ratio", "max"): [[exp(1.0)] * 3, [exp(0.25)]],
+    ("k1", "token"): of_tokens(exp),
+    ("k1", "sum"): [[exp(-0.5)] * 3, [exp(0.25)]],
+    ("k1", "mean"): [[exp(-0.5 / 3)] * 3, [exp(0.25)]],
+    ("k1", "max"): [[exp(-2.0)] * 3, [exp(0.25)]],
+    ("k2", "token"): of_tokens(k2),
+    ("k2", "sum"): [[2.625] * 3, [k2(0.25)]],
+    ("k2", "mean"): [[0.875] * 3, [k2(0.25)]],
+    ("k2", "max"): [[2.0] * 3, [k2(0.25)]],
+    ("k3", "token"): of_tokens(k3),
+    ("k3", "sum"): [[math.fsum(map(k3, R[0]))] * 3, [k3(0.25)]],
+    ("k3", "mean"): [[math.fsum(map(k3, R[0])) / 3] * 3, [k3(0.25)]],
+    ("k3", "max"): [[k3(-2.0)] * 3, [k3(0.25)]],
+}
+
+
+@pytest.mark.parametrize(("statistic", "aggregation"), VALUES)
+def test_a_rule_keeps_what_lies_between_its_bounds_both_included(statistic, aggregation):
+    batch = by_log_ratios(R)
+    values = torch.tensor([v for sequence in VALUES[statistic, aggregation] for v in sequence])
+    rule = {"statistic": statistic, "aggregation": aggregation}
+    for bound in set(values.tolist()):
+        below, above = (values < bound).int().tolist(), (values > bound).int().tolist()
+        assert rejected(batch, **rule, lower=bound) == (below, [0] * 4)
+        assert rejected(batch, **rule, upper=bound) == ([0] * 4, above)
+        assert rejected(batch, **rule, lower=bound, upper=bound) == (below, above)
+        # The smallest step beyond a value rejects it.
+        beyond = torch.tensor(bound).nextafter(torch.tensor(INF)).item()
+        assert rejected(batch, **rule, lower=beyond)[0] == (values <= bound).int().tolist()
+        beyond = torch.tensor(bound).nextafter(torch.tensor(-INF)).item()
+        assert rejected(batch, **rule, upper=beyond)[1] == (values >= bound).int().tolist()
+
+
+def test_divergences_exactly():
+    r = torch.tensor([0.5, 0.0, -2.0])
+    assert divergence(r, "k1").tolist() == [-0.5, 0, 2]
+    assert divergence(r, "k2").tolist() == [0.125, 0, 2]
+    expected = [math.exp(0.5) - 1.5, 0, math.exp(-2) + 1]
+    assert divergence(r, "k3").tolist() == pytest.approx(expected)
+
+
+def test_bounds_of_k1_bound_rho_and_not_its_inverse():
+    # verl keeps rho=0.9 and rejects rho=1.15 under "0.95_1.3": its bounds are those of 1 / rho.
+    batch = by_log_ratios([[math.log(0.9)], [math.log(1.15)]])
+    assert rejected(batch, statistic="k1", lower=0.95, upper=1.3) == ([1, 0], [0, 0])
+    rule = {"statistic": "k1", "aggregation": "mean"}
+    assert rejected(batch, **rule, lower=0.95, upper=1.3) == ([1, 0], [0, 0])
+
+
+@pytest.mark.parametrize(("statistic", "aggregation"), VALUES)
+def test_masked_tokens_are_neither_rejected_nor_looked_at(statistic, aggregation):
+    batch = by_log_ratios([[0.0, 9.0], [9.0, -9.0], []], [[1, 0], [0, 0], []])
+    rule = {"statistic": statistic, "aggregation": aggregation}
+    middle = 1.0 if statistic in ("ratio", "k1") else 0.0
+    assert rejected(batch, **rule, lower=middle, upper=middle) == ([0] * 4, [0] * 4)
+
+
+@pytest.mark.parametrize(("statistic", "aggregation"), VALUES)
+def test_an_empty_batch_is_left_as_it_is(statistic, aggregation):
+    rule = {"statistic": statistic, "aggregation": aggregation}
+    assert rejected(by_log_ratios([]), **rule, lower=1, upper=1) == ([], [])
+
+
+@pytest.mark.parametrize(("statistic", "aggregation"), VALUES)
+def test_extreme_log_ratios_are_rejected_on_their_side(statistic, aggregation):
+    batch = by_log_ratios([[40.0], [0.0], [-40.0]])
+    rule = {"statistic": statistic, "aggregation": aggregation}
+    if statistic in ("ratio", "k1"):
+        assert rejected(batch, **rule, lower=0.5, upper=2) == ([0, 0, 1], [1, 0, 0])
+    else:
+        assert rejected(batch, **rule, upper=2) == ([0, 0, 0], [1, 0, 1])
+    assert rejected(batch, None, **rule, lower=-INF) == ([0, 0, 0], [0, 0, 0])
+
+
+def test_the_clamp_bounds_what_a_rule_sees():
+    batch = by_log_ratios([[40.0]])
+    assert rejected(batch, 20.0, upper=exp(20.0)) == ([0], [0])
+    assert rejected(batch, None, upper=exp(20.0)) == ([0], [1])
+
+
+@pytest.mark.parametrize("rule", [RejectionRule, Veto])
+@pytest.mark.parametrize(("lower", "upper"), [(2.0, 1.0), (math.nan, 1.0), (0.0, math.nan)])
+def test_impossible_bounds_are_refused(rule, lower, upper):
+    with pytest.raises(ValueError, match=r"the lower bound must not exceed the upper one"):
+        rule(lower=lower, upper=upper)
+
+
+@pytest.mark.parametrize(
+    ("veto", "tokens"),
+    [
+        ({"lower": exp(-1.0)}, [0, 1, 0, 0, 0]),
+        ({"lower": exp(-2.0)}, [0, 0, 0, 0, 0]),  # a token at the bound is inside
+        ({"upper": exp(1.0)}, [0, 0, 0, 1, 0]),
+        ({"upper": exp(3.0)}, [0, 0, 0, 0, 0]),
+        ({"lower": exp(-1.0), "upper": exp(1.0)}, [0, 1, 0, 1, 0]),
+        ({}, [0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_veto_by_ratio_takes_the_whole_sequence(veto, tokens):
+    batch = by_log_ratios([[0, -2], [0, 3], [0]])
+    sequences = [int(x) for x in (tokens[1],) * 2 + (tokens[3],) * 2 + (0,)]
+    assert vetoed(batch, **veto) == (tokens, sequences)
+
+
+@pytest.mark.parametrize(
+    ("veto", "tokens", "sequences"),
+    [
+        ({"lower": exp(-3.0)}, [0, 0, 0], [0, 0, 0]),
+        ({"lower": exp(-2.0)}, [0, 1, 0], [1, 1, 0]),
+        ({"upper": exp(-1.0)}, [0, 0, 0], [0, 0, 0]),
+        ({"upper": exp(-2.0)}, [1, 0, 1], [1, 1, 1]),
+    ],
+)
+def test_a_veto_by_rollout_probability_does_not_look_at_the_trainer(veto, tokens, sequences):
+    rollout = torch.tensor([-1.0, -3.0, -1.0])
+    for train in (rollout, torch.tensor([-9.0, 0.0, -5.0])):
+        batch = TokenBatch.packed(train, rollout, [2, 1])
+        assert vetoed(batch, by="rollout_probability", **veto) == (tokens, sequences)
+
+
+@pytest.mark.parametrize("by", ["ratio", "rollout_probability"])
+def test_a_veto_does_not_look_at_masked_tokens(by):
+    log_probs = torch.tensor([0.0, -50.0, math.nan, -50.0])
+    mask = torch.tensor([1, 0, 0, 0])
+    for train, rollout in ((log_probs, torch.zeros(4)), (torch.zeros(4), log_probs)):
+        batch = TokenBatch.packed(train, rollout, [3, 1], mask)
+        assert vetoed(batch, by=by, lower=0.5, upper=1.5) == ([0] * 4, [0] * 4)
+
+
+def test_a_veto_looks_at_ratios_before_the_clamp():
+    batch = by_log_ratios([[-40.0], [-30.0]])
+    assert vetoed(batch, lower=math.exp(-35)) == ([1, 0], [1, 0])
