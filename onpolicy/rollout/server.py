@@ -18,7 +18,7 @@ import requests
 from onpolicy.errors import ConfigError, EngineError
 from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
 
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 3.0
 _POLL_SECONDS = 0.2
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from train_runs import ROLLOUTS, exported_weights, finish, metrics_of, run_hash
+from train_runs import finish, metrics_of
 
 from onpolicy.outputs.meanings import MEANINGS
 from onpolicy.outputs.metrics import read_jsonl
@@ -22,9 +22,10 @@ def test_an_unaligned_rollout_is_measured_corrected_and_learnt_from(start, tmp_p
         "tis_batch_normalize: true\ndc_mode: lagrangian\nlr_schedule: length-decay\n"
         "policy_loss: gspo\nloss_aggregation: seq-mean-token-mean\n"
     )
-    finish(start(tmp_path, "--custom-config-path", str(config), *INT8, mode=STOCK))
+    argv = ["--custom-config-path", str(config), "--num-rollout", "2", *INT8]
+    finish(start(tmp_path, *argv, mode=STOCK))
     records = metrics_of(tmp_path)
-    assert len(records) == ROLLOUTS
+    assert len(records) == 2
     assert {name for record in records for name in record} - {"step", "rollout/reward/even"} <= (
         MEANINGS.keys()
     )
@@ -43,14 +44,6 @@ def test_an_unaligned_rollout_is_measured_corrected_and_learnt_from(start, tmp_p
     assert records[0]["dc/lambda"] == 0.1
     step = records[0]["dc/lambda"] + records[0]["dc/violation"]
     assert records[1]["dc/lambda"] == pytest.approx(min(max(step, 0), 1))
-
-
-def test_bypass_trains_on_the_rollouts_log_probs_and_computes_none(start, tmp_path):
-    finish(start(tmp_path, "--use-rollout-logprobs", *INT8, "--num-rollout", "2", mode=STOCK))
-    for record in metrics_of(tmp_path):
-        assert record["perf/log_probs_time"] < 0.01 * record["perf/train_time"]
-        assert record["train/k3_kl"] > 0
-        assert record["train/ppo_kl"] != 0
 
 
 ONE_BIT_OFF_AT_STEP_1 = """
@@ -80,34 +73,28 @@ def test_a_mismatch_leads_to_the_correction_if_the_policy_is_to_fall_back(start,
         assert "correction/weight_mean" not in record
 
 
-GOVERNED = (
-    "--mismatch-governor", "--governor-k3", "1e-9", "--governor-rise-after", "1",
-    "--governor-fall-after", "2", *INT8,
-)  # fmt: skip
-
-
 def test_the_governor_climbs_to_aligned_operators_and_down_again_and_resumes(start, tmp_path):
-    """Rungs: stock 0, tis 1, mis 2, decay 3, aligned 4; a fall after two calm rollouts."""
+    """Rungs: mis 2, decay 3, aligned 4; up after each bad rollout, down after two calm ones."""
     save = str(tmp_path / "save")
-    argv = [*GOVERNED, "--save", save, "--load", save, "--save-interval", "5"]
-    first = start(tmp_path, *argv, "--num-rollout", "5", mode=STOCK)
-    assert "governor: stock -> tis (k3=" in finish(first)
-    output = finish(start(tmp_path, *argv, "--num-rollout", "7", mode=STOCK))
+    argv = [
+        "--mismatch-governor", "--governor-k3", "1e-9", "--governor-rise-after", "1",
+        "--governor-fall-after", "2", "--use-tis", "--use-rs", *INT8,
+        "--save", save, "--load", save, "--save-interval", "3",
+    ]  # fmt: skip
+    output = finish(start(tmp_path, *argv, "--num-rollout", "3", mode=STOCK))
+    assert "governor: mis -> decay (k3=" in output
+    output = finish(start(tmp_path, *argv, "--num-rollout", "5", mode=STOCK))
     records = metrics_of(tmp_path)
-    assert [r["governor/rung"] for r in records] == [1, 2, 3, 4, 4, 3, 4]
+    assert [r["governor/rung"] for r in records] == [3, 4, 4, 3, 4]
     mismatched = [r["parity/num_mismatched_tokens"] > 0 for r in records]
-    assert mismatched == [True, True, True, True, False, False, True]
-    assert [r["train/lr"] for r in records] == [1e-3] * 3 + [5e-4] + [1e-3] * 2 + [5e-4]
-    assert "correction/truncated_fraction" in records[1]
-    assert "correction/rejected_low_fraction" in records[2]
+    assert mismatched == [True, True, False, False, True]
+    assert [r["train/lr"] for r in records] == [1e-3, 5e-4, 1e-3, 1e-3, 5e-4]
+    assert ["correction/rejected_low_fraction" in r for r in records] == mismatched
     moves = read_jsonl(tmp_path / "run" / "governor.jsonl")
     assert [(m["step"], m["from"], m["to"]) for m in moves] == [
-        (0, "stock", "tis"), (1, "tis", "mis"), (2, "mis", "decay"), (3, "decay", "aligned"),
-        (5, "aligned", "decay"), (6, "decay", "aligned"),
+        (0, "mis", "decay"), (1, "decay", "aligned"), (3, "aligned", "decay"),
+        (4, "decay", "aligned"),
     ]  # fmt: skip
     assert "rollouts in a row" in moves[0]["reason"]
-    assert (
-        json.loads((tmp_path / "save/step_000007/state.json").read_text())["governor"]["falls"] == 1
-    )
-    assert exported_weights(tmp_path / "save", 7)
-    assert run_hash(output)
+    state = json.loads((tmp_path / "save/step_000005/state.json").read_text())
+    assert state["governor"] == {"rung": "aligned", "bad": 0, "calm": 0, "falls": 1}

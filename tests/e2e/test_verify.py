@@ -20,7 +20,8 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# The untied Qwen3 is in the test on two ranks.
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "qwen3"])
 def test_no_token_differs_in_float32(architecture, tmp_path):
     distributed.init_process_group()
     config = VerifyConfig(

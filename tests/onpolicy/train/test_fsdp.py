@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingError
+from onpolicy.models.align import replace_operators
 from onpolicy.models.checkpoint import load_config
 from onpolicy.models.export import export_checkpoint
 from onpolicy.start import make_contract
@@ -159,6 +160,70 @@ def test_under_a_stock_contract_old_log_probs_are_computed_again(make):
     assert metrics["parity/num_mismatched_tokens"] >= len(samples)
     assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["train/train_rollout_logprob_abs_diff"] > 0
+
+
+def test_bypass_takes_the_rollouts_log_probs_and_computes_none(make, monkeypatch):
+    trainer = make(aligned=False, fallback={"use_rollout_logprobs": True})
+    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)]
+    scored = []
+    monkeypatch.setattr("onpolicy.train.fsdp._score", lambda *args: scored.append(args))
+    metrics = trainer.train(samples, step=0)
+    assert scored == []
+    assert metrics["train/ppo_kl"] < -1e-3  # the ratio is the one between the engines
+
+
+MIS = {"use_tis": True, "use_rs": True, "tis_upper_bound": 1.05, "tis_batch_normalize": True}
+
+
+def test_corrections_do_not_depend_on_the_micro_batches(make):
+    results = []
+    for max_tokens in (60, 1000):
+        trainer = make(aligned=False, fallback=MIS, trainer={"max_tokens_per_gpu": max_tokens})
+        samples = make_samples(trainer)
+        rng = random.Random(5)
+        samples = [
+            dataclasses.replace(
+                s, rollout_log_probs=[x + rng.uniform(-0.1, 0.1) for x in s.rollout_log_probs]
+            )
+            for s in samples
+        ]
+        metrics = trainer.train(samples, step=0)
+        corrected = ("mismatch/", "correction/", "estimator/")
+        results.append({k: v for k, v in metrics.items() if k.startswith(corrected)})
+    few, many = results
+    assert 0 < few["correction/truncated_fraction"] < 1
+    assert few.keys() == many.keys()
+    # The trainer's own kernels are stock here, so its log-probabilities round with the batch.
+    assert all(few[name] == pytest.approx(many[name], rel=1e-3, abs=1e-4) for name in few)
+
+
+def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
+    flags = {"fallback": MIS, "parity": {"true_on_policy_mode": True, "parity_policy": "fallback"}}
+    falls, follows = make(**flags), make(aligned=False, fallback=MIS)
+    samples = make_samples(falls)
+    samples[-1] = with_log_prob(samples[-1], 0, samples[-1].rollout_log_probs[0] - 0.2)
+    metrics = falls.train(samples, step=0)
+    assert "Going on with the fallback correction" in caplog.text
+    assert metrics["parity/num_fallbacks"] == 1
+    assert metrics["parity/num_mismatched_tokens"] == 1
+    assert metrics["correction/rejected_fraction"] > 0
+    # The same as a correction from the start, on the same operators.
+    follows.operators = falls.operators
+    replace_operators(follows.model, falls.operators)
+    follows.train(samples, step=0)
+    for name, tensor in weights(follows).items():
+        assert torch.equal(weights(falls)[name], tensor)
+
+
+def test_a_multiplier_is_in_the_checkpoint(make, tmp_path):
+    flags = {"aligned": False, "fallback": {"dc_mode": "lagrangian"}}
+    first, second = make(**flags), make(**flags)
+    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 1.0) for s in make_samples(first)]
+    first.train(samples, step=0)
+    assert first.corrections.penalty.lam != 0.1
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert second.corrections.penalty.lam == first.corrections.penalty.lam
 
 
 def test_activation_checkpointing_changes_no_bit(make):

@@ -1,0 +1,135 @@
+"""What a whole correction of 1,024 sequences x 8,192 tokens costs, against one forward pass over them.
+
+    python benchmarks/correction_cost.py --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
+
+The forward pass is timed on fewer tokens, at the model's longest context, and scaled: time grows
+linearly with tokens (see `onpolicy bench step`), and with longer sequences it would only be slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from fallback_correction.aggregation import token_shares
+from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
+from fallback_correction.correction import correct
+from fallback_correction.discrepancy import DiscrepancyConfig, DiscrepancyPenalty
+from fallback_correction.estimators import estimator_report
+from fallback_correction.mismatch_metrics import mismatch_metrics
+from fallback_correction.tokens import TokenBatch
+from onpolicy.models.checkpoint import load_config
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops import make_operators
+from onpolicy.outputs.directory import versions
+from onpolicy.start import make_contract, share_of_cores
+from onpolicy.train import distributed
+from onpolicy.train.sharding import load_sharded_policy
+
+SEQUENCES, LENGTH = 1024, 8192
+FORWARD_TOKENS = 8192
+REPETITIONS = 3
+
+EVERYTHING = CorrectionConfig(
+    level="sequence",
+    mode="clip",
+    lower=0.5,
+    rules=(RejectionRule(upper=2.0), RejectionRule(statistic="k3", aggregation="mean", upper=0.1)),
+    veto=Veto(lower=1e-4),
+    self_normalize=True,
+)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def make_batch() -> tuple[TokenBatch, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    n = SEQUENCES * LENGTH
+    train = -torch.rand(n, generator=generator)
+    rollout = train + 0.01 * torch.randn(n, generator=generator)
+    batch = TokenBatch.packed(train, rollout, [LENGTH] * SEQUENCES)
+    return batch, torch.randn(SEQUENCES, generator=generator).repeat_interleave(LENGTH)
+
+
+def correction_parts(
+    batch: TokenBatch, advantages: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    penalty = DiscrepancyPenalty(DiscrepancyConfig())
+    return {
+        "correct": lambda: correct(batch, EVERYTHING),
+        "shares": lambda: token_shares(batch, "seq-mean-token-mean"),
+        "discrepancy": lambda: (penalty.apply(batch, advantages), penalty.step()),
+        "mismatch_metrics": lambda: mismatch_metrics(batch),
+        "estimator_report": lambda: estimator_report(batch, advantages),
+    }
+
+
+def make_forward(path: str) -> Callable[[], object]:
+    distributed.init_process_group()
+    config = load_config(path)
+    contract = make_contract(path, config, dtype="bfloat16", aligned=True)
+    model = load_sharded_policy(
+        path,
+        make_operators(contract, share_of_cores(1)),
+        torch.bfloat16,
+        device=torch.device("cpu"),
+        activation_checkpointing=False,
+        trust_remote_code=False,
+    )
+    length = config.max_position_embeddings
+    sequences = [[i % config.vocab_size for i in range(length)]] * (FORWARD_TOKENS // length)
+    packed = PackedTokens.pack(sequences, [1] * len(sequences), 1.0)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(packed)
+
+    return forward
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    batch, advantages = make_batch()
+    forward, parts = make_forward(args.hf_checkpoint), correction_parts(batch, advantages)
+    torch.set_num_threads(share_of_cores(1))
+    runs: dict[str, list[float]] = {name: [] for name in (*parts, "forward")}
+    for _ in range(REPETITIONS + 1):
+        for name, part in parts.items():
+            runs[name].append(seconds(part))
+        torch.set_num_threads(1)  # the aligned operators bring threads of their own
+        runs["forward"].append(seconds(forward))
+        torch.set_num_threads(share_of_cores(1))
+    medians = {name: median(values[1:]) for name, values in runs.items()}
+    forward_seconds = medians.pop("forward") * SEQUENCES * LENGTH / FORWARD_TOKENS
+    result = {
+        "what": "correction of 1024 sequences x 8192 tokens",
+        "seconds": medians,
+        "total_seconds": sum(medians.values()),
+        "forward_seconds": forward_seconds,
+        "share_of_forward": sum(medians.values()) / forward_seconds,
+        "versions": versions(),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
