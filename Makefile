@@ -24,7 +24,7 @@ demo: setup
 	examples/quickstart/run.sh
 
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -220,17 +220,12 @@ def _require_companions(config: TrainConfig) -> None:
 
 def _require_corrections(config: TrainConfig) -> None:
     """Corrections that nothing would apply, or that contradict each other, are refused."""
-    flags, aligned = config.fallback, config.parity.true_on_policy_mode
-    asked = {
-        "use_tis": flags.use_tis,
-        "use_rs": flags.use_rs,
-        "dc_mode": flags.dc_mode,
-        "custom_tis_function_path": flags.custom_tis_function_path,
-    }
+    flags, governed = config.fallback, config.governor.mismatch_governor
+    aligned = config.parity.true_on_policy_mode and not governed
+    falls_back = config.parity_policy == "fallback"
+    asked = _corrections_asked_for(flags)
     for name, value in asked.items():
-        if not value:
-            continue
-        if aligned and config.parity_policy != "fallback" and not config.governor.mismatch_governor:
+        if aligned and not falls_back:
             _refuse(
                 name,
                 value,
@@ -245,48 +240,31 @@ def _require_corrections(config: TrainConfig) -> None:
                 "before the loss, whose ratio then is the importance ratio already",
                 "Leave one of the two out.",
             )
-    if config.parity_policy == "fallback" and not config.may_align:
-        _refuse(
-            "parity_policy",
-            "fallback",
-            "without aligned operators every rollout is corrected anyway",
-            "Add --true-on-policy-mode, or give --use-tis without it.",
-        )
-    if config.parity_policy == "fallback" and not any(asked.values()):
-        _refuse(
-            "parity_policy",
-            "fallback",
-            "needs a correction to fall back to",
-            "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path.",
-        )
-    if flags.custom_tis_function_path and (flags.use_rs or flags.tis_batch_normalize):
-        _refuse(
-            "custom_tis_function_path",
-            flags.custom_tis_function_path,
-            "takes the place of --use-rs and --tis-batch-normalize",
-            "Leave those out; the function can read them.",
-        )
-    if aligned and config.engine.rollout_weight_format and not config.governor.mismatch_governor:
-        _refuse(
-            "rollout_weight_format",
-            config.engine.rollout_weight_format,
-            "with --true-on-policy-mode the servers hold the trainer's weights, bit for bit",
-            "Leave one of the two out.",
-        )
-    if config.governor.mismatch_governor and config.engine.rollout_server_url:
-        _refuse(
-            "mismatch_governor",
-            True,
-            "with --rollout-server-url it cannot start servers under another contract",
-            "Leave one of the two out.",
-        )
-    if config.governor.mismatch_governor and flags.use_rollout_logprobs:
-        _refuse(
-            "mismatch_governor",
-            True,
-            "measures what --use-rollout-logprobs skips",
-            "Leave one out.",
-        )
+    weight_format = config.engine.rollout_weight_format
+    conflicts = [
+        ("parity_policy", "fallback", falls_back and not config.may_align,
+         "without aligned operators every rollout is corrected anyway",
+         "Add --true-on-policy-mode, or give --use-tis without it."),
+        ("parity_policy", "fallback", falls_back and not asked,
+         "needs a correction to fall back to",
+         "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path."),
+        ("rollout_weight_format", weight_format, weight_format and aligned,
+         "with --true-on-policy-mode the servers hold the trainer's weights, bit for bit",
+         "Leave one of the two out."),
+        ("mismatch_governor", True, governed and config.engine.rollout_server_url,
+         "with --rollout-server-url it cannot start servers under another contract",
+         "Leave one of the two out."),
+        ("mismatch_governor", True, governed and flags.use_rollout_logprobs,
+         "it measures what --use-rollout-logprobs skips", "Leave one of the two out."),
+    ]  # fmt: skip
+    for name, value, is_broken, rule, remedy in conflicts:
+        if is_broken:
+            _refuse(name, value, rule, remedy)
+
+
+def _corrections_asked_for(flags: groups.FallbackConfig) -> dict[str, object]:
+    names = ("use_tis", "use_rs", "rs_veto_threshold", "dc_mode", "custom_tis_function_path")
+    return {name: getattr(flags, name) for name in names if getattr(flags, name)}
 
 
 def _require_engines(config: TrainConfig) -> None:

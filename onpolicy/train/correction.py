@@ -113,7 +113,8 @@ class Corrections:
 
 
 def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
-    """Importance weights and rejection as the flags have them; None if there are neither."""
+    """Importance weights and rejection as the flags have them; None if a function of the user's own
+    takes their place or nothing is asked for."""
     asked = flags.use_tis or flags.use_rs or flags.rs_veto_threshold is not None
     if not asked or flags.custom_tis_function_path:
         return None

@@ -23,18 +23,10 @@ def test_it_is_valid(file):
 def test_the_keys_of_miles_keep_their_names():
     mis = parse(TrainConfig, ["--custom-config-path", str(_example("mis.yaml"))], "x").fallback
     keys = [
-        "use_tis",
-        "use_rs",
-        "tis_level",
-        "rs_level",
-        "tis_mode",
-        "tis_lower_bound",
-        "tis_upper_bound",
-        "rs_lower_bound",
-        "rs_upper_bound",
-        "rs_veto_threshold",
+        "use_tis", "use_rs", "tis_level", "rs_level", "tis_mode", "tis_lower_bound",
+        "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
         "tis_batch_normalize",
-    ]
+    ]  # fmt: skip
     text = _example("mis.yaml").read_text()
     assert all(hasattr(mis, key) and f"{key}:" in text for key in keys)
     assert (mis.use_tis, mis.rs_veto_threshold, mis.rs_lower_bound) == (True, 1e-4, None)

@@ -118,13 +118,12 @@ GOVERNOR = ["--mismatch-governor"]
             r"--parity-policy=fallback: without aligned",
         ),
         (FALLBACK, r"--parity-policy=fallback: needs a correction to fall back to"),
-        (["--custom-tis-function-path", "a.b", "--use-rs"], r"takes the place of --use-rs"),
         ([*MODE, "--rollout-weight-format", "int8"], r"the servers hold the trainer's weights"),
         (
             [*GOVERNOR, "--rollout-server-url", "http://x"],
             r"--mismatch-governor=True: .*cannot start",
         ),
-        ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: measures what"),
+        ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: it measures what"),
         ([*GOVERNOR, "--rollout-top-p", "0.9"], r"--rollout-top-p=0.9"),
         ([*GOVERNOR, "--sglang-quantization", "fp8"], r"--sglang-quantization: not with"),
     ],
@@ -139,6 +138,7 @@ def test_a_correction_that_nothing_would_apply_is_refused(argv, message):
     [
         ["--use-tis", "--use-rs", "--dc-mode", "lagrangian"],
         ["--use-rollout-logprobs"],
+        ["--custom-tis-function-path", "a.b", "--use-tis", "--use-rs", "--tis-batch-normalize"],
         [*FALLBACK, "--use-tis"],
         [*GOVERNOR, "--rollout-weight-format", "int8"],
         [*GOVERNOR, *MODE],

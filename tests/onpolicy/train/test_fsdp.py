@@ -315,3 +315,17 @@ def test_weights_that_do_not_belong_to_the_configuration_are_refused(make, check
     )
     with pytest.raises(ConfigError, match=r"missing keys: .*layers\.2"):
         make(model={"hf_checkpoint": str(broken)})
+
+
+def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
+    hook = "fallback_correction.adapters.miles.compute_mis_weights_with_cp"
+    tis = {"use_tis": True, "tis_upper_bound": 1.02}
+    ours, hooked = (
+        make(aligned=False, fallback={**tis, "custom_tis_function_path": path})
+        for path in ("", hook)
+    )
+    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
+    expected, got = ours.train(samples, step=0), hooked.train(samples, step=0)
+    assert got["tis/mis_tis_truncate_fraction"] > 0
+    assert got["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], rel=1e-5)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
