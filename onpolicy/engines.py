@@ -55,7 +55,6 @@ class EnginePair:
             self.rollout.launch()
         threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
         self.trainer = make_trainer(self.config, self.contract, threads)
-
         self._connect()
 
     def _connect(self) -> None:

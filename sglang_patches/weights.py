@@ -49,11 +49,14 @@ def _watch_loads(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
 
 
 def _require_stored(model: torch.nn.Module, arrived: dict[str, torch.Tensor]) -> None:
-    """Compare with the parameters of the same name; fused or sharded ones have other names or sizes."""
+    """Compare with the parameters of the same name; fused or sharded ones have other names or sizes.
+
+    A parameter of 8 bits was quantised by SGLang on its way in and holds other bits by design.
+    """
     parameters = dict(model.named_parameters())
     for name, tensor in arrived.items():
         parameter = parameters.get(name)
-        if parameter is None or parameter.shape[1:] != tensor.shape[1:]:
+        if parameter is None or parameter.shape[1:] != tensor.shape[1:] or parameter.itemsize == 1:
             continue
         stored = parameter.data[: tensor.shape[0]]
         if not torch.equal(stored, tensor.to(stored)):

@@ -74,8 +74,8 @@ class TrainConfig:
 
     @property
     def parity_policy(self) -> str:
-        """What a mismatched token leads to: fail, warn or fallback."""
-        return self.parity.parity_policy or ("fail" if self.parity.true_on_policy_mode else "warn")
+        """What a mismatched token leads to under aligned operators: fail, warn or fallback."""
+        return self.parity.parity_policy or ("fail" if self.may_align else "warn")
 
     def batch_equation(self) -> str:
         """The four sizes of a rollout as one equation."""

@@ -37,6 +37,9 @@ class MicroBatch:
     old_log_probs: Tensor | None = None
     """Of the policy before the first optimizer step of this rollout."""
 
+    train_log_probs: Tensor | None = None
+    """Of the loss's own forward pass."""
+
     ref_log_probs: Tensor | None = None
     """Of the reference model, for a KL penalty."""
 

@@ -65,16 +65,20 @@ class Corrections:
         active: whether to correct; an aligned rollout needs shares alone.
         """
         metrics: Metrics = {}
-        rollout = [batch for step in steps for batch in step]
-        if active and self.wants_metrics:
-            metrics |= self._measure(rollout)
         if active and self.penalty is not None:
-            metrics |= self._penalise(rollout, self.penalty)
+            metrics = self._penalise([batch for step in steps for batch in step], self.penalty)
         each = [self._prepare_step(step, active) for step in steps]
         return metrics | {name: fmean(step[name] for step in each) for name in each[0]}
 
-    def _measure(self, rollout: list[MicroBatch]) -> Metrics:
-        tokens, advantages = _old_tokens(rollout), torch.cat([b.advantages for b in rollout])
+    def measure(self, step: Sequence[MicroBatch]) -> Metrics:
+        """How far the engines were apart on a rollout's first optimizer step; collective.
+
+        By the log-probabilities of the loss's own forward pass, which are there in any mode.
+        """
+        if not self.wants_metrics:
+            return {}
+        tokens = _tokens(step, [batch.train_log_probs for batch in step])
+        advantages = torch.cat([batch.advantages for batch in step])
         upper = self.flags.tis_upper_bound
         return {
             **mismatch_metrics(tokens, gather_vectors),
@@ -180,8 +184,12 @@ def gather_vectors(values: Tensor) -> Tensor:
 
 def _old_tokens(batches: Sequence[MicroBatch]) -> TokenBatch:
     """Both engines' log-probabilities before the first optimizer step."""
+    return _tokens(batches, [batch.old_log_probs for batch in batches])
+
+
+def _tokens(batches: Sequence[MicroBatch], log_probs: Sequence[Tensor | None]) -> TokenBatch:
     return TokenBatch.packed(
-        torch.cat([_old(batch) for batch in batches]),
+        torch.cat([x for x in log_probs if x is not None]),
         torch.cat([batch.rollout_log_probs for batch in batches]),
         [n for batch in batches for n in batch.response_lens],
         torch.cat([batch.mask for batch in batches]),

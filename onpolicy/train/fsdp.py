@@ -134,6 +134,8 @@ class FsdpTrainer(Trainer):
             for number, micro_batches in enumerate(steps)
         ]
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
+        if corrected:
+            metrics |= self.corrections.measure(steps[0])
         return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
 
     @property
@@ -142,8 +144,8 @@ class FsdpTrainer(Trainer):
 
     def _gate(self, step: int) -> ParityGate:
         # What an unaligned rollout mismatches by stands in the metrics; it is no news in the log.
-        policy, aligned = self.config.parity_policy, self.contract.is_aligned
-        fails = policy == "fail" or (aligned and policy == "fallback")
+        aligned, asked = self.contract.is_aligned, self.config.parity.parity_policy
+        fails = asked == "fail" or (aligned and self.config.parity_policy in ("fail", "fallback"))
         return ParityGate(step, fails=fails, warns=aligned, remedy=self._parity_remedy())
 
     def _micro_batches(self, samples: list[TrainSample]) -> list[MicroBatch]:
@@ -175,6 +177,7 @@ class FsdpTrainer(Trainer):
         sums: defaultdict[str, float] = defaultdict(float)
         for batch in micro_batches:
             log_probs, entropy = self.model(batch.packed)
+            batch.train_log_probs = log_probs.detach()
             if gate is not None:
                 self._check_parity(gate, log_probs, batch)
             loss, metrics = policy_loss(log_probs, batch, self.loss_settings)

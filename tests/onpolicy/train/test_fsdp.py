@@ -163,13 +163,15 @@ def test_under_a_stock_contract_old_log_probs_are_computed_again(make):
 
 
 def test_bypass_takes_the_rollouts_log_probs_and_computes_none(make, monkeypatch):
-    trainer = make(aligned=False, fallback={"use_rollout_logprobs": True})
+    flags = {"use_rollout_logprobs": True, "get_mismatch_metrics": True}
+    trainer = make(aligned=False, fallback=flags)
     samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)]
     scored = []
     monkeypatch.setattr("onpolicy.train.fsdp._score", lambda *args: scored.append(args))
     metrics = trainer.train(samples, step=0)
     assert scored == []
     assert metrics["train/ppo_kl"] < -1e-3  # the ratio is the one between the engines
+    assert metrics["mismatch/k1"] < -1e-3  # measured all the same
 
 
 MIS = {"use_tis": True, "use_rs": True, "tis_upper_bound": 1.05, "tis_batch_normalize": True}
