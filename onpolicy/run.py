@@ -82,6 +82,7 @@ class Run:
             self._directory = RunDirectory(config.output.run_dir, resumes=self.first_step > 0)
             self._directory.write_records(config, self.ladder.contract, self.first_step)
             self._on_exit.enter_context(self._directory.log_file())
+        logger.debug("starts after %d rollouts; %s", self.first_step, self.config.batch_equation())
         self._on_exit.callback(self.engines.stop)
         self.engines.start()
         self._use_ladder()
@@ -224,6 +225,7 @@ class Run:
         """The run in a few numbers; draws the plot."""
         if self.is_main:
             plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
+        logger.debug("finished; run hash %s", self.run_hash.value)
         history = self.history or [{}]
         return RunSummary(
             run_dir=self.config.output.run_dir,

@@ -16,7 +16,7 @@ python "$here/../quickstart/prepare.py" "$work/inputs"
 for seed in ${SEEDS:-0 1 2}; do
   for config in $configs; do
     onpolicy train \
-      --custom-config-path "$here/configs/$config.yaml" \
+      --custom-config-path "$here/$config.yaml" \
       --hf-checkpoint "$work/inputs/model" \
       --prompt-data "$work/inputs/data.jsonl" \
       --rm-type exact \

@@ -47,6 +47,7 @@ def test_the_run_directory_holds_what_one_needs_to_look_at_it_later(plain):
     for name in ("config.json", "versions.json", "contract.json", "metrics.jsonl"):
         assert (run / name).stat().st_size > 0
     assert (run / "plots" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "starts after 0 rollouts" in (run / "logs" / "train.log").read_text()
     assert "The server is fired up" in (run / "logs" / "engine_0.log").read_text()
     assert json.loads((run / "config.json").read_text())["num_rollout"] == ROLLOUTS
     evaluations = [r for r in read_jsonl(run / "metrics.jsonl") if "eval/avg@k" in r]
