@@ -36,11 +36,11 @@ def test_a_server_that_hangs_is_found_by_its_health_checks(pair, caplog):
     frozen = [tree, *tree.children(recursive=True)]
 
     def freeze(done, tokens):
-        pair.rollout.on_progress = lambda done, tokens: None
+        pair.on_progress = pair.rollout.on_progress = lambda done, tokens: None
         for process in frozen:
             process.send_signal(signal.SIGSTOP)
 
-    pair.rollout.on_progress = freeze
+    pair.on_progress = freeze
     assert sampled(pair) == before
     assert "failed its health checks for 9 s" in caplog.text
     assert not any(p.is_running() and p.status() != "zombie" for p in frozen)
