@@ -14,16 +14,6 @@ from hypothesis import strategies as st
 from fallback_correction.adapters import miles
 from fallback_correction.config import RejectionRule, Veto
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than such small tensors gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")
 

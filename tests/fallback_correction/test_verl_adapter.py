@@ -13,16 +13,6 @@ from hypothesis import strategies as st
 
 from fallback_correction.adapters import verl
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than such small tensors gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 TOKEN_OPTIONS = ("token_k1", "token_k2", "token_k3", "binary_kl")
 SEQUENCE_OPTIONS = (
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
