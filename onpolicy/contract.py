@@ -22,7 +22,7 @@ THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
-BACKENDS = ("cpu", "stock")
+BACKENDS = ("cpu", "triton", "hopper", "stock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,20 @@ class OperatorShapes:
 
     vocab_size: int
 
+    row_linear: tuple[tuple[int, int, bool], ...] = ()
+    """Like `linear`, those that sum over K by `row_parallel_blocks`; empty when that is 1."""
+
+    experts: tuple[tuple[int, int, int, int], ...] = ()
+    """Distinct (experts E, intermediate I, hidden H, chosen per token k). Example: ((8, 96, 64, 2),)"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsContract:
     """What the rollout engine and the trainer must agree on, and the operators that keep it."""
 
     backend: str
-    """`cpu`: the aligned CPU operators; `stock`: each engine's own kernels, nothing promised."""
+    """`cpu`, `triton` (any GPU from Ampere on), `hopper` (FlashAttention-3 and DeepGEMM): the aligned
+    operators of that name; `stock`: each engine's own kernels, nothing promised."""
 
     device: str
     """Kind of device that both engines compute on: `cpu` or `cuda`."""
@@ -57,7 +64,14 @@ class NumericsContract:
 
     shapes: OperatorShapes
 
+    row_parallel_blocks: int = 1
+    """Blocks into which every row-parallel linear cuts K, a power of two; the largest
+    tensor-parallel degree either engine can have (see `onpolicy/ops/row_parallel.py`)."""
+
     log_prob: str = LOG_PROB
+
+    model_definition: str = "transformers"
+    """Whose modelling code both engines run."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -85,8 +99,10 @@ class NumericsContract:
         try:
             record = json.loads(text)
             shapes = record.pop("shapes")
-            shapes["linear"] = tuple((int(n), int(k), bool(b)) for n, k, b in shapes["linear"])
+            shapes["linear"] = tuple(map(tuple, shapes["linear"]))
             shapes["norm"] = tuple(shapes["norm"])
+            shapes["row_linear"] = tuple(map(tuple, shapes["row_linear"]))
+            shapes["experts"] = tuple(map(tuple, shapes["experts"]))
             return NumericsContract(shapes=OperatorShapes(**shapes), **record)
         except (KeyError, TypeError, ValueError) as error:
             raise ContractError(

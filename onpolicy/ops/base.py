@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onpolicy.ops.row_parallel import RowParallel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
@@ -56,6 +58,37 @@ class Operators(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`: [..., K], [N, K], [N] -> [..., N], in the dtype of `x`."""
+
+    @abstractmethod
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x @ weight.T`, not rounded: [..., K], [N, K] -> float32 [..., N].
+
+        The part of a longer sum over K; see `row_parallel_linear`.
+        """
+
+    def row_parallel_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, row_parallel: RowParallel
+    ) -> Tensor:
+        """`linear`, summed over K in a way that does not depend on the tensor-parallel degree.
+
+        x: [..., K / P], weight: [N, K / P] of P tensor-parallel ranks; bias [N] -> [..., N].
+        """
+        if row_parallel.blocks == 1:
+            return self.linear(x, weight, bias)
+        pairs = zip(row_parallel.split(x), row_parallel.split(weight), strict=True)
+        total = row_parallel.sum([self.partial_linear(*pair) for pair in pairs])
+        return (total if bias is None else total + bias.float()).to(x.dtype)
+
+    @abstractmethod
+    def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        """One linear per expert: [S, K], [E, N, K], int64 [E + 1] -> [S, N] in the dtype of `x`.
+
+        Rows `offsets[e]` to `offsets[e + 1]` of `x` belong to expert e; the rest is as in `linear`.
+        """
+
+    @abstractmethod
+    def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        """`grouped_linear`, not rounded: [S, K], [E, N, K], int64 [E + 1] -> float32 [S, N]."""
 
     @abstractmethod
     def attention(

@@ -27,6 +27,15 @@ class StockOperators(Operators):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight).float()
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:].to(torch.int32))
+
+    def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return self.grouped_linear(x, weight, offsets).float()
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
     ) -> Tensor:

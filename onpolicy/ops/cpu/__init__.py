@@ -10,7 +10,13 @@ from torch import Tensor
 from onpolicy.ops.base import AttentionLayout, Operators
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
-from onpolicy.ops.cpu.linear import MAX_COLUMNS, AlignedLinear, tiled_linear
+from onpolicy.ops.cpu.linear import (
+    MAX_COLUMNS,
+    AlignedGroupedLinear,
+    AlignedLinear,
+    tiled_grouped_linear,
+    tiled_linear,
+)
 from onpolicy.ops.cpu.threads import PiecePool
 
 
@@ -26,12 +32,33 @@ class CpuOperators(Operators):
         self.pool = PiecePool(num_threads)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._linear(x, weight, bias, x.dtype)
+
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._linear(x, weight, None, torch.float32)
+
+    def _linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out = AlignedLinear.apply(rows, weight, bias, self.pool)
+            out = AlignedLinear.apply(rows, weight, bias, self.pool, out_dtype)
         else:
-            out = tiled_linear(self.pool, rows, weight, bias)
+            out = tiled_linear(self.pool, rows, weight, bias, out_dtype)
         return out.view(*x.shape[:-1], weight.shape[0])
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return self._grouped_linear(x, weight, offsets, x.dtype)
+
+    def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return self._grouped_linear(x, weight, offsets, torch.float32)
+
+    def _grouped_linear(
+        self, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            return AlignedGroupedLinear.apply(x, weight, offsets, self.pool, out_dtype)
+        return tiled_grouped_linear(self.pool, x, weight, offsets, out_dtype)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float

@@ -13,6 +13,7 @@ the end, and CPUs without bfloat16 instructions are several times faster this wa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -27,18 +28,47 @@ MAX_ROWS = 256
 MAX_COLUMNS = 512
 
 
-def tiled_linear(pool: PiecePool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def tiled_linear(
+    pool: PiecePool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
-    rows, columns = x.shape[0], weight.shape[0]
-    out = x.new_empty(rows + -rows % ROW_MULTIPLE, columns)
-    x = _pad_rows(x).float()
+    rows = x.shape[0]
+    out = x.new_empty(rows + -rows % ROW_MULTIPLE, weight.shape[0], dtype=out_dtype)
+    pool.run(_pieces(_pad_rows(x).float(), weight, bias, out), 2.0 * len(out) * weight.numel())
+    return out[:rows]
+
+
+def tiled_grouped_linear(
+    pool: PiecePool,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
+    bounds = offsets.tolist()
+    groups = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
+    inputs = [_pad_rows(x[a:b]).float() for _, a, b in groups]
+    outs = [x.new_empty(len(rows), weight.shape[1], dtype=out_dtype) for rows in inputs]
     pieces = [
+        piece
+        for (expert, _, _), rows, out in zip(groups, inputs, outs, strict=True)
+        for piece in _pieces(rows, weight[expert], None, out)
+    ]
+    pool.run(pieces, 2.0 * sum(map(len, outs)) * weight[0].numel())
+    return torch.cat([out[: b - a] for (_, a, b), out in zip(groups, outs, strict=True)])
+
+
+def _pieces(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> list[Piece]:
+    return [
         _gemm(x[r : r + MAX_ROWS], weight, bias, slice(c, c + MAX_COLUMNS), out[r : r + MAX_ROWS])
         for r in range(0, x.shape[0], MAX_ROWS)
-        for c in range(0, columns, MAX_COLUMNS)
+        for c in range(0, weight.shape[0], MAX_COLUMNS)
     ]
-    pool.run(pieces, 2.0 * x.shape[0] * weight.numel())
-    return out[:rows]
 
 
 def _pad_rows(x: Tensor) -> Tensor:
@@ -56,7 +86,7 @@ def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, out: T
 
 def _weight_grad(pool: PiecePool, grad: Tensor, x: Tensor) -> Tensor:
     """`grad.T @ x`: [M, N], [M, K] -> [N, K]; every row of the weight by one thread."""
-    out = x.new_empty(grad.shape[1], x.shape[1])
+    out = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of x, which is the weight's
     grad, x = grad.float(), x.float()
 
     def pieces() -> Iterator[Piece]:
@@ -73,21 +103,56 @@ class AlignedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, pool: PiecePool
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        pool: PiecePool,
+        out_dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.pool, ctx.has_bias = pool, bias is not None  # type: ignore[attr-defined]
-        return tiled_linear(pool, x, weight, bias)
+        ctx.pool = pool  # type: ignore[attr-defined]
+        return tiled_linear(pool, x, weight, bias, out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
         return (
-            tiled_linear(pool, grad, weight.t(), None) if needs_x else None,
+            tiled_linear(pool, grad, weight.t(), None, x.dtype) if needs_x else None,
             _weight_grad(pool, grad, x) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
             None,
+            None,
         )
+
+
+class AlignedGroupedLinear(torch.autograd.Function):
+    """`AlignedLinear` for the rows of every expert; an expert without rows gets a zero gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        pool: PiecePool,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.pool = pool  # type: ignore[attr-defined]
+        return tiled_grouped_linear(pool, x, weight, offsets, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+        pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
+        grad_x = tiled_grouped_linear(pool, grad, weight.transpose(1, 2), offsets, x.dtype)
+        grad_weight = torch.zeros_like(weight)
+        for expert, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
+            if b > a:
+                grad_weight[expert] = _weight_grad(pool, grad[a:b], x[a:b])
+        return grad_x, grad_weight, None, None, None

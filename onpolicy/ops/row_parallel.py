@@ -1,0 +1,64 @@
+"""Sums over a sharded K whose bits do not depend on the tensor-parallel degree.
+
+A row-parallel linear sums over K, and tensor parallelism cuts K. An all-reduce of rounded parts
+would give each degree bits of its own. Here K is always cut into the same number of blocks, which
+the contract fixes, the blocks' float32 products are added along a fixed binary tree, and a rank
+holds a whole subtree: it adds up its own, all ranks exchange one float32 partial each, and every
+rank climbs the rest of the same tree. One rank alone climbs all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallel:
+    """How a sum over K is cut: `blocks` in all, shared equally by the ranks of `group`."""
+
+    blocks: int = 1
+    """Blocks of K, over all ranks: a power of two. The contract's `row_parallel_blocks`."""
+
+    group: dist.ProcessGroup | None = None
+    """The tensor-parallel group; None: this process holds all of K."""
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """This rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks] each."""
+        return x.chunk(self.blocks // self.ranks, dim=-1)
+
+    def sum(self, partials: Sequence[Tensor]) -> Tensor:
+        """Add this rank's float32 partials and the other ranks' along the tree."""
+        mine = tree_sum(partials)
+        return mine if self.ranks == 1 else _GatheredSum.apply(mine, self.group)
+
+
+def tree_sum(terms: Sequence[Tensor]) -> Tensor:
+    """Add neighbours, then neighbouring sums, and so on; the number of terms is a power of two."""
+    while len(terms) > 1:
+        terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+class _GatheredSum(torch.autograd.Function):
+    """The tree over ranks. Every rank's partial enters once, so it gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        gathered = partial.new_empty(group.size(), *partial.shape)
+        dist.all_gather_into_tensor(gathered, partial.contiguous(), group=group)
+        return tree_sum(gathered.unbind())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
