@@ -177,9 +177,9 @@ def custom_correction(flags: FallbackConfig) -> CustomCorrection | None:
 
 def gather_vectors(values: Tensor) -> Tensor:
     """The vectors of all ranks, one after the other."""
-    if distributed.world_size() == 1:
+    if distributed.data_size() == 1:
         return values
-    return torch.cat(distributed.gather_objects(values.cpu()))
+    return torch.cat(distributed.gather_data(values.cpu()))
 
 
 def _old_tokens(batches: Sequence[MicroBatch]) -> TokenBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_data_group: dist.ProcessGroup | None = None
 
 _TIMEOUT = timedelta(hours=2)
 """Other ranks wait for rank 0 while it samples."""
@@ -58,8 +60,43 @@ def run_on_rank_zero(function: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def gather_objects(value: T) -> list[T]:
-    """The values of all ranks, in their order, on every rank."""
-    values: list[T] = [value] * world_size()
-    dist.all_gather_object(values, value)
+def device(kind: str) -> torch.device:
+    """This rank's device of a kind: `cpu`, or `cuda` by its place on the host."""
+    if kind == "cuda":
+        ours = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(ours)
+        return ours
+    return torch.device(kind)
+
+
+def use_data_group(group: dist.ProcessGroup) -> None:
+    """Samples are spread over the ranks of `group`; by default, over all ranks.
+
+    Ranks outside it hold other parts of the same model and compute the same samples.
+    """
+    global _data_group
+    _data_group = group
+
+
+def data_rank() -> int:
+    """Which of the `data_size` shares of the samples is this rank's."""
+    return dist.get_rank(_data_group)
+
+
+def data_size() -> int:
+    return dist.get_world_size(_data_group)
+
+
+def gather_data(value: T) -> list[T]:
+    """The values of all shares of the samples, in their order, on every rank."""
+    values: list[T] = [value] * data_size()
+    dist.all_gather_object(values, value, group=_data_group)
     return values
+
+
+def sum_over_data(sums: Mapping[str, float], on: torch.device) -> dict[str, float]:
+    """Float64 sums over all shares of the samples, name by name, on every rank."""
+    names = sorted(sums)
+    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=on)
+    dist.all_reduce(values, group=_data_group)
+    return dict(zip(names, values.tolist(), strict=True))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 
-import torch.distributed as dist
-from torch import Tensor, tensor
+from torch import Tensor
 
 from onpolicy.errors import ParityError
 from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs
 from onpolicy.train.batch import MicroBatch
-from onpolicy.train.distributed import gather_objects
+from onpolicy.train.distributed import gather_data, sum_over_data
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +32,12 @@ class ParityGate:
             self.counts += counts
         if not self.fails:
             return
-        totals = tensor([counts.num_mismatched, counts.num_compared], device=log_probs.device)
-        dist.all_reduce(totals)
-        mismatched, compared = totals.tolist()
+        ours = {"compared": counts.num_compared, "mismatched": counts.num_mismatched}
+        totals = sum_over_data(ours, log_probs.device)
+        mismatched, compared = int(totals["mismatched"]), int(totals["compared"])
         if mismatched:
             found = None if first is None else self._mismatch(log_probs, batch, first)
-            example = next(m for m in gather_objects(found) if m is not None)
+            example = next(m for m in gather_data(found) if m is not None)
             raise ParityError(
                 f"{mismatched} of {compared} tokens have another log-probability in training than in "
                 f"the rollout. First: {example}. No step was taken. {self.remedy}"
@@ -46,7 +45,7 @@ class ParityGate:
 
     def reduce(self) -> ParityCounts:
         """The counts of all ranks; says so if tokens differed and the run goes on."""
-        total = sum(gather_objects(self.counts), ParityCounts())
+        total = sum(gather_data(self.counts), ParityCounts())
         if self.warns and total.num_mismatched:
             logger.warning(
                 "step %d: %d of %d tokens have another log-probability in training",

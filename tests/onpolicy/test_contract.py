@@ -41,5 +41,5 @@ def test_a_record_of_another_version_is_refused(text):
 
 
 def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(ContractError, match=r"backend='tpu'.*cpu, stock"):
+    with pytest.raises(ContractError, match=r"backend='tpu'.*cpu, triton, hopper, stock"):
         dataclasses.replace(CONTRACT, backend="tpu")

@@ -167,7 +167,7 @@ def test_bypass_takes_the_rollouts_log_probs_and_computes_none(make, monkeypatch
     trainer = make(aligned=False, fallback=flags)
     samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)]
     scored = []
-    monkeypatch.setattr("onpolicy.train.fsdp._score", lambda *args: scored.append(args))
+    monkeypatch.setattr(trainer, "_score", lambda *args: scored.append(args))
     metrics = trainer.train(samples, step=0)
     assert scored == []
     assert metrics["train/ppo_kl"] < -1e-3  # the ratio is the one between the engines

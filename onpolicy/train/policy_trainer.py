@@ -1,0 +1,214 @@
+"""What both training engines do with a rollout; how gradients come about is an engine's own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from fallback_correction.length_decay import LengthDecaySchedule
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import FallbackConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ParityError, TrainingError
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops import Operators, make_operators
+from onpolicy.ops.self_check import self_check
+from onpolicy.train import distributed
+from onpolicy.train.base import Trainer
+from onpolicy.train.batch import MicroBatch, make_micro_batches
+from onpolicy.train.correction import Corrections, loss_settings
+from onpolicy.train.optimizer import Schedule
+from onpolicy.train.packing import pack, split_evenly
+from onpolicy.train.parity_gate import ParityGate
+from onpolicy.types import TrainSample
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyTrainer(Trainer):
+    """Policy-gradient steps with parity check and corrections, on an engine's four verbs.
+
+    An engine scores batches, accumulates the gradients of a step, and takes it; it sets `schedule`
+    and puts other operators into its models.
+    """
+
+    schedule: Schedule
+
+    def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
+        self.config, self.num_threads = config, num_threads
+        self.device = distributed.device(contract.device)
+        self.dtype: torch.dtype = getattr(torch, contract.dtype)
+        self.loss_settings = loss_settings(config)
+        self.corrections = Corrections(config)
+        self.lr_scale = 1.0
+        self._use_contract(contract)
+
+    def _use_contract(self, contract: NumericsContract) -> None:
+        self.contract = contract
+        self.operators = make_operators(contract, self.num_threads)
+        self.self_check = self_check(self.operators, contract) if contract.is_aligned else {}
+
+    @abstractmethod
+    def _put_operators(self, operators: Operators) -> None:
+        """Let every model compute with other operators from now on."""
+
+    @abstractmethod
+    def _score(self, batches: Sequence[PackedTokens], *, reference: bool = False) -> list[Tensor]:
+        """Log-probabilities without gradient by the policy or the reference: float32 [R] each."""
+
+    @abstractmethod
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
+    ) -> dict[str, float]:
+        """Forward, `gate.check`, loss and backward of every micro-batch; fills in its log-probs.
+
+        Returns the sums of the loss's metrics over all ranks. Raises ParityError without gradients
+        left behind.
+        """
+
+    @abstractmethod
+    def _clip_gradients(self) -> float:
+        """Scale the gradients to --clip-grad; returns their norm before."""
+
+    @abstractmethod
+    def _step_optimizer(self) -> float:
+        """Take the step and clear the gradients; returns its learning rate."""
+
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+        if contract != self.contract:
+            self._use_contract(contract)
+            self._put_operators(self.operators)
+        self.corrections.use(fallback)
+        self.lr_scale = lr_scale
+
+    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
+        if isinstance(self.schedule, LengthDecaySchedule):
+            self.schedule.observe(mean_response_length, truncated_ratio)
+
+    def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        steps = [
+            self._micro_batches([samples[i] for i in part])
+            for part in split_evenly(len(samples), self.config.steps_per_rollout)
+            if part
+        ]
+        try:
+            metrics = self._train_on(
+                steps, self._gate(step), corrected=not self.contract.is_aligned
+            )
+        except ParityError as error:
+            if not self._falls_back:
+                raise
+            logger.error("%s Going on with the fallback correction.", error)
+            gate = ParityGate(step, fails=False, warns=False, remedy="")
+            metrics = self._train_on(steps, gate, corrected=True)
+            metrics["parity/num_fallbacks"] = 1.0
+        if isinstance(self.schedule, LengthDecaySchedule):
+            metrics |= self.schedule.decay.metrics()
+        seconds = time.perf_counter() - start
+        return {
+            **metrics,
+            "perf/train_time": seconds,
+            "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
+        }
+
+    def _train_on(
+        self, steps: list[list[MicroBatch]], gate: ParityGate, *, corrected: bool
+    ) -> dict[str, float]:
+        """The optimizer steps of a rollout; `corrected`: as one that is not aligned."""
+        start = time.perf_counter()
+        self._add_fixed_log_probs(
+            steps, corrected and not self.config.fallback.use_rollout_logprobs
+        )
+        seconds = time.perf_counter() - start
+        metrics = self.corrections.prepare(steps, active=corrected)
+        updates = [
+            self._optimizer_step(micro_batches, gate if number == 0 else None)
+            for number, micro_batches in enumerate(steps)
+        ]
+        metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
+        if corrected:
+            metrics |= self.corrections.measure(steps[0])
+        return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
+
+    def _optimizer_step(
+        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
+    ) -> dict[str, float]:
+        sums = self._accumulate_gradients(micro_batches, gate)
+        grad_norm = self._clip_gradients()
+        if not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
+                "Lower --lr, or resume from the last checkpoint with --load."
+            )
+        return {**sums, "train/grad_norm": grad_norm, "train/lr": self._step_optimizer()}
+
+    @property
+    def _falls_back(self) -> bool:
+        return self.contract.is_aligned and self.config.parity_policy == "fallback"
+
+    def _gate(self, step: int) -> ParityGate:
+        # What an unaligned rollout mismatches by stands in the metrics; it is no news in the log.
+        aligned, asked = self.contract.is_aligned, self.config.parity.parity_policy
+        fails = asked == "fail" or (aligned and self.config.parity_policy in ("fail", "fallback"))
+        remedy = (
+            "To find out which part differs, run: onpolicy verify --hf-checkpoint "
+            f"{self.config.model.hf_checkpoint} --dtype {self.contract.dtype}"
+        )
+        return ParityGate(step, fails=fails, warns=aligned, remedy=remedy)
+
+    def _micro_batches(self, samples: list[TrainSample]) -> list[MicroBatch]:
+        return make_micro_batches(
+            samples,
+            rank=distributed.data_rank(),
+            num_ranks=distributed.data_size(),
+            max_tokens=self.config.trainer.max_tokens_per_gpu,
+            temperature=self.config.rollout.rollout_temperature,
+            device=self.device,
+        )
+
+    def _add_fixed_log_probs(self, steps: list[list[MicroBatch]], recompute: bool) -> None:
+        """Old and reference log-probabilities, before the first optimizer step changes anything.
+
+        Under an aligned contract the old ones are the rollout's: computing them again would give
+        the same bits.
+        """
+        batches = [batch for step in steps for batch in step]
+        packed = [batch.packed for batch in batches]
+        old = self._score(packed) if recompute else [batch.rollout_log_probs for batch in batches]
+        for batch, log_probs in zip(batches, old, strict=True):
+            batch.old_log_probs = log_probs
+        if self.config.algorithm.use_kl_loss and batches[0].ref_log_probs is None:
+            reference = self._score(packed, reference=True)
+            for batch, log_probs in zip(batches, reference, strict=True):
+                batch.ref_log_probs = log_probs
+
+    def log_probs(
+        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+    ) -> list[Tensor]:
+        lens = [len(s) for s in sequences]
+        max_tokens = self.config.trainer.max_tokens_per_gpu
+        plan = pack(lens, distributed.data_size(), max_tokens)[distributed.data_rank()]
+        batches = [
+            PackedTokens.pack(
+                [sequences[i] for i in indices] or [[0, 0]],
+                [prompt_lens[i] for i in indices] or [1],
+                temperature,
+                self.device,
+            )
+            for indices in plan
+        ]
+        mine: dict[int, Tensor] = {}
+        for indices, scores in zip(plan, self._score(batches), strict=True):
+            responses = [lens[i] - prompt_lens[i] for i in indices]
+            parts = scores[: sum(responses)].cpu().split(responses)
+            mine.update(zip(indices, parts, strict=True))
+        results = {i: part for ours in distributed.gather_data(mine) for i, part in ours.items()}
+        return [results[i] for i in range(len(sequences))]
