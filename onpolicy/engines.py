@@ -15,7 +15,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup
-from onpolicy.start import make_rollout_group, share_of_cores
+from onpolicy.start import make_rollout_group, replays_routing, share_of_cores
 from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
 from onpolicy.weight_sync import make_transport, push_weights
@@ -83,6 +83,11 @@ class EnginePair:
         asked = self.config.engine.rollout_weight_format
         by_sglang = self.contract.device == "cuda" and asked == "fp8_e4m3"
         return "" if by_sglang or self.contract.is_aligned else asked
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the trainer takes the experts that the rollout took."""
+        return replays_routing(self.config, self.contract)
 
     @property
     def bucket_bytes(self) -> int:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -114,6 +115,7 @@ class Run:
         rollout = self.config.rollout
         prompts = self.inputs.prompts.batch(step, rollout.rollout_batch_size)
         params = self._sampling(rollout.rollout_temperature, rollout.rollout_max_response_len)
+        params = replace(params, return_routed_experts=self.engines.replays_routing)
         seeds = (self.config.seed, "rollout", step)
         groups, metrics = self._sample(prompts, rollout.n_samples_per_prompt, params, *seeds)
         return groups, {**rollout_metrics(groups), **metrics}
@@ -254,6 +256,7 @@ def _train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[Trai
             rollout_log_probs=sample.rollout_log_probs,
             advantage=advantage,
             label=f"prompt {group.prompt.index}, sample {sample.sample_index}",
+            routed_experts=sample.routed_experts,
         )
         for sample, advantage in zip(group.samples, advantages, strict=True)
     ]

@@ -169,10 +169,16 @@ def make_rollout_group(
         cache_tokens=cache_tokens(hf_config, contract),
         first_gpu=distributed.local_world_size(),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
+        returns_routed_experts=replays_routing(config, contract),
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )
     return SglangGroup(engine, spec, logs)
+
+
+def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:
+    """Whether the trainer is to take the experts that the rollout took; aligned engines agree."""
+    return config.fallback.use_rollout_routing_replay and not contract.is_aligned
 
 
 def _require_gpus(config: TrainConfig) -> None:

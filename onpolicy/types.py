@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class FinishReason(StrEnum):
@@ -49,6 +53,9 @@ class SamplingParams:
     min_p: float = 0.0
     ignore_eos: bool = False
 
+    return_routed_experts: bool = False
+    """Whether the engine is to tell which experts computed every token."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Request:
@@ -77,6 +84,10 @@ class Completion:
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
 
+    routed_experts: NDArray[np.int32] | None = None
+    """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
+    last; None if they were not asked for, or are not those that the response was sampled with."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
@@ -96,6 +107,9 @@ class Sample:
     finish_reason: FinishReason
     weight_version: str
     num_cached_tokens: int
+
+    routed_experts: NDArray[np.int32] | None = None
+    """As in `Completion`."""
 
     response: str = ""
     """The response as text."""
@@ -135,6 +149,9 @@ class TrainSample:
 
     label: str
     """Names the sample in messages. Example: 'prompt 12, sample 3'"""
+
+    routed_experts: NDArray[np.int32] | None = None
+    """As in `Completion`; the trainer takes the same experts where they are given."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -15,6 +15,7 @@ from sglang_patches import (
     model,
     registry,
     requests,
+    routed_experts,
     sampler,
     status,
     versions,
@@ -33,6 +34,7 @@ def load() -> None:
     weights.install()
     if contract.device == "cpu":
         cpu_sizes.install()
+        routed_experts.install()
     if contract.is_aligned:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         determinism.install()

@@ -224,6 +224,10 @@ class FallbackConfig:
     use_rollout_logprobs: bool = False
     """Bypass: the rollout's log-probabilities are the old policy's; the trainer computes none."""
 
+    use_rollout_routing_replay: bool = False
+    """Mixture of experts: train every token with the experts that the rollout chose for it, at gate
+    values of the trainer's own router."""
+
     get_mismatch_metrics: bool = False
     """Log mismatch/* and estimator/* even if nothing is corrected."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 from typing import Any
 
 import aiohttp
+import numpy as np
 import requests
+from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.types import Completion, FinishReason, Request
@@ -51,7 +54,7 @@ class EngineClient:
                 continue
             if response.status >= 500 or _was_aborted(answer):
                 continue
-            return _completion(answer, response.status, self.url)
+            return _completion(answer, response.status, request, self.url)
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
 
     async def is_healthy(self, session: aiohttp.ClientSession, timeout: float) -> bool:
@@ -126,6 +129,7 @@ def _payload(request: Request) -> dict[str, Any]:
             "min_p": params.min_p,
         },
         "return_logprob": True,
+        **({"return_routed_experts": True} if params.return_routed_experts else {}),
     }
 
 
@@ -135,7 +139,7 @@ def _was_aborted(answer: Any) -> bool:
     return isinstance(reason, dict) and reason.get("type") == "abort"
 
 
-def _completion(answer: Any, status: int, url: str) -> Completion:
+def _completion(answer: Any, status: int, request: Request, url: str) -> Completion:
     if status != 200 or "output_ids" not in answer:
         raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
     meta, token_ids = answer["meta_info"], answer["output_ids"]
@@ -158,4 +162,25 @@ def _completion(answer: Any, status: int, url: str) -> Completion:
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         weight_version=str(meta.get("weight_version")),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        routed_experts=_routed_experts(meta, request, url),
     )
+
+
+def _routed_experts(
+    meta: dict[str, Any], request: Request, url: str
+) -> NDArray[np.int32] | None:
+    """The experts of each token, if they came and are those that the response was sampled with.
+
+    A request that was retracted is computed anew, maybe by other experts than its first tokens were
+    sampled with, and SGLang returns the later ones.
+    """
+    if not request.params.return_routed_experts or meta.get("num_retractions"):
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise EngineError(
+            f"{url}: a response without its routed experts, which --use-rollout-routing-replay needs. "
+            "Start the server with --sglang-enable-return-routed-experts, for a model with experts."
+        )
+    tokens = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1
+    return np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(tokens, -1)

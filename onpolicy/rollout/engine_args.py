@@ -28,6 +28,9 @@ class EngineSpec:
     weight_format: str = ""
     """--rollout-weight-format, where SGLang rounds the weights itself."""
 
+    returns_routed_experts: bool = False
+    """Whether the engine keeps the experts that computed each token, for requests that ask."""
+
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
@@ -51,6 +54,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
     ]  # fmt: skip
     if spec.trust_remote_code:
         flags.append("--trust-remote-code")
+    if spec.returns_routed_experts:
+        flags.append("--enable-return-routed-experts")
     if spec.contract.is_aligned:
         flags += [
             "--enable-deterministic-inference",

@@ -65,5 +65,6 @@ def _sample(prompt: Prompt, index: int, completion: Completion, text: str) -> Sa
         finish_reason=completion.finish_reason,
         weight_version=completion.weight_version,
         num_cached_tokens=completion.num_cached_tokens,
+        routed_experts=completion.routed_experts,
         response=text,
     )
