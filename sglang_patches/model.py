@@ -16,6 +16,7 @@ from onpolicy.models.align import align_modules
 from onpolicy.ops import Operators
 from onpolicy.ops.self_check import self_check
 from sglang_patches import registry
+from sglang_patches.tensor_parallel import row_parallel
 
 NORM_TARGET = "sglang.srt.models.transformers.replace_rms_norm_class"
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -24,7 +25,7 @@ LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 def install(operators: Operators, contract: NumericsContract) -> None:
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         registry.require_active()
-        align_modules(runner.model, operators)
+        align_modules(runner.model, operators, row_parallel(contract))
         registry.report["self_check"] = self_check(operators, contract)
         return result
 

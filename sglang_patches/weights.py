@@ -16,6 +16,8 @@ import torch
 from onpolicy.errors import WeightSyncError
 from onpolicy.weights import WeightDigest
 from sglang_patches import registry
+from sglang_patches.experts import held_tensors
+from sglang_patches.tensor_parallel import rank, shard
 
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
@@ -49,17 +51,19 @@ def _watch_loads(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
 
 
 def _require_stored(model: torch.nn.Module, arrived: dict[str, torch.Tensor]) -> None:
-    """Compare with the parameters of the same name; fused or sharded ones have other names or sizes.
+    """Compare with the parameters of the same name, or this rank's shards of them.
 
-    A parameter of 8 bits was quantised by SGLang on its way in and holds other bits by design.
+    What SGLang's own models fuse has other names. One of 8 bits was quantised by SGLang on its way
+    in and holds other bits by design.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {**dict(model.named_parameters()), **held_tensors(model)}
     for name, tensor in arrived.items():
         parameter = parameters.get(name)
-        if parameter is None or parameter.shape[1:] != tensor.shape[1:] or parameter.itemsize == 1:
+        if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:
             continue
-        stored = parameter.data[: tensor.shape[0]]
-        if not torch.equal(stored, tensor.to(stored)):
+        expected = shard(tensor, parameter, rank())
+        stored = parameter.data[tuple(map(slice, expected.shape))]
+        if not torch.equal(stored, expected.to(stored)):
             raise WeightSyncError(
                 f"parameter={name}: the engine does not hold the bits that were pushed to it. Its "
                 "weights are partly new and partly old; restart the engine."

@@ -8,11 +8,14 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 # Sizes that are no multiples of anything convenient.
@@ -36,7 +39,31 @@ ARCHITECTURES = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": False}),
     "llama": (LlamaConfig, {"head_dim": 24, "tie_word_embeddings": False}),
     "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 72},
+    ),
+    # Other names in the checkpoint than in the model.
+    "mixtral": (
+        MixtralConfig,
+        {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72},
+    ),
+    # A dense first layer, shared experts, scores by sigmoid and corrected by a buffer, groups.
+    "glm4-moe": (
+        Glm4MoeConfig,
+        {
+            "head_dim": 16,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 72,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
 }
+EXPERT_ARCHITECTURES = ("qwen3-moe", "mixtral", "glm4-moe")
 
 CHARACTERS = [chr(code) for code in range(33, 33 + SIZES["vocab_size"] - 2)]
 
@@ -47,11 +74,11 @@ def make_checkpoint(directory: Path, architecture: str = "qwen3", **changes: obj
     config = config_class(**{**SIZES, **sizes, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
+    for name, tensor in model.state_dict().items():
         if name.endswith("norm.weight"):
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            torch.nn.init.uniform_(tensor, 0.5, 1.5)
         elif name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(tensor, std=0.3)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

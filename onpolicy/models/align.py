@@ -1,13 +1,14 @@
 """Puts the aligned operators into a Hugging Face model, whatever its architecture.
 
-The same function prepares the trainer's model and the one inside SGLang. It replaces three kinds
+The same function prepares the trainer's model and the one inside SGLang. It replaces four kinds
 of module, each only where the replacement is known to mean the same:
 
 - `nn.Linear`;
 - RMS norms, recognised by what they compute: a module named `*RMSNorm` that gives, on a probe,
   exactly the bits of transformers' own formula. Another norm (Gemma's 1 + weight) stays as it is,
   in both engines;
-- parameter-free activation functions.
+- parameter-free activation functions;
+- the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
 Attention goes through transformers' attention interface under the name `onpolicy`.
 """
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2CLS
 
+from onpolicy.models.experts import AlignedExperts, has_usual_experts, route_by_operators
+from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
-from onpolicy.ops.self_check import probe
+from onpolicy.ops.probe import probe
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ATTENTION_NAME = "onpolicy"
 
@@ -32,16 +36,19 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class AlignedLinear(nn.Linear):
-    """`nn.Linear` by `Operators.linear`; takes over the parameters of the layer it replaces."""
+    """`nn.Linear` by the operators; takes over the parameters of the layer it replaces.
 
-    def __init__(self, linear: nn.Linear, operators: Operators):
+    `row_parallel` is how it sums over K: in one block, unless tensor parallelism shares out its K.
+    """
+
+    def __init__(self, linear: nn.Linear, operators: Operators, row_parallel: RowParallel):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.operators = operators
+        self.operators, self.row_parallel = operators, row_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.operators.linear(x, self.weight, self.bias)
+        return self.operators.row_parallel_linear(x, self.weight, self.bias, self.row_parallel)
 
 
 class AlignedRMSNorm(nn.Module):
@@ -68,15 +75,24 @@ class AlignedActivation(nn.Module):
         return self.operators.elementwise(self.activation, x)
 
 
-def align_modules(model: nn.Module, operators: Operators) -> None:
-    """Replace, in place, every module of `model` that has an aligned counterpart."""
+def align_modules(
+    model: nn.Module, operators: Operators, row_parallel: RowParallel = WHOLE
+) -> None:
+    """Replace, in place, every module of `model` that has an aligned counterpart.
+
+    `row_parallel` is how experts sum over their intermediate axis, and how those linears sum over K
+    that the plan of a Hugging Face model shares out. (SGLang's model has linears of its own.)
+    """
+    shared = row_parallel_linears(model) if isinstance(model, PreTrainedModel) else set()
     for parent in list(model.modules()):
         if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedActivation)):
             continue
         for name, child in list(parent.named_children()):
-            replacement = _aligned(child, operators)
+            replacement = _aligned(child, operators, row_parallel, shared)
             if replacement is not None:
                 setattr(parent, name, replacement)
+            if isinstance(replacement, AlignedExperts):
+                route_by_operators(parent, operators)
 
 
 def replace_operators(model: nn.Module, operators: Operators) -> None:
@@ -86,13 +102,17 @@ def replace_operators(model: nn.Module, operators: Operators) -> None:
             module.operators = operators  # type: ignore[assignment]
 
 
-def _aligned(module: nn.Module, operators: Operators) -> nn.Module | None:
+def _aligned(
+    module: nn.Module, operators: Operators, row_parallel: RowParallel, shared: set[nn.Linear]
+) -> nn.Module | None:
     if type(module) is nn.Linear:
-        return AlignedLinear(module, operators)
+        return AlignedLinear(module, operators, row_parallel if module in shared else WHOLE)
     if (eps := _rms_norm_eps(module)) is not None:
         return AlignedRMSNorm(module, eps, operators)
     if type(module) in _ACTIVATIONS and not list(module.parameters()):
         return AlignedActivation(module, operators)
+    if has_usual_experts(module):
+        return AlignedExperts(module, operators, row_parallel)
     return None
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from onpolicy.errors import ConfigError
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.experts import has_usual_experts, unusual_experts
 
 INDEX = "model.safetensors.index.json"
 
@@ -81,13 +83,18 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid JSON ({error}). Download it again.") from error
 
 
-def require_alignable(config: PretrainedConfig, max_context_len: int) -> None:
+def require_alignable(
+    config: PretrainedConfig, max_context_len: int, trust_remote_code: bool = False
+) -> None:
     """Refuse what SGLang's transformers backend and the trainer cannot compute to the same bits.
 
     Raises ConfigError that names the property, its value and what is possible instead.
     """
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    for problem in _problems(config, architecture, max_context_len):
+    problems = _problems(config, architecture, max_context_len)
+    if experts := _num_experts(config):
+        problems += _problems_of_experts(empty_causal_lm(config, trust_remote_code), experts)
+    for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
             "--true-on-policy-mode."
@@ -104,13 +111,10 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
         problems.append("which is not a causal language model (*ForCausalLM)")
     elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
         problems.append("which transformers cannot run with another attention function")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if value(name):
-            problems.append(f"{name}={value(name)}: SGLang swaps in its own fused experts")
     if kinds := sorted(set(value("layer_types") or ()) - {"full_attention"}):
         problems.append(f"layer_types={kinds}: only full attention has an aligned operator")
     window = value("sliding_window")
-    if window is not None and window < max_context_len:
+    if window and window < max_context_len:  # some configurations say 0 for none
         problems.append(
             f"sliding_window={window}, smaller than the longest context {max_context_len}: SGLang's "
             "transformers backend ignores the window and the trainer would not"
@@ -129,3 +133,27 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
                 f"{name}={value(name)}: logits are scaled differently by the two engines"
             )
     return problems
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether the model is a mixture of experts."""
+    return bool(_num_experts(config))
+
+
+def _num_experts(config: PretrainedConfig) -> str:
+    """The configuration's number of experts as `name=value`, empty for a dense model."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(config, name, None):
+            return f"{name}={getattr(config, name)}"
+    return ""
+
+
+def _problems_of_experts(model: PreTrainedModel, num_experts: str) -> list[str]:
+    if classes := unusual_experts(model):
+        return [
+            f"{num_experts} in {', '.join(classes)}: only experts of two parameters, gate_up_proj "
+            "[E, 2 I, H] with the gate first and down_proj [E, H, I], have an aligned operator"
+        ]
+    if not any(has_usual_experts(module) for module in model.modules()):
+        return [f"{num_experts}: none of its modules is known to hold experts"]
+    return []

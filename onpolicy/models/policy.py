@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from accelerate import init_empty_weights
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import OperatorShapes
 from onpolicy.models.align import ATTENTION_NAME, align_modules
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.experts import experts_shapes, router_shapes
+from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
+from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops import AttentionLayout, Operators
 from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.row_parallel import RowParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +47,21 @@ class PackedTokens:
     temperature: Tensor
     """float32 [R]: divides the logits of each row"""
 
+    routed_experts: Tensor | None = None
+    """int64 [T, layers x k]: experts to take in place of the routers' own; -1: not known"""
+
     @staticmethod
     def pack(
         sequences: list[list[int]],
         prompt_lens: list[int],
         temperature: float,
         device: torch.device | str = "cpu",
+        routed_experts: Sequence[NDArray[np.int32] | None] = (),
     ) -> PackedTokens:
-        """Pack sequences of token ids; every token after a sequence's prompt is asked for."""
+        """Pack sequences of token ids; every token after a sequence's prompt is asked for.
+
+        routed_experts: of each sequence, for all tokens but the last; see `Completion`.
+        """
         lens = tuple(len(s) for s in sequences)
         tokens = torch.tensor([t for s in sequences for t in s])
         positions = torch.cat([torch.arange(n) for n in lens])
@@ -64,7 +79,23 @@ class PackedTokens:
             rows=rows.to(device),
             targets=tokens[rows + 1].to(device),
             temperature=torch.full((len(rows),), temperature, device=device),
+            routed_experts=_pack_experts(lens, routed_experts, device),
         )
+
+
+def _pack_experts(
+    lens: Sequence[int],
+    routed_experts: Sequence[NDArray[np.int32] | None],
+    device: torch.device | str,
+) -> Tensor | None:
+    width = next((x.shape[1] for x in routed_experts if x is not None), None)
+    if width is None:
+        return None
+    packed = torch.full((sum(lens), width), OWN_CHOICE)
+    for part, known in zip(packed.split(list(lens)), routed_experts, strict=True):
+        if known is not None:
+            part[:-1] = torch.from_numpy(known.copy())
+    return packed.to(device)
 
 
 class PolicyModel(nn.Module):
@@ -75,6 +106,8 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, operators: Operators):
         super().__init__()
         self.causal_lm, self.operators = causal_lm, operators
+        self.replay: RoutingReplay | None = None
+        """Of the last forward pass."""
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -89,6 +122,9 @@ class PolicyModel(nn.Module):
         def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             return self.operators.attention(q, k, v, batch.layout, scale)
 
+        self.replay = routing_replay(batch, self.causal_lm.config)
+        # Until the next forward pass, since a backward pass may compute activations again.
+        replay_routing(self.causal_lm, self.replay)
         hidden = self.causal_lm.base_model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
@@ -106,34 +142,47 @@ class PolicyModel(nn.Module):
         )
 
 
+def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
+    """What the routers are to follow in this micro-batch, if anything."""
+    if batch.routed_experts is None:
+        return None
+    return RoutingReplay(batch.routed_experts, config.num_experts_per_tok)
+
+
 def empty_policy(
-    config: PretrainedConfig, operators: Operators, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    operators: Operators,
+    trust_remote_code: bool = False,
+    row_parallel_blocks: int = 1,
 ) -> PolicyModel:
     """The model with parameters on the meta device, buffers in place, operators put in."""
-    with init_empty_weights():
-        causal_lm = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
-        )
+    causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none
-    align_modules(causal_lm, operators)
+    align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
     return PolicyModel(causal_lm, operators)
 
 
-def operator_shapes(config: PretrainedConfig, trust_remote_code: bool = False) -> OperatorShapes:
+def operator_shapes(
+    config: PretrainedConfig, trust_remote_code: bool = False, row_parallel_blocks: int = 1
+) -> OperatorShapes:
     """The sizes at which a model of this configuration calls the operators."""
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+    model = empty_causal_lm(config, trust_remote_code)
+    linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
+    shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
+    norms: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
     heads = config.num_attention_heads
     return OperatorShapes(
-        linear=tuple(
-            sorted({(m.out_features, m.in_features, m.bias is not None) for m in linears})
-        ),
+        linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         norm=tuple(sorted({m.weight.shape[0] for m in norms})),
         vocab_size=config.vocab_size,
+        row_linear=tuple(sorted(_linear_shapes(shared))),
+        experts=tuple(sorted(experts_shapes(model))),
     )
+
+
+def _linear_shapes(linears: set[nn.Linear]) -> set[tuple[int, int, bool]]:
+    return {(m.out_features, m.in_features, m.bias is not None) for m in linears}

@@ -94,7 +94,11 @@ def _micro_batch(
     log_probs = torch.tensor([x for s in samples for x in s.rollout_log_probs], dtype=torch.float32)
     return MicroBatch(
         packed=PackedTokens.pack(
-            [s.token_ids for s in samples], [s.prompt_len for s in samples], temperature, device
+            [s.token_ids for s in samples],
+            [s.prompt_len for s in samples],
+            temperature,
+            device,
+            [s.routed_experts for s in samples],
         ),
         samples=samples,
         rollout_log_probs=log_probs.to(device),

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from onpolicy.errors import ConfigError
 from onpolicy.models.checkpoint import load_config
 from onpolicy.models.policy import PolicyModel, empty_policy
+from onpolicy.models.stored import stored_tensors
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
 from onpolicy.weights import WeightBucket
@@ -31,12 +32,14 @@ def load_sharded_policy(
     device: torch.device,
     activation_checkpointing: bool,
     trust_remote_code: bool,
+    row_parallel_blocks: int,
 ) -> PolicyModel:
     """Load float32 master weights, each rank its shards; computation runs in `dtype`.
 
     Rank 0 reads the checkpoint with transformers and broadcasts one parameter at a time.
     """
-    model = empty_policy(load_config(path, trust_remote_code), operators, trust_remote_code)
+    config = load_config(path, trust_remote_code)
+    model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks)
     buffers = dict(model.named_buffers())
     _shard(model, dtype, activation_checkpointing)
     model.to_empty(device=device)
@@ -81,6 +84,16 @@ def _broadcast_weights(
             assert isinstance(parameter, DTensor)
             mesh, placements = parameter.device_mesh, parameter.placements
             parameter.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None))
+        for name, buffer in _stored_buffers(model).items():
+            if source:
+                buffer.copy_(weights[name.removeprefix(_PREFIX)])
+            dist.broadcast(buffer, src=0)
+
+
+def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to a checkpoint, such as a router's correction of its scores."""
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def _read_checkpoint(path: str, trust_remote_code: bool) -> dict[str, Tensor]:
@@ -98,7 +111,7 @@ def _read_checkpoint(path: str, trust_remote_code: bool) -> dict[str, Tensor]:
                 f"{path}: {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[:10]}. The weights "
                 "do not belong to the config.json beside them."
             )
-    return dict(loaded.named_parameters())
+    return loaded.state_dict()
 
 
 def _require_all_weights(model: PolicyModel, weights: dict[str, Tensor], path: str) -> None:
@@ -110,18 +123,40 @@ def _require_all_weights(model: PolicyModel, weights: dict[str, Tensor], path: s
 def gather_buckets(
     model: PolicyModel, dtype: torch.dtype, max_bytes: int
 ) -> Iterator[WeightBucket]:
-    """Whole parameters under their Hugging Face names, in `dtype`, `max_bytes` at a time."""
+    """Whole tensors under the names a checkpoint has for them, `max_bytes` at a time.
+
+    Parameters are cast to `dtype`, buffers are what they are.
+    """
     bucket: WeightBucket = []
     size = 0
-    for name, parameter in model.named_parameters():
-        parameter_bytes = parameter.numel() * dtype.itemsize
-        if bucket and size + parameter_bytes > max_bytes:
+    for name, tensor in _checkpoint_tensors(model, dtype):
+        if bucket and size + tensor.nbytes > max_bytes:
             yield bucket
             bucket, size = [], 0
-        cast = parameter.detach().to(dtype, copy=True)  # never the parameter itself
-        assert isinstance(cast, DTensor)
-        full = cast.full_tensor()
-        bucket.append((name.removeprefix(_PREFIX), full))
-        size += parameter_bytes
+        bucket.append((name, tensor))
+        size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _checkpoint_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    names: set[str] = set()
+    for name, tensor in _whole_tensors(model, dtype):
+        stored = stored_tensors(model.causal_lm, name.removeprefix(_PREFIX), tensor)
+        if twice := sorted(names & stored.keys()):
+            raise ConfigError(
+                f"parameter={name}: transformers stores it together with another one as {twice[0]}, so "
+                "it cannot be sent by itself. Choose another checkpoint."
+            )
+        names |= stored.keys()
+        yield from stored.items()
+
+
+def _whole_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """One at a time, gathered from all ranks; never the model's own memory."""
+    for name, parameter in model.named_parameters():
+        cast = parameter.detach().to(dtype, copy=True)
+        assert isinstance(cast, DTensor)
+        yield name, cast.full_tensor()
+    for name, buffer in _stored_buffers(model).items():
+        yield name, buffer.clone()

@@ -69,7 +69,7 @@ def test_supported_architectures_are_alignable(architecture, tmp_path):
     ("changes", "problem"),
     [
         ({"architectures": ["BertModel"]}, "architecture=BertModel, which is not a causal"),
-        ({"num_experts": 8}, "num_experts=8: SGLang swaps in"),
+        ({"num_experts": 8}, "num_experts=8: none of its modules is known to hold experts"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*sliding"),
         ({"sliding_window": 64}, "sliding_window=64, smaller than the longest context 256"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),

@@ -4,23 +4,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from tiny import ARCHITECTURES, make_checkpoint
+from tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.models.align import AlignedActivation, AlignedLinear, AlignedRMSNorm
+from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.ops.cpu import CpuOperators
 
+ALIGNED = {AlignedLinear, AlignedRMSNorm, AlignedActivation, AlignedExperts}
+
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def path(request, tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+def architecture(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(architecture, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), architecture)
 
 
 def load_policy(path, operators=None, dtype=torch.float32):
     policy = empty_policy(AutoConfig.from_pretrained(path), operators or CpuOperators(1))
-    weights = {k: v.to(dtype) for k, v in load_file(path / "model.safetensors").items()}
+    weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
     policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
     policy.causal_lm.tie_weights()
     return policy
@@ -64,12 +71,13 @@ def test_a_sequence_does_not_depend_on_its_micro_batch(path, lens, data):
             assert torch.equal(got, together[i])
 
 
-def test_every_module_that_has_an_aligned_counterpart_is_replaced(path):
+def test_every_module_that_has_an_aligned_counterpart_is_replaced(path, architecture):
     policy = load_policy(path)
     kinds = {type(module) for module in policy.modules()}
-    assert {AlignedLinear, AlignedRMSNorm, AlignedActivation} <= kinds
+    inner = AlignedExperts if architecture in EXPERT_ARCHITECTURES else AlignedActivation
+    assert {AlignedLinear, AlignedRMSNorm, inner} <= kinds
     assert torch.nn.Linear not in kinds
-    assert not any(kind.__name__ in ("Qwen3RMSNorm", "LlamaRMSNorm") for kind in kinds)
+    assert not any(kind.__name__.endswith(("RMSNorm", "Experts")) for kind in kinds - ALIGNED)
 
 
 def test_a_norm_that_computes_something_else_stays_as_it_is():

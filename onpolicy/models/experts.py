@@ -1,0 +1,207 @@
+"""Mixture-of-experts layers by the aligned operators, in whatever Hugging Face model has them.
+
+transformers holds the experts of a layer in two parameters, and every class of experts says by
+flags how. The usual layout is replaced by `AlignedExperts`; others are left, and refused by name
+where bits are promised.
+
+A router is a few lines of the block around the experts, other ones in every architecture. So that
+block runs its own code, in which the functions that are not row-invariant are answered by the
+operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.integrations.moe import _default_apply_gate
+
+from onpolicy.errors import ContractError
+from onpolicy.ops.base import Operators
+from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.row_parallel import RowParallel
+
+_USUAL_LAYOUT = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_concatenated": True,
+    "is_transposed": False,
+}
+
+Choice = Callable[[Tensor, int], Tensor]
+"""(what a router chose, int64 [..., k], out of how many) -> what it is to choose."""
+
+
+class AlignedExperts(nn.Module):
+    """All experts of a layer by `mix_experts`; takes over the parameters it replaces.
+
+    gate_up_proj: [E, 2 I / P, H], gate before up; down_proj: [E, H, I / P], on each of P
+    tensor-parallel ranks.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, experts: Any, operators: Operators, row_parallel: RowParallel):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.act_fn = experts.act_fn
+        self.operators, self.row_parallel = operators, row_parallel
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H], int64 [T, k], [T, k] -> [T, H]."""
+        return mix_experts(
+            self.operators,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            self.act_fn,
+            self.row_parallel,
+        )
+
+
+def has_usual_experts(module: nn.Module) -> bool:
+    """Whether `module` is a class of experts that `AlignedExperts` means the same as."""
+    return (
+        all(getattr(module, flag, None) is value for flag, value in _USUAL_LAYOUT.items())
+        and type(module)._apply_gate is _default_apply_gate  # type: ignore[attr-defined]
+        and {n for n, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
+    )
+
+
+def unusual_experts(model: nn.Module) -> list[str]:
+    """Names of the classes that hold experts, three-dimensional parameters, in another way."""
+    return sorted(
+        {
+            type(module).__name__
+            for module in model.modules()
+            if any(p.dim() == 3 for p in module.parameters(recurse=False))
+            and not type(module).__module__.startswith("torch.nn.")
+            and not has_usual_experts(module)
+        }
+    )
+
+
+def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
+    """Distinct (experts E, intermediate I, hidden H, chosen per token k) of the model's layers."""
+    chosen = getattr(model.config, "num_experts_per_tok", None)
+    k = max(chosen) if isinstance(chosen, list) else chosen
+    layers: list[Any] = [module for module in model.modules() if has_usual_experts(module)]
+    return {(*layer.down_proj.transpose(1, 2).shape, k) for layer in layers}
+
+
+def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
+    """(out features, in features, no bias) of routers that call `F.linear` themselves."""
+    blocks = [block for block in model.modules() if any(map(has_usual_experts, block.children()))]
+    routers: list[Any] = [
+        child
+        for block in blocks
+        for child in block.children()
+        if not isinstance(child, nn.Linear) and hasattr(child, "weight")
+    ]
+    return {(*router.weight.shape, False) for router in routers}
+
+
+def route_by_operators(block: Any, operators: Operators) -> None:
+    """Make `block`, which holds a router and its experts, run its own code by `operators`."""
+    forward = block.forward
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        with _ByOperators(block.operators, block.replayed_choice):
+            return forward(*args, **kwargs)
+
+    block.operators = operators
+    block.replayed_choice = None
+    block.forward = routed
+    for child in block.children():
+        if isinstance(child, AlignedExperts) or not list(child.parameters(recurse=False)):
+            child.forward = _outside(child.forward)
+
+
+def _outside(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a layer that is no router: aligned already, so it is spared the detour."""
+
+    def undisturbed(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **kwargs)
+
+    return undisturbed
+
+
+class _ByOperators(TorchFunctionMode):
+    """While it is entered, functions of PyTorch's that routers call are the operators'.
+
+    `choice` may put other experts in place of the router's own (see `models/routing_replay.py`).
+    """
+
+    def __init__(self, operators: Operators, choice: Choice | None):
+        super().__init__()
+        self.operators, self.choice = operators, choice
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _TOPK:
+            return self._topk(*args, **kwargs)
+        if function in _ANSWERS:
+            return _ANSWERS[function](self.operators, *args, **kwargs)
+        if function in _ELEMENTWISE:
+            x, *rest = args
+            return self.operators.elementwise(lambda x: function(x, *rest, **kwargs), x)
+        return function(*args, **kwargs)
+
+    def _topk(
+        self, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """In order in any case; a model that does not ask for it does not mind."""
+        _require_last("topk", input, dim)
+        assert largest, "no router chooses the experts that it likes least"
+        values, indices = self.operators.topk(input.reshape(-1, input.shape[-1]), k)
+        values, indices = values.view(*input.shape[:-1], k), indices.view(*input.shape[:-1], k)
+        if self.choice is not None:
+            indices = self.choice(indices, input.shape[-1])
+            values = input.gather(-1, indices)
+        return torch.return_types.topk((values, indices))
+
+
+def _linear(
+    operators: Operators, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    return operators.linear(input, weight, bias)
+
+
+def _softmax(
+    operators: Operators,
+    input: Tensor,
+    dim: int,
+    *,
+    dtype: torch.dtype | None = None,
+    _stacklevel: int = 0,
+) -> Tensor:
+    _require_last("softmax", input, dim)
+    return operators.softmax(input).to(dtype or input.dtype)
+
+
+def _require_last(name: str, input: Tensor, dim: int) -> None:
+    if dim not in (-1, input.dim() - 1):
+        raise ContractError(
+            f"operator={name}, dim={dim}, shape={tuple(input.shape)}: a router works along another "
+            "axis than the last, for which there is no aligned operator. Run without "
+            "--true-on-policy-mode."
+        )
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax),
+}
+_TOPK = {torch.topk, Tensor.topk}
+_ELEMENTWISE = {F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid}

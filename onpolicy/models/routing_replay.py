@@ -1,0 +1,62 @@
+"""Rollout routing replay (R3): train every token with the experts that the rollout chose for it.
+
+The engines' kernels differ in the last bits of a router's scores, which now and then puts another
+expert into the top k, and then the token's log-probability is another one altogether. Here the
+choice is the rollout's and the weights are the trainer's own, with gradient.
+Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers
+(arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from onpolicy.models.experts import AlignedExperts
+
+OWN_CHOICE = -1
+"""Stands where the rollout's experts are not known: the trainer's own are taken."""
+
+
+class RoutingReplay:
+    """The rollout's experts for the tokens of one micro-batch, and how often the trainer's differ.
+
+    T: tokens; L: layers of the model, dense ones included; k: experts per token.
+    """
+
+    def __init__(self, experts: Tensor, chosen_per_token: int):
+        """experts: integer [T, L * k], layer by layer."""
+        self.experts = experts.view(len(experts), -1, chosen_per_token).long()
+        # On the device: a count that had to be read would wait for it in every layer.
+        self._replayed = self._differing = torch.zeros((), device=experts.device)
+
+    def choose(self, layer: int, num_experts: int, own: Tensor, candidates: int) -> Tensor:
+        """The experts to take in place of `own`, the router's: int64 [..., k] -> [..., k].
+
+        A choice out of fewer `candidates` is one of groups of experts, and stays.
+        """
+        if candidates != num_experts:
+            return own
+        rollout = self.experts[:, layer].view(own.shape)
+        known = (rollout != OWN_CHOICE).all(-1)
+        differs = known & (rollout.sort(-1).values != own.sort(-1).values).any(-1)
+        self._replayed = self._replayed + known.sum()
+        self._differing = self._differing + differs.sum()
+        return torch.where(known[..., None], rollout, own)
+
+    def counts(self) -> dict[str, Tensor]:
+        """Tokens x layers that followed the rollout, and those where the own choice was another."""
+        return {"routing/num_replayed": self._replayed, "routing/num_differing": self._differing}
+
+
+def replay_routing(model: nn.Module, replay: RoutingReplay | None) -> None:
+    """Have every router of `model` follow `replay` until told otherwise; None: its own choice."""
+    for name, block in model.named_modules():
+        if hasattr(block, "replayed_choice"):
+            experts = next(m for m in block.children() if isinstance(m, AlignedExperts))
+            layer = int(re.findall(r"layers\.(\d+)", name)[-1])
+            choice = replay and partial(replay.choose, layer, len(experts.gate_up_proj))
+            block.replayed_choice = choice  # type: ignore[assignment]

@@ -1,0 +1,93 @@
+"""Keeps the Hugging Face experts in the model that SGLang runs, and loads them.
+
+SGLang's transformers backend swaps the experts of every layer for its own fused ones. Here they
+stay, so that `onpolicy.models.align` gives both engines the same. Their parameters are filled with
+the checkpoint's tensors, one per expert and matrix, as transformers itself would. With tensor
+parallelism every rank holds its part of the intermediate axis of all experts.
+Source: sglang/srt/models/transformers.py. Can go when the backend lets a caller keep HF modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from onpolicy.models.experts import has_usual_experts
+from onpolicy.models.stored import stored_tensors
+from sglang_patches import registry
+from sglang_patches.tensor_parallel import rank, shard
+
+REPLACE_TARGET = "sglang.srt.models.transformers.MoEMixin.recursive_replace"
+LOAD_TARGET = "sglang.srt.models.transformers.TransformersBase.load_weights"
+PREFIX = "model."
+
+
+def install() -> None:
+    registry.hook(REPLACE_TARGET, _replace_all_but_experts, "replace")
+    registry.hook(LOAD_TARGET, _load, "around")
+
+
+def _replace_all_but_experts(model: Any) -> None:
+    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.models.transformers import TransformersBase
+
+    TransformersBase.recursive_replace(model)
+    for module in model.model.modules():
+        if has_usual_experts(module):
+            _keep_part(module, get_tp_group().world_size)
+
+
+def _keep_part(experts: Any, ranks: int) -> None:
+    """Make the parameters, which have no memory yet, as large as one of `ranks` parts."""
+    num_experts, hidden, intermediate = experts.down_proj.shape
+    part = intermediate // ranks
+    experts.gate_up_proj = nn.Parameter(
+        experts.gate_up_proj.new_empty(num_experts, 2 * part, hidden)
+    )
+    experts.down_proj = nn.Parameter(experts.down_proj.new_empty(num_experts, hidden, part))
+
+
+def _load(
+    original: Any,
+    model: Any,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    names, parts = _destinations(model.model)
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name in parts:
+                parts[name].copy_(shard(tensor, parts[name], rank()).view_as(parts[name]))
+            else:
+                yield names.get(name, name), tensor
+
+    return original(model, others(), *args, **kwargs)
+
+
+def held_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What a Hugging Face model inside SGLang holds, under a checkpoint's names; else nothing."""
+    inner = getattr(model, "model", None)
+    if not isinstance(inner, PreTrainedModel):
+        return {}
+    names, parts = _destinations(inner)
+    held = inner.state_dict(prefix=PREFIX)
+    return {key: held[name] for key, name in names.items()} | parts
+
+
+def _destinations(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Where a checkpoint's tensors go: the names of whole parameters, and parts of fused ones."""
+    names: dict[str, str] = {}
+    parts: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        for key, part in stored_tensors(model, name, tensor).items():
+            if part is tensor:
+                names[PREFIX + key] = PREFIX + name
+            else:
+                parts[PREFIX + key] = part
+    return names, parts

@@ -1,0 +1,171 @@
+"""Experts and routers of many architectures, and the code that has to recognise them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MiniMaxM2Config,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+)
+
+from onpolicy.errors import ConfigError, ContractError
+from onpolicy.models.checkpoint import require_alignable
+from onpolicy.models.experts import AlignedExperts, route_by_operators
+from onpolicy.models.policy import empty_policy, operator_shapes
+from onpolicy.models.stored import stored_tensors
+from onpolicy.ops.cpu import CpuOperators
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 72}
+ROUTERS = {
+    # A shared expert behind a gate, with a sigmoid of the block's own.
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56},
+    ),
+    "olmoe": (OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 72}),
+    # The block keeps the correction and gives it to its router.
+    "minimax-m2": (
+        MiniMaxM2Config,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72, "head_dim": 16},
+    ),
+    # float32 scores, routing in the block.
+    "deepseek-v3": (
+        DeepseekV3Config,
+        {
+            **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+            "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 48,
+            "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+            "num_key_value_heads": 4,
+        },
+    ),
+    **{name: ARCHITECTURES[name] for name in EXPERT_ARCHITECTURES},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=ROUTERS)
+def path(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ARCHITECTURES, request.param, ROUTERS[request.param])
+        return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+def blocks_of(model):
+    """The expert blocks of a model as they are, and the same ones by the operators."""
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    aligned = empty_policy(AutoConfig.from_pretrained(model), CpuOperators(1)).causal_lm
+    aligned.load_state_dict(stock.state_dict(), strict=False, assign=True)
+    return [
+        (stock.get_submodule(name), module)
+        for name, module in aligned.named_modules()
+        if any(isinstance(child, AlignedExperts) for child in module.children())
+    ]
+
+
+@torch.no_grad()
+def test_blocks_compute_what_transformers_computes_token_by_token(path):
+    x = torch.randn(1, 90, 96, generator=torch.Generator().manual_seed(0))
+    for stock, aligned in blocks_of(path):
+        whole = aligned(x)
+        torch.testing.assert_close(whole, stock(x), rtol=1e-4, atol=1e-5)
+        for part in (slice(0, 1), slice(7, 20), slice(40, 90)):
+            assert torch.equal(aligned(x[:, part]), whole[:, part])
+
+
+def test_a_checkpoint_is_made_of_views_of_the_model_under_its_own_names(path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    stored = {}
+    for name, tensor in model.state_dict().items():
+        for key, view in stored_tensors(model, name, tensor).items():
+            assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            stored[key] = view
+    on_disk = load_file(path / "model.safetensors")
+    assert stored.keys() == on_disk.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in on_disk.items())
+
+
+def test_shapes_for_the_self_check_are_the_models(path):
+    config = AutoConfig.from_pretrained(path)
+    require_alignable(config, 256)
+    shapes = operator_shapes(config)
+    [(num_experts, intermediate, hidden, k)] = shapes.experts
+    assert (intermediate, hidden, k) == (72, 96, config.num_experts_per_tok)
+    assert (num_experts, 96, False) in shapes.linear
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "classes"),
+    [
+        ("GptOss", GptOssConfig(num_hidden_layers=1, layer_types=["full_attention"]), "Experts"),
+        ("GraniteMoe", GraniteMoeConfig(num_hidden_layers=1), "ParallelExperts"),
+    ],
+)
+def test_experts_of_another_layout_are_refused_by_name(name, config, classes):
+    config.architectures = [f"{name}ForCausalLM"]
+    with pytest.raises(ConfigError, match=rf"_experts=\d+ in {name}{classes}: only experts of two"):
+        require_alignable(config, 128)
+
+
+class Block(nn.Module):
+    """Everything that routers do, in all spellings that transformers has."""
+
+    def forward(self, x, weight, dim=-1):
+        logits = F.linear(x, weight)
+        groups = logits.view(len(x), 2, -1)
+        return [
+            logits,
+            F.softmax(logits, dim=dim, dtype=torch.float32),
+            torch.softmax(logits, dim),
+            logits.softmax(dim),
+            logits.sigmoid(),
+            torch.sigmoid(logits),
+            F.silu(logits),
+            F.gelu(logits, approximate="tanh"),
+            *torch.topk(logits, 2, dim=-1, sorted=False),
+            groups.topk(2, dim=-1)[0],
+        ]
+
+
+class Recorded(CpuOperators):
+    """Notes which operators were called."""
+
+    def __getattribute__(self, name):
+        if name in ("linear", "softmax", "elementwise", "topk"):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+    def __init__(self):
+        self.calls = []
+        super().__init__(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_functions_of_a_router_are_the_operators(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (40, 6))
+    operators, block = Recorded(), Block()
+    want = block(x, weight)
+    assert not operators.calls
+    route_by_operators(block, operators)
+    got = block(x, weight)
+    kinds = ["linear", *["softmax"] * 3, *["elementwise"] * 4, *["topk"] * 2]
+    assert operators.calls == kinds
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert F.linear(x, weight) is not None and operators.calls == kinds  # only inside the block
+
+
+def test_a_router_along_another_axis_is_refused():
+    block = Block()
+    route_by_operators(block, CpuOperators(1))
+    with pytest.raises(ContractError, match=r"operator=softmax, dim=0, shape=\(4, 6\)"):
+        block(torch.ones(4, 96), torch.ones(6, 96), dim=0)

@@ -1,0 +1,147 @@
+"""Experts: a token is computed as if it were alone, and its gradients are the formula's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.row_parallel import RowParallel, tree_sum
+from onpolicy.ops.stock import StockOperators
+
+OPERATORS = CpuOperators(1)
+NUM_EXPERTS, INTERMEDIATE, HIDDEN, CHOSEN = 6, 72, 96, 2
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def operands(tokens, dtype, num_experts=NUM_EXPERTS):
+    """(x, experts, weights, gate_up, down): a router's choice without repetition."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape, scale=1.0):
+        return (scale * torch.randn(shape, generator=generator)).to(dtype)
+
+    logits = torch.randn(tokens, num_experts, generator=generator)
+    weights, experts = logits.softmax(-1).topk(min(CHOSEN, num_experts))
+    return (
+        normal(tokens, HIDDEN),
+        experts,
+        weights.to(dtype),
+        normal(num_experts, 2 * INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5),
+        normal(num_experts, HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5),
+    )
+
+
+def mix(x, experts, weights, gate_up, down, blocks=1, operators=OPERATORS):
+    rows = RowParallel(blocks)
+    return mix_experts(operators, x, experts, weights, gate_up, down, F.silu, rows)
+
+
+def formula(x, experts, weights, gate_up, down):
+    """A token and an expert at a time, in the dtype of the operands."""
+    out = []
+    for t, chosen in enumerate(experts.tolist()):
+        mixed = torch.zeros_like(x[t])
+        for j, e in enumerate(chosen):
+            gate, up = (gate_up[e] @ x[t]).chunk(2)
+            mixed = mixed + weights[t, j] * (down[e] @ (F.silu(gate) * up))
+        out.append(mixed)
+    return torch.stack(out)
+
+
+@given(st.integers(2, 300), dtypes, st.sampled_from([1, 2, 4]), st.data())
+def test_a_token_does_not_depend_on_the_rest_of_the_batch(tokens, dtype, blocks, data):
+    x, experts, weights, *matrices = operands(tokens, dtype)
+    whole = mix(x, experts, weights, *matrices, blocks)
+    cut = data.draw(st.integers(1, tokens - 1))
+    order = torch.tensor(data.draw(st.permutations(range(tokens))))
+    for part in (slice(0, cut), slice(cut, tokens), order):
+        got = mix(x[part], experts[part], weights[part], *matrices, blocks)
+        assert torch.equal(got, whole[part])
+
+
+@given(st.integers(1, 50), dtypes, st.data())
+def test_a_token_does_not_depend_on_the_experts_of_others(tokens, dtype, data):
+    x, experts, weights, *matrices = operands(tokens, dtype)
+    mine = data.draw(st.integers(0, tokens - 1))
+    generator = torch.Generator().manual_seed(mine)
+    others = torch.randint(NUM_EXPERTS, experts.shape, generator=generator)
+    others[mine] = experts[mine]
+    got, want = (mix(x, e, weights, *matrices)[mine] for e in (others, experts))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_of_the_intermediate_axis_add_up_to_the_blocks_of_one_rank(ranks):
+    x, experts, weights, gate_up, down = operands(50, torch.float32)
+    gate, up = (part.chunk(ranks, dim=1) for part in gate_up.chunk(2, dim=1))
+    partials = [
+        mix(x, experts, weights, torch.cat(gate_up_part, dim=1), down_part)
+        for *gate_up_part, down_part in zip(gate, up, down.chunk(ranks, dim=2), strict=True)
+    ]
+    whole = mix(x, experts, weights, gate_up, down, blocks=ranks)
+    assert torch.equal(tree_sum(partials), whole)
+    assert not torch.equal(mix(x, experts, weights, gate_up, down), whole)
+
+
+@pytest.mark.parametrize("operators", [OPERATORS, StockOperators()], ids=["aligned", "stock"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_close_to_float64(operators, dtype):
+    inputs = operands(40, dtype)
+    wide = [t.double() if t.is_floating_point() else t for t in inputs]
+    got = mix(*inputs, operators=operators)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(got.double(), formula(*wide), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_the_formula(dtype, blocks):
+    x, experts, weights, gate_up, down = operands(30, dtype)
+    ours = [t.clone().requires_grad_() for t in (x, weights, gate_up, down)]
+    wide = [t.double().requires_grad_() for t in (x, weights, gate_up, down)]
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    mix(ours[0], experts, *ours[1:], blocks).backward(grad)
+    formula(wide[0], experts, *wide[1:]).backward(grad.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    for got, want in zip(ours, wide, strict=True):
+        assert got.grad.dtype == dtype
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_experts_that_nobody_chose_have_gradients_of_zero():
+    x, experts, weights, gate_up, down = operands(5, torch.float32)
+    experts = experts.clamp(max=3)
+    gate_up.requires_grad_(), down.requires_grad_()
+    mix(x, experts, weights, gate_up, down).sum().backward()
+    for grad in (gate_up.grad, down.grad):
+        unused = [e for e in range(NUM_EXPERTS) if not (experts == e).any()]
+        assert unused and not grad[unused].any()
+        assert grad[int(experts[0, 0])].any()
+
+
+def test_gradients_are_the_same_every_time_and_on_any_number_of_threads():
+    x, experts, weights, gate_up, down = operands(200, torch.float32)
+    results = []
+    for operators in (OPERATORS, OPERATORS, CpuOperators(3)):
+        inputs = [t.clone().requires_grad_() for t in (x, weights, gate_up, down)]
+        mix(inputs[0], experts, *inputs[1:], operators=operators).square().sum().backward()
+        results.append([t.grad for t in inputs])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_stock_experts_depend_on_the_batch():
+    """The negative control: the same layer by PyTorch's own GEMMs."""
+    stock = StockOperators()
+    x, experts, weights, *matrices = operands(200, torch.float32)
+    whole = mix(x, experts, weights, *matrices, operators=stock)
+    alone = [
+        mix(x[t : t + 1], experts[t : t + 1], weights[t : t + 1], *matrices, operators=stock)
+        for t in range(200)
+    ]
+    assert not torch.equal(torch.cat(alone), whole)

@@ -1,0 +1,41 @@
+"""Rotary frequencies in the engine are those of a model that was built on a CPU."""
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, SIZES
+from transformers import AutoModel
+
+from onpolicy.errors import ContractError
+from onpolicy.models.empty import empty_causal_lm
+from sglang_patches.buffers import use_cpu_buffers
+
+
+def engine_model(architecture):
+    config_class, sizes = ARCHITECTURES[architecture]
+    config = config_class(**{**SIZES, **sizes})
+    config._attn_implementation = "sdpa"
+    return AutoModel.from_config(config)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+def test_frequencies_that_another_device_rounded_otherwise_are_put_right(architecture):
+    model = engine_model(architecture)
+    frequencies = model.rotary_emb.inv_freq
+    frequencies.copy_(torch.nextafter(frequencies, torch.full_like(frequencies, 9.0)))
+    trainers = empty_causal_lm(model.config, trust_remote_code=False).base_model.rotary_emb.inv_freq
+    assert not torch.equal(frequencies, trainers)
+    use_cpu_buffers(model)
+    assert torch.equal(model.rotary_emb.inv_freq, trainers)
+    assert frequencies is model.rotary_emb.inv_freq  # written in place: a graph may hold it
+
+
+def test_the_engines_attention_stays_its_own():
+    model = engine_model("qwen3")
+    use_cpu_buffers(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_buffer_of_another_dtype_is_refused():
+    model = engine_model("qwen3").to(torch.bfloat16)
+    with pytest.raises(ContractError, match=r"buffer=rotary_emb.inv_freq.*torch.float32"):
+        use_cpu_buffers(model)
