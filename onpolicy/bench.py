@@ -1,4 +1,4 @@
-"""Aligned and stock operators side by side: alternating measurements, medians, ratios."""
+"""Operators, or training engines, side by side: alternating measurements, medians, ratios."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.checkpoint import load_config
 from onpolicy.outputs.directory import versions
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.start import make_contract, make_rollout_group, share_of_cores
+from onpolicy.start import check_layout, make_contract, make_rollout_group, share_of_cores
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import Request, SamplingParams, TrainSample
 
@@ -28,7 +29,7 @@ Measure = Callable[[], float]
 
 
 def alternate(measures: Mapping[str, Measure], repetitions: int) -> dict[str, Any]:
-    """Warm both up, measure in turns, and compare medians: `aligned`, `stock`, `ratio`."""
+    """Warm both up, measure in turns, and compare medians: each by its name, and `ratio`."""
     for measure in measures.values():
         measure()
     runs: dict[str, list[float]] = {kind: [] for kind in measures}
@@ -38,7 +39,7 @@ def alternate(measures: Mapping[str, Measure], repetitions: int) -> dict[str, An
     result: dict[str, Any] = {
         kind: {"tokens_per_second": median(values), "runs": values} for kind, values in runs.items()
     }
-    ratios = [a / s for a, s in zip(runs["aligned"], runs["stock"], strict=True)]
+    ratios = [first / second for first, second in zip(*runs.values(), strict=True)]
     return {**result, "ratio": median(ratios)}
 
 
@@ -87,27 +88,40 @@ def _rollout_measure(group: Any, prompts: list[list[int]], max_new_tokens: int) 
     return measure
 
 
+def check_layouts(config: BenchConfig) -> None:
+    """Raise ConfigError if an engine cannot hold the model; starts nothing."""
+    for backend in config.train_backend:
+        check_layout(_train_config(config, "aligned", backend))
+
+
 def bench_step(config: BenchConfig) -> dict[str, Any]:
-    """Tokens per second of an optimizer step, for growing numbers of tokens."""
+    """Tokens per second of an optimizer step, for growing numbers of tokens.
+
+    Of one engine on both kinds of operators, or of two engines on aligned ones.
+    """
     threads = config.cpu_threads or share_of_cores(1)
+    backends = config.train_backend
+    sides = [(name, name, "aligned") for name in backends]
+    if len(backends) == 1:
+        sides = [(kind, backends[0], kind) for kind in KINDS]
     trainers = {
-        kind: make_trainer(_train_config(config, kind), _contract(config, kind), threads)
-        for kind in KINDS
+        side: make_trainer(_train_config(config, kind, backend), _contract(config, kind), threads)
+        for side, backend, kind in sides
     }
     by_tokens = []
     for num_tokens in config.num_tokens:
         measures = {
-            kind: _step_measure(trainer, num_tokens, config, threads if kind == "stock" else 1)
-            for kind, trainer in trainers.items()
+            side: _step_measure(trainer, num_tokens, config, threads if side == "stock" else 1)
+            for side, trainer in trainers.items()
         }
         result = alternate(measures, config.repetitions)
-        for kind in KINDS:
-            result[kind]["seconds"] = num_tokens / result[kind]["tokens_per_second"]
+        for side in trainers:
+            result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
         by_tokens.append({"num_tokens": num_tokens, **result})
     return {
         "what": "step",
         "unit": "trained tokens per second",
-        **{kind: by_tokens[-1][kind] for kind in KINDS},
+        **{side: by_tokens[-1][side] for side in trainers},
         "ratio": by_tokens[-1]["ratio"],
         "by_num_tokens": by_tokens,
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -145,19 +159,33 @@ def _step_measure(
 
 
 def _contract(config: BenchConfig, kind: str) -> NumericsContract:
-    hf_config = load_config(config.hf_checkpoint)
     return make_contract(
-        config.hf_checkpoint, hf_config, dtype=config.dtype, aligned=kind == "aligned"
+        config.hf_checkpoint,
+        load_config(config.hf_checkpoint),
+        dtype=config.dtype,
+        aligned=kind == "aligned",
+        tp_size=tensor_parallel_size(config.sglang_args),
+        row_parallel_blocks=_train_config(config, kind).count_row_parallel_blocks(),
+        operators=config.operators,
     )
 
 
-def _train_config(config: BenchConfig, kind: str) -> TrainConfig:
+def _train_config(
+    config: BenchConfig, kind: str, backend: Literal["fsdp", "megatron"] = "fsdp"
+) -> TrainConfig:
+    is_aligned = kind == "aligned"
     return TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=config.hf_checkpoint, dtype=config.dtype),
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1),
         engine=groups.EngineConfig(cpu_threads=config.cpu_threads),
-        trainer=groups.TrainerConfig(max_tokens_per_gpu=max(config.num_tokens), lr=0.0),
-        parity=groups.ParityConfig(true_on_policy_mode=kind == "aligned", parity_policy="warn"),
+        trainer=groups.TrainerConfig(
+            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens), lr=0.0
+        ),
+        parity=groups.ParityConfig(
+            true_on_policy_mode=is_aligned,
+            parity_policy="warn",
+            row_parallel_blocks=config.row_parallel_blocks if is_aligned else 0,
+        ),
         sglang_args=config.sglang_args,
     )
 

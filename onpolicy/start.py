@@ -22,8 +22,11 @@ from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.ladder import Ladder
-from onpolicy.models.checkpoint import load_config, require_alignable
+from onpolicy.models.checkpoint import has_experts, load_config, require_alignable
 from onpolicy.models.policy import operator_shapes
+from onpolicy.models.tensor_parallel import require_shardable
+from onpolicy.ops.capability import Machine, choose_backend
+from onpolicy.ops.environment import require_exact
 from onpolicy.outputs.directory import LOG_FORMAT
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import RolloutGroup
@@ -32,7 +35,10 @@ from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.train import distributed
 from onpolicy.train.correction import Corrections, loss_settings
+from onpolicy.train.megatron import start as megatron
 from onpolicy.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 2 << 30
 """Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
@@ -92,25 +98,43 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
     """Raises ConfigError if the run can come to a contract or a correction that there is not."""
 
-    def contract(aligned: bool) -> NumericsContract:
-        model = config.model
-        return make_contract(
-            model.hf_checkpoint,
-            hf_config,
-            dtype=model.dtype,
-            aligned=aligned,
-            trust_remote_code=model.trust_remote_code,
+    if config.fallback.use_rollout_routing_replay and not has_experts(hf_config):
+        raise ConfigError(
+            f"--use-rollout-routing-replay: architecture={(hf_config.architectures or ['none'])[0]} "
+            "has no experts to choose. Leave it out."
         )
-
     try:
         loss_settings(config)
         Corrections(config)
-        aligned = contract(True) if config.may_align else None
-        return Ladder(config, contract(False), aligned)
+        aligned = _contract(config, hf_config, aligned=True) if config.may_align else None
+        return Ladder(config, _contract(config, hf_config, aligned=False), aligned)
     except ConfigError:
         raise
     except ValueError as error:  # of fallback_correction, which knows no flags
         raise ConfigError(f"corrections: {error}") from error
+
+
+def check_layout(config: TrainConfig) -> None:
+    """Raise ConfigError if the model cannot be laid out over torchrun's ranks; starts nothing."""
+    if config.trainer.train_backend == "megatron":
+        hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
+        megatron.check(config, hf_config, _contract(config, hf_config, aligned=False))
+
+
+def _contract(
+    config: TrainConfig, hf_config: PretrainedConfig, *, aligned: bool
+) -> NumericsContract:
+    model = config.model
+    return make_contract(
+        model.hf_checkpoint,
+        hf_config,
+        dtype=model.dtype,
+        aligned=aligned,
+        tp_size=tensor_parallel_size(config.sglang_args),
+        row_parallel_blocks=config.count_row_parallel_blocks(),
+        operators=config.parity.operators,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def make_contract(
@@ -119,22 +143,27 @@ def make_contract(
     *,
     dtype: str,
     aligned: bool,
+    tp_size: int = 1,
+    row_parallel_blocks: int = 1,
+    operators: str = "auto",
     trust_remote_code: bool = False,
 ) -> NumericsContract:
-    """The contract that both engines are started from."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """The contract that both engines are started from; `tp_size` is the rollout's degree."""
     if aligned:
-        require_alignable(hf_config, hf_config.max_position_embeddings)
-        if device == "cuda":
-            raise ConfigError(
-                "--true-on-policy-mode: this machine has a GPU, and this version has aligned "
-                "operators for CPUs only. Hide it (CUDA_VISIBLE_DEVICES=), or leave the mode out."
-            )
+        require_alignable(hf_config, hf_config.max_position_embeddings, trust_remote_code)
+        require_exact(os.environ)
+    shapes = operator_shapes(hf_config, trust_remote_code, row_parallel_blocks)
+    backend = "stock"
+    if aligned:
+        require_shardable(hf_config, shapes, tp_size=tp_size, blocks=row_parallel_blocks)
+        backend = choose_backend(operators, dtype, shapes.head_dim, Machine.here())
+        logger.info("aligned operators: %s, %s", backend, dtype)
     return NumericsContract(
-        backend="cpu" if aligned else "stock",
-        device=device,
+        backend=backend,
+        device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=dtype,
-        shapes=operator_shapes(hf_config, trust_remote_code),
+        shapes=shapes,
+        row_parallel_blocks=row_parallel_blocks,
     )
 
 
@@ -156,6 +185,7 @@ def make_rollout_group(
 ) -> RolloutGroup:
     """The rollout's servers, not started yet."""
     engine = config.engine
+    num_processes = engine.rollout_num_engines * tensor_parallel_size(config.sglang_args)
     if contract.device == "cuda":
         _require_gpus(config)
     spec = EngineSpec(
@@ -164,7 +194,7 @@ def make_rollout_group(
         host=engine.rollout_host,
         api_key=engine.rollout_api_key or secrets.token_hex(24),
         seed=config.seed,
-        num_threads=engine.cpu_threads or share_of_cores(engine.rollout_num_engines),
+        num_threads=engine.cpu_threads or share_of_cores(num_processes),
         max_concurrency=engine.rollout_max_concurrency,
         cache_tokens=cache_tokens(hf_config, contract),
         first_gpu=distributed.local_world_size(),

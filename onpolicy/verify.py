@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.engines import EnginePair
 from onpolicy.errors import ConfigError
@@ -34,11 +35,15 @@ Report = dict[str, Any]
 def verify(config: VerifyConfig) -> Report:
     """Run both rounds and return the report; collective over the trainer's ranks."""
     hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    train_config = make_train_config(config)
     contract = make_contract(
         config.hf_checkpoint,
         hf_config,
         dtype=config.dtype,
         aligned=config.true_on_policy_mode,
+        tp_size=tensor_parallel_size(config.sglang_args),
+        row_parallel_blocks=train_config.count_row_parallel_blocks(),
+        operators=config.operators,
         trust_remote_code=config.trust_remote_code,
     )
     longest_prompt = hf_config.max_position_embeddings - MARGIN - config.max_new_tokens
@@ -48,7 +53,7 @@ def verify(config: VerifyConfig) -> Report:
             f"{hf_config.max_position_embeddings}. Lower it."
         )
     prompts = make_prompts(config, hf_config.vocab_size, longest_prompt)
-    engines = EnginePair(_train_config(config), hf_config, contract, Path(config.run_dir))
+    engines = EnginePair(train_config, hf_config, contract, Path(config.run_dir))
     counts, num_cached = ParityCounts(), 0
     try:
         engines.start()
@@ -97,7 +102,8 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[li
     return prompts
 
 
-def _train_config(config: VerifyConfig) -> TrainConfig:
+def make_train_config(config: VerifyConfig) -> TrainConfig:
+    """A run of one rollout with this command's flags."""
     sglang_args = config.sglang_args
     if not any(arg.startswith("--chunked-prefill-size") for arg in sglang_args):
         sglang_args = (*sglang_args, "--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE))
@@ -119,8 +125,12 @@ def _train_config(config: VerifyConfig) -> TrainConfig:
         trainer=groups.TrainerConfig(
             train_backend=config.train_backend, lr=LEARNING_RATE, max_tokens_per_gpu=999
         ),
+        megatron=config.megatron,
         parity=groups.ParityConfig(
-            true_on_policy_mode=config.true_on_policy_mode, parity_policy="warn"
+            true_on_policy_mode=config.true_on_policy_mode,
+            parity_policy="warn",
+            row_parallel_blocks=config.row_parallel_blocks,
+            operators=config.operators,
         ),
         sync=groups.WeightSyncConfig(weight_sync=config.weight_sync, update_weight_buffer_size=1),
         seed=config.seed,

@@ -1,8 +1,9 @@
 """Routes the output projection to the aligned linear.
 
 Diverges in stock SGLang: a plain `torch.matmul`. SGLang also pads the vocabulary to a multiple of
-64 rows; only the model's own rows are multiplied here, since the padded ones are dropped anyway and
-the trainer's matrix does not have them.
+64 rows and drops their logits afterwards, so on one rank only the model's own rows are multiplied.
+With tensor parallelism every rank multiplies its equal part, SGLang gathers the logits, and the
+padding is in the last parts; a logit does not depend on the others.
 Source: LogitsProcessor._compute_lm_head, sglang/srt/layers/logits_processor.py. Can go with linear.py.
 """
 

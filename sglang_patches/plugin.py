@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 
 from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
-from onpolicy.ops import make_operators
+from onpolicy.ops import Operators, make_operators
 from sglang_patches import (
     attention,
+    buffers,
     cpu_sizes,
     determinism,
+    experts,
+    flash_attention,
     linear,
     lm_head,
     model,
@@ -18,6 +21,7 @@ from sglang_patches import (
     routed_experts,
     sampler,
     status,
+    triton_attention,
     versions,
     weights,
 )
@@ -37,11 +41,22 @@ def load() -> None:
         routed_experts.install()
     if contract.is_aligned:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
-        determinism.install()
-        linear.install(operators)
-        attention.install(operators)
+        determinism.install(contract)
+        linear.install(operators, contract)
+        _install_attention(contract, operators)
         lm_head.install(operators)
-        sampler.install(operators)
+        sampler.install(operators, contract)
         requests.install()
+        experts.install()
+        buffers.install()
         model.install(operators, contract)
     registry.started(contract)
+
+
+def _install_attention(contract: NumericsContract, operators: Operators) -> None:
+    if contract.backend == "cpu":
+        attention.install(operators)
+    elif contract.backend == "triton":
+        triton_attention.install()
+    else:
+        flash_attention.install()

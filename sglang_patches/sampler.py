@@ -3,8 +3,9 @@
 Diverges in stock SGLang: log-probabilities are `log(softmax(x))`, or with deterministic inference
 `log_softmax` of logits divided in place; sampling hashes every vocabulary entry, in a kernel that
 has no CPU wheel. Here they are `Operators.log_softmax`, the function the trainer calls, and a token
-is drawn by inverting the cumulative distribution at one uniform number per (seed, position), so it
-depends neither on the batch nor on the engine.
+is drawn by `Operators.sample` at one uniform number per (seed, position), so it depends neither on the
+batch nor on the engine. SGLang widens logits to float32 on their way; they go back to the dtype that
+the projection computed, since another dtype can be another kernel.
 Registered through SGLang's register_sampler_backend under the name that deterministic inference
 forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 """
@@ -15,14 +16,16 @@ from typing import Any
 
 import torch
 
+from onpolicy.contract import NumericsContract
 from onpolicy.ops import Operators
 from sglang_patches import registry
 
 
-def install(operators: Operators) -> None:
+def install(operators: Operators, contract: NumericsContract) -> None:
     from sglang.srt.layers.sampler import register_sampler_backend
 
-    register_sampler_backend("pytorch", lambda: _sampler_class()(operators))
+    dtype = getattr(torch, contract.dtype)
+    register_sampler_backend("pytorch", lambda: _sampler_class()(operators, dtype))
     registry.note("sampler backend pytorch")
 
 
@@ -30,9 +33,9 @@ def _sampler_class() -> type:
     from sglang.srt.layers.sampler import Sampler
 
     class AlignedSampler(Sampler):
-        def __init__(self, operators: Operators):
+        def __init__(self, operators: Operators, dtype: torch.dtype):
             super().__init__()
-            self.operators = operators
+            self.operators, self.dtype = operators, dtype
 
         def forward(
             self,
@@ -43,9 +46,10 @@ def _sampler_class() -> type:
             token_ids_logprobs: list[list[int]],
             positions: torch.Tensor,
         ) -> torch.Tensor:
-            logits = logits_output.next_token_logits
+            logits = logits_output.next_token_logits.to(self.dtype)
             log_probs = self.operators.log_softmax(logits, sampling_info.temperatures)
-            tokens = draw(log_probs, sampling_info.sampling_seed, positions)
+            numbers = uniform(sampling_info.sampling_seed, positions)
+            tokens = self.operators.sample(log_probs, numbers)
             if sampling_info.is_any_greedy:
                 tokens = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), tokens)
             tokens = tokens.to(torch.int32)
@@ -58,17 +62,6 @@ def _sampler_class() -> type:
             return tokens
 
     return AlignedSampler
-
-
-def draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One token per row: float32 [B, V], int64 [B], int64 [B] -> int64 [B].
-
-    The first token whose cumulative probability exceeds a uniform number made from seed and
-    position; sums in float64, row by row.
-    """
-    cumulative = log_probs.double().exp_().cumsum(-1)
-    threshold = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
-    return (cumulative <= threshold).sum(-1).clamp_(max=log_probs.shape[-1] - 1)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

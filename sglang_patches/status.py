@@ -1,8 +1,8 @@
 """Tells the trainer what runs here: contract, self-check digest, patches, weights, versions.
 
 Adds the key `onpolicy` to the scheduler's internal state, which GET /server_info returns. It is
-collected in the scheduler, the process that computes log-probabilities; a server whose scheduler
-did not load the plug-in has no such key, and the trainer refuses it.
+collected in the schedulers, the processes that compute log-probabilities, one per tensor-parallel
+rank; a server whose scheduler did not load the plug-in has no such key, and the trainer refuses it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_patches import registry, versions
+from sglang_patches.tensor_parallel import report_of_all_ranks
 
 TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
@@ -21,7 +22,7 @@ def install() -> None:
 def _add_report(result: Any, *_: Any, **__: Any) -> Any:
     state = result.internal_state
     state["onpolicy"] = {
-        **registry.report,
+        **report_of_all_ranks(registry.report),
         "patches": registry.active(),
         "sglang": versions.sglang_version(),
         "has_update_sessions": versions.has_weight_update_sessions(),

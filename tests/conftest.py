@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: tests share
 from pathlib import Path
 
 import pytest
+import triton_interpreter  # noqa: F401 (before anything imports Triton)
 from hypothesis import settings
 
 # Deterministic, and never a failure because a shared machine is slow.

@@ -20,11 +20,20 @@ from onpolicy.types import Request, SamplingParams
 CHUNKED_PREFILL_SIZE = 48
 
 
-def make_engines(checkpoint: Path, directory: Path, dtype: str = "float32", **engine) -> EnginePair:
-    """An aligned engine pair, not started yet."""
+def make_engines(
+    checkpoint: Path, directory: Path, dtype: str = "float32", tp_size: int = 1, **engine
+) -> EnginePair:
+    """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
     distributed.init_process_group()
     hf_config = load_config(str(checkpoint))
-    contract = make_contract(str(checkpoint), hf_config, dtype=dtype, aligned=True)
+    contract = make_contract(
+        str(checkpoint),
+        hf_config,
+        dtype=dtype,
+        aligned=True,
+        tp_size=tp_size,
+        row_parallel_blocks=tp_size,
+    )
     config = TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype=dtype),
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
@@ -32,7 +41,12 @@ def make_engines(checkpoint: Path, directory: Path, dtype: str = "float32", **en
         trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=500),
         parity=groups.ParityConfig(true_on_policy_mode=True),
         sync=groups.WeightSyncConfig(update_weight_buffer_size=1),
-        sglang_args=("--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE)),
+        sglang_args=(
+            "--chunked-prefill-size",
+            str(CHUNKED_PREFILL_SIZE),
+            "--tp-size",
+            str(tp_size),
+        ),
     )
     return EnginePair(config, hf_config, contract, directory)
 

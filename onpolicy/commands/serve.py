@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from onpolicy.config import parse, sglang_flags
+from onpolicy.config import parse, sglang_flags, tensor_parallel
 from onpolicy.config.tools import ServeConfig
-from onpolicy.config.train import require_key_for_host
+from onpolicy.config.train import require_key_for_host, require_mode_for_operators
 from onpolicy.errors import EngineError
 
 
@@ -18,6 +18,13 @@ def main(argv: Sequence[str]) -> int:
     config = parse(ServeConfig, argv, "onpolicy serve")
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
     require_key_for_host(config.rollout_host, config.rollout_api_key)
+    require_mode_for_operators(config.operators, aligned=config.true_on_policy_mode)
+    tp_size = sglang_flags.tensor_parallel_size(config.sglang_args)
+    blocks = tensor_parallel.count_blocks(
+        config.row_parallel_blocks,
+        {"--sglang-tp-size": tp_size},
+        aligned=config.true_on_policy_mode,
+    )
 
     from onpolicy.models.checkpoint import load_config
     from onpolicy.rollout.engine_args import EngineSpec
@@ -30,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
         hf_config,
         dtype=config.dtype,
         aligned=config.true_on_policy_mode,
+        tp_size=tp_size,
+        row_parallel_blocks=blocks,
+        operators=config.operators,
         trust_remote_code=config.trust_remote_code,
     )
     spec = EngineSpec(
@@ -38,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         host=config.rollout_host,
         api_key=config.rollout_api_key or secrets.token_hex(24),
         seed=config.seed,
-        num_threads=config.cpu_threads or share_of_cores(1),
+        num_threads=config.cpu_threads or share_of_cores(tp_size),
         max_concurrency=256,
         cache_tokens=cache_tokens(hf_config, contract),
         trust_remote_code=config.trust_remote_code,

@@ -18,10 +18,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
-    from onpolicy.start import read_inputs
+    from onpolicy.start import check_layout, read_inputs
 
     if os.environ.get("RANK", "0") != "0":  # torchrun: one answer is enough
         return 0
+    check_layout(config)
     inputs = read_inputs(config, Scorer(config.reward))
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())
@@ -33,10 +34,11 @@ def _train(config: TrainConfig) -> int:
     from onpolicy.loop import train
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
-    from onpolicy.start import configure_logging, read_inputs
+    from onpolicy.start import check_layout, configure_logging, read_inputs
     from onpolicy.train import distributed
 
     configure_logging()
+    check_layout(config)
     distributed.init_process_group()
     inputs = distributed.run_on_rank_zero(lambda: read_inputs(config, Scorer(config.reward)))
     if distributed.rank() == 0:

@@ -8,18 +8,21 @@ from pathlib import Path
 
 from onpolicy.config import parse, sglang_flags
 from onpolicy.config.tools import VerifyConfig
+from onpolicy.config.train import require_mode_for_operators
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print the report, and say by the exit code whether the mode's promise holds."""
     config = parse(VerifyConfig, argv, "onpolicy verify")
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
+    require_mode_for_operators(config.operators, aligned=config.true_on_policy_mode)
 
-    from onpolicy.start import configure_logging
+    from onpolicy.start import check_layout, configure_logging
     from onpolicy.train import distributed
-    from onpolicy.verify import passes, verify
+    from onpolicy.verify import make_train_config, passes, verify
 
     configure_logging()
+    check_layout(make_train_config(config))
     distributed.init_process_group()
     report = verify(config)
     if distributed.rank() == 0:

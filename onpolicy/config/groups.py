@@ -261,8 +261,8 @@ class FallbackConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    train_backend: Literal["fsdp"] = "fsdp"
-    """Training engine."""
+    train_backend: Literal["fsdp", "megatron"] = "fsdp"
+    """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
 
     global_batch_size: int | None = None
     """Samples per optimizer step; all samples of a rollout if not given."""
@@ -307,6 +307,30 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    megatron_tp: int = 1
+    """Tensor-parallel ranks."""
+
+    megatron_sequence_parallel: bool = False
+    """Tensor-parallel ranks also share the tokens between their layers."""
+
+    megatron_pp: int = 1
+    """Pipeline stages."""
+
+    megatron_cp: int = 1
+    """Context-parallel ranks: each computes two stretches of every sequence."""
+
+    megatron_ep: int = 1
+    """Expert-parallel ranks; taken from the data-parallel ones."""
+
+    megatron_moe_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    """How tokens come to the ranks of their experts."""
+
+    megatron_distributed_optimizer: bool = True
+    """Data-parallel ranks share the optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParityConfig:
     true_on_policy_mode: bool = False
     """Run both engines on aligned operators and check that every log-probability agrees bitwise."""
@@ -314,6 +338,14 @@ class ParityConfig:
     parity_policy: Literal["fail", "warn", "fallback"] | None = None
     """On a mismatch: stop before the backward pass, log it, or train on the rollout with the
     correction that the other flags ask for. Default: fail in the mode above, else warn."""
+
+    row_parallel_blocks: int = 0
+    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
+    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
+
+    operators: Literal["auto", "triton", "hopper"] = "auto"
+    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
+    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,23 +21,57 @@ _OURS = {
     "device": "CUDA_VISIBLE_DEVICES= to hide a GPU",
 }
 
+_ATTENTION = "the attention operator is part of the contract"
+_WEIGHTS = "the engine must hold the weights that are trained, bit for bit"
+_COMPILED = "compiled operators round differently from the aligned ones"
+_SUMS = "the order of sums over ranks is part of the contract"
+
 _UNALIGNED = {
-    "attention-backend": "the attention operator is part of the contract",
-    "prefill-attention-backend": "the attention operator is part of the contract",
-    "decode-attention-backend": "the attention operator is part of the contract",
+    "attention-backend": _ATTENTION,
+    "prefill-attention-backend": _ATTENTION,
+    "decode-attention-backend": _ATTENTION,
+    "enable-lean-attention": _ATTENTION,
+    "page-size": "the attention operator reads pages of one token",
+    "bf16-gemm-backend": "matrix products are part of the contract",
+    "enable-tf32-matmul": "it rounds float32 products to TF32, rotary angles among them",
+    "enable-fused-qk-norm-rope": "norms and rotary embeddings are part of the contract",
     "sampling-backend": "the sampler is part of the contract",
+    "enable-custom-logit-processor": "tokens are sampled from softmax(logits / temperature) alone",
     "model-impl": "both engines run the Hugging Face model definition",
+    "json-model-override-args": "both engines run the model that the checkpoint describes",
     "kv-cache-dtype": "cached keys and values must keep the bits that training computes",
-    "quantization": "the engine must hold the weights that are trained, bit for bit",
-    "torchao-config": "the engine must hold the weights that are trained, bit for bit",
+    "quantization": _WEIGHTS,
+    "torchao-config": _WEIGHTS,
+    "modelopt-quant": _WEIGHTS,
+    "quantize-and-serve": _WEIGHTS,
+    "rl-quant-profile": _WEIGHTS,
     "speculative-algorithm": "accepted draft tokens are not samples of softmax(logits / temperature)",
     "speculative-draft-model-path": "draft models are not part of the contract",
     "enable-lora": "adapters are not part of the model that is trained",
     "lora-paths": "adapters are not part of the model that is trained",
-    "enable-torch-compile": "compiled operators round differently from the aligned ones",
+    "enable-torch-compile": _COMPILED,
+    "cuda-graph-tc-compiler": _COMPILED,
+    "piecewise-cuda-graph-compiler": _COMPILED,
+    "enforce-piecewise-cuda-graph": _COMPILED,
+    "enable-flashinfer-allreduce-fusion": _SUMS,
+    "flashinfer-allreduce-fusion-backend": _SUMS,
+    "enable-aiter-allreduce-fusion": _SUMS,
+    "enable-fused-moe-sum-all-reduce": _SUMS,
+    "enable-mscclpp": _SUMS,
+    "enable-torch-symm-mem": _SUMS,
+    "enable-layernorm-sp": _SUMS,
+    "dcp-size": _SUMS,
+    "decode-context-parallel-size": _SUMS,
+    "attn-cp-size": _SUMS,
+    "attention-context-parallel-size": _SUMS,
+    "enable-quant-communications": "it rounds what tensor-parallel ranks tell each other",
     "enable-fp32-lm-head": "the output projection is part of the contract",
+    "enable-dp-attention": "the contract knows one way to share a model: tensor parallelism",
     "rl-on-policy-target": "the contract's operators take its place",
 }
+
+_COMPILED_GRAPH = "tc_piecewise"
+"""A kind of CUDA graph, given to --cuda-graph-backend-prefill or inside --cuda-graph-config."""
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -67,6 +101,11 @@ def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
 def validate(sglang_args: Sequence[str], aligned: bool) -> None:
     """Refuse flags that onpolicy sets itself, and in an aligned run those that break the contract."""
     for arg in sglang_args:
+        if aligned and _COMPILED_GRAPH in arg:
+            raise ConfigError(
+                f"{arg} after {PREFIX}*: no {_COMPILED_GRAPH} with --true-on-policy-mode, because "
+                f"{_COMPILED}. Choose another backend, or run without --true-on-policy-mode."
+            )
         name = arg.removeprefix("--").split("=")[0]
         if not arg.startswith("--"):
             continue

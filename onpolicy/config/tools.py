@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
+
+from onpolicy.config import groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,20 @@ class VerifyConfig:
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones, whose mismatch is reported."""
 
-    train_backend: Literal["fsdp"] = "fsdp"
-    """Training engine."""
+    row_parallel_blocks: int = 0
+    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
+    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
+
+    operators: Literal["auto", "triton", "hopper"] = "auto"
+    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
+    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
+
+    train_backend: Literal["fsdp", "megatron"] = "fsdp"
+    """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
+
+    megatron: Annotated[groups.MegatronConfig, tyro.conf.OmitArgPrefixes] = field(
+        default_factory=groups.MegatronConfig
+    )
 
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Way of the changed weights to the server."""
@@ -91,8 +105,19 @@ class BenchConfig:
     max_new_tokens: int = 96
     """Tokens sampled for every prompt, or trained on in every sequence."""
 
+    train_backend: tuple[Literal["fsdp", "megatron"], ...] = ("fsdp",)
+    """step: the training engine; two are measured side by side, both on aligned operators."""
+
     num_tokens: tuple[int, ...] = (2048, 4096, 8192)
     """step: tokens per optimizer step; one measurement for each."""
+
+    row_parallel_blocks: int = 0
+    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
+    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
+
+    operators: Literal["auto", "triton", "hopper"] = "auto"
+    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
+    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
 
     cpu_threads: int = 0
     """Threads for CPU operators of each process; 0 takes all cores."""
@@ -119,6 +144,14 @@ class ServeConfig:
 
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones."""
+
+    row_parallel_blocks: int = 0
+    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
+    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
+
+    operators: Literal["auto", "triton", "hopper"] = "auto"
+    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
+    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
 
     rollout_host: str = "127.0.0.1"
     """Address to listen on. Another than loopback needs --rollout-api-key."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import groups, sglang_flags
+from onpolicy.config import groups, sglang_flags, tensor_parallel
 from onpolicy.errors import ConfigError
 
 Flat = tyro.conf.OmitArgPrefixes
@@ -28,6 +28,7 @@ class TrainConfig:
     )
     fallback: Annotated[groups.FallbackConfig, Flat] = field(default_factory=groups.FallbackConfig)
     trainer: Annotated[groups.TrainerConfig, Flat] = field(default_factory=groups.TrainerConfig)
+    megatron: Annotated[groups.MegatronConfig, Flat] = field(default_factory=groups.MegatronConfig)
     parity: Annotated[groups.ParityConfig, Flat] = field(default_factory=groups.ParityConfig)
     governor: Annotated[groups.GovernorFlags, Flat] = field(default_factory=groups.GovernorFlags)
     sync: Annotated[groups.WeightSyncConfig, Flat] = field(default_factory=groups.WeightSyncConfig)
@@ -77,6 +78,15 @@ class TrainConfig:
         """What a mismatched token leads to under aligned operators: fail, warn or fallback."""
         return self.parity.parity_policy or ("fail" if self.may_align else "warn")
 
+    def count_row_parallel_blocks(self) -> int:
+        """Blocks of every sum that ranks share. Raises ConfigError for degrees that cannot align."""
+        degrees = {"--megatron-tp": self.megatron.megatron_tp}
+        if self.may_align:
+            degrees["--sglang-tp-size"] = sglang_flags.tensor_parallel_size(self.sglang_args)
+        return tensor_parallel.count_blocks(
+            self.parity.row_parallel_blocks, degrees, aligned=self.may_align
+        )
+
     def batch_equation(self) -> str:
         """The four sizes of a rollout as one equation."""
         return (
@@ -105,6 +115,8 @@ def validate(config: TrainConfig) -> None:
     _require_engines(config)
     _require_corrections(config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
+    config.count_row_parallel_blocks()
+    require_mode_for_operators(config.parity.operators, aligned=config.may_align)
 
 
 def _refuse(flag: str, value: object, rule: str, remedy: str) -> None:
@@ -287,6 +299,17 @@ def _require_engines(config: TrainConfig) -> None:
             "Give it to the command that starts the server.",
         )
     require_key_for_host(engine.rollout_host, engine.rollout_api_key)
+
+
+def require_mode_for_operators(operators: str, aligned: bool) -> None:
+    """Raise ConfigError if aligned operators are chosen for engines that would not run them."""
+    if operators != "auto" and not aligned:
+        _refuse(
+            "operators",
+            operators,
+            "without --true-on-policy-mode each engine runs its own operators",
+            "Add the mode, or leave the flag out.",
+        )
 
 
 def require_key_for_host(host: str, api_key: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.ops.row_parallel import RowParallel, tree_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,11 @@ class Operators(ABC):
         The part of a longer sum over K; see `row_parallel_linear`.
         """
 
+    def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
+        """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""
+        pairs = zip(x.chunk(blocks, dim=-1), weight.chunk(blocks, dim=-1), strict=True)
+        return tree_sum([self.partial_linear(*pair) for pair in pairs])
+
     def row_parallel_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, row_parallel: RowParallel
     ) -> Tensor:
@@ -75,8 +80,8 @@ class Operators(ABC):
         """
         if row_parallel.blocks == 1:
             return self.linear(x, weight, bias)
-        pairs = zip(row_parallel.split(x), row_parallel.split(weight), strict=True)
-        total = row_parallel.sum([self.partial_linear(*pair) for pair in pairs])
+        blocks = row_parallel.blocks_of(x.shape[-1])
+        total = row_parallel.sum([self.blockwise_linear(x, weight, blocks)])
         return (total if bias is None else total + bias.float()).to(x.dtype)
 
     @abstractmethod
@@ -109,10 +114,64 @@ class Operators(ABC):
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`function(x)` of an activation function that maps every element by itself."""
 
+    def gated(self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        """`activation(gate) * up`, the activation rounded to its dtype first: [..., I] -> [..., I]."""
+        return self.elementwise(activation, gate) * up
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """transformers' `apply_rotary_pos_emb`, every product and sum rounded to the dtype of `q`.
+
+        q: [B, H, T, D], k: [B, H_kv, T, D], cos and sin: [B, T, D] -> q and k, rotated.
+        """
+        cos, sin = cos[:, None], sin[:, None]
+        return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
     @abstractmethod
     def softmax(self, x: Tensor) -> Tensor:
         """Softmax over the last axis in float32, as routers use it: [..., E] -> float32 [..., E]."""
 
+    def topk(self, probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of every row, largest first: [M, E] -> values [M, k], int64 indices [M, k]."""
+        values, indices = torch.topk(probabilities, k, dim=-1)
+        return values, indices
+
     @abstractmethod
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """`log_softmax(float32(logits) / temperature)`: [M, V], float32 [M, 1] -> float32 [M, V]."""
+
+    def gather_log_probs(
+        self, logits: Tensor, temperature: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`log_softmax` at `targets`, the same bits, and the entropy in nats; no autograd.
+
+        logits: [M, V]; temperature: float32 [M, 1]; targets: int64 [M] -> float32 [M], float32 [M].
+        """
+        log_probs = self.log_softmax(logits, temperature)
+        chosen = log_probs.gather(1, targets[:, None])[:, 0]
+        return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+    def grad_logits(
+        self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
+    ) -> Tensor:
+        """The gradient of `(grad * gather_log_probs(logits, temperature, targets)[0]).sum()`.
+
+        Shapes as there; grad: float32 [M] -> [M, V] in the dtype of `logits`.
+        """
+        scale = grad[:, None] / temperature
+        out = self.log_softmax(logits, temperature).exp_().mul_(-scale)
+        return out.scatter_add_(1, targets[:, None], scale).to(logits.dtype)
+
+    def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
+        """One token a row, by inverting the cumulative distribution; sums in float64.
+
+        log_probs: float32 [B, V]; uniform: float64 [B] in [0, 1) -> int64 [B]: the first token
+        whose cumulative probability exceeds `uniform` times the total.
+        """
+        cumulative = log_probs.double().exp_().cumsum(-1)
+        threshold = uniform[:, None] * cumulative[:, -1:]
+        return (cumulative <= threshold).sum(-1).clamp_(max=log_probs.shape[-1] - 1)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
+from onpolicy.ops.vocab_parallel import VocabParallel
 
 LOGITS_PER_CHUNK = 1 << 24
 """Logits alive at a time (64 MiB of float32); rows do not depend on where the chunks are cut."""
@@ -19,18 +20,23 @@ def token_log_probs(
     bias: Tensor | None,
     targets: Tensor,
     temperature: Tensor,
+    vocabulary: VocabParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`log_softmax(float32(hidden @ weight.T + bias) / temperature)` at `targets`, and the entropy.
 
     hidden: [T, K]; weight: [V, K]; bias: [V] or None; targets: int64 [T]; temperature: float32 [T].
     Returns (log_probs float32 [T], entropy float32 [T] in nats, without gradient). The backward
     pass computes the logits again, chunk by chunk, so memory grows with T + V, not T x V.
+
+    With a `vocabulary`, `weight` and `bias` are this rank's rows of it, and so are their gradients;
+    the gradient of `hidden` is this rank's part of a sum over the ranks.
     """
-    return _TokenLogProbs.apply(operators, hidden, weight, bias, targets, temperature)
+    vocabulary = vocabulary or VocabParallel(weight.shape[0])
+    return _TokenLogProbs.apply(operators, hidden, weight, bias, targets, temperature, vocabulary)
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    rows = max(16, LOGITS_PER_CHUNK // weight.shape[0])
+def _chunks(hidden: Tensor, vocabulary: VocabParallel) -> list[slice]:
+    rows = max(16, LOGITS_PER_CHUNK // vocabulary.size)
     return [slice(r, r + rows) for r in range(0, hidden.shape[0], rows)]
 
 
@@ -44,15 +50,16 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
+        vocabulary: VocabParallel,
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(log_probs)
-        for rows in _chunks(hidden, weight):
-            logits = operators.linear(hidden[rows], weight, bias)
-            chunk = operators.log_softmax(logits, temperature[rows, None])
-            log_probs[rows] = chunk.gather(1, targets[rows, None])[:, 0]
-            entropy[rows] = -(chunk.exp() * chunk).sum(-1)
-        ctx.operators = operators  # type: ignore[attr-defined]
+        for rows in _chunks(hidden, vocabulary):
+            logits = vocabulary.gather(operators.linear(hidden[rows], weight, bias))
+            log_probs[rows], entropy[rows] = operators.gather_log_probs(
+                logits, temperature[rows, None], targets[rows]
+            )
+        ctx.operators, ctx.vocabulary = operators, vocabulary  # type: ignore[attr-defined]
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -62,15 +69,16 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature = ctx.saved_tensors  # type: ignore[attr-defined]
         operators: Operators = ctx.operators  # type: ignore[attr-defined]
+        vocabulary: VocabParallel = ctx.vocabulary  # type: ignore[attr-defined]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for rows in _chunks(hidden, weight):
-            logits = operators.linear(hidden[rows], weight, bias)
-            scale = (grad[rows] / temperature[rows])[:, None]
-            grad_logits = operators.log_softmax(logits, temperature[rows, None]).exp_().mul_(-scale)
-            grad_logits.scatter_add_(1, targets[rows, None], scale)
-            grad_logits = grad_logits.to(hidden.dtype)
+        for rows in _chunks(hidden, vocabulary):
+            logits = vocabulary.gather(operators.linear(hidden[rows], weight, bias))
+            grad_logits = operators.grad_logits(
+                logits, temperature[rows, None], targets[rows], grad[rows]
+            )
+            grad_logits = vocabulary.take(grad_logits, weight.shape[0])
             grad_hidden[rows] = operators.linear(grad_logits, weight.t())
             grad_weight += operators.linear(grad_logits.t(), hidden[rows].t())
             if grad_bias is not None:
@@ -80,6 +88,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
             None,
             None,
         )

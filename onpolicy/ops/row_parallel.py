@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from onpolicy.errors import ContractError
+
 
 @dataclass(frozen=True, slots=True)
 class RowParallel:
@@ -28,18 +30,40 @@ class RowParallel:
     group: dist.ProcessGroup | None = None
     """The tensor-parallel group; None: this process holds all of K."""
 
+    def __post_init__(self) -> None:
+        if self.blocks < 1 or self.blocks & (self.blocks - 1) or self.blocks % self.ranks:
+            raise ContractError(
+                f"row_parallel_blocks={self.blocks}: must be a power of two, and {self.ranks} "
+                "tensor-parallel ranks must share it equally. Start both engines with another "
+                "--row-parallel-blocks, or a number of ranks that divides it."
+            )
+
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    def blocks_of(self, size: int) -> int:
+        """How many blocks this rank has of its `size` = K / ranks."""
+        mine = self.blocks // self.ranks
+        if size % mine:
+            raise ContractError(
+                f"row_parallel_blocks={self.blocks}: {mine} of them cannot be equal parts of an "
+                f"axis of {size}. Start both engines with a smaller --row-parallel-blocks."
+            )
+        return mine
+
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """This rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks] each."""
-        return x.chunk(self.blocks // self.ranks, dim=-1)
+        return x.chunk(self.blocks_of(x.shape[-1]), dim=-1)
 
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
         """Add this rank's float32 partials and the other ranks' along the tree."""
         mine = tree_sum(partials)
         return mine if self.ranks == 1 else _GatheredSum.apply(mine, self.group)
+
+
+WHOLE = RowParallel()
+"""One sum over all of K: a linear that tensor parallelism does not cut along it."""
 
 
 def tree_sum(terms: Sequence[Tensor]) -> Tensor:
@@ -54,9 +78,10 @@ class _GatheredSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        gathered = partial.new_empty(group.size(), *partial.shape)
-        dist.all_gather_into_tensor(gathered, partial.contiguous(), group=group)
-        return tree_sum(gathered.unbind())
+        partial = partial.contiguous()
+        gathered = [torch.empty_like(partial) for _ in range(group.size())]
+        dist.all_gather(gathered, partial, group=group)
+        return tree_sum(gathered)
 
     @staticmethod
     @once_differentiable

@@ -1,8 +1,8 @@
 """The self-check at start-up: are the operators row-invariant here, at this model's sizes?
 
-Row invariance on a CPU rests on how BLAS libraries behave, which is observed and not promised. So
-every process that is to keep a contract runs its operators at the shapes of its model, in all the
-batch sizes that can occur, and refuses to start if a single bit differs. Digests of the results
+Row invariance rests on how libraries behave, which is observed and not promised. So every process
+that is to keep a contract runs its operators at the shapes of its model, in all the batch sizes that
+matter, where it is to compute, and refuses to start if a single bit differs. Digests of the results
 are part of what an engine reports: two processes whose operators are each invariant but different
 (another CPU, another library) are told apart before they exchange a token.
 """
@@ -18,12 +18,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ContractError
 from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.probe import columns_to_check, probe, require_equal
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+from onpolicy.ops.shard_check import check_shards
 
 ROWS = 300
 ROW_COUNTS = (1, 2, 7, *range(16, 257, 16), 299)
 QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
+GPU_ROW_COUNTS = (*ROW_COUNTS, 511, 1024, 2049, 4096)
+"""A GPU's GEMM also tells larger numbers of rows apart."""
+
+EXPERTS_ROW_COUNTS = (1, 2, 7, 64, 299)
+"""Tokens spread over experts as their router says, so these make GEMMs of many sizes."""
+
+MAX_EXPERTS = 3
+"""Experts of a layer that are tried: enough to tell which rows are whose."""
+
+MAX_RESULTS = 1 << 26
+"""Outputs of one GEMM on a GPU, unless ROWS rows are more."""
 
 
 def self_check(operators: Operators, contract: NumericsContract) -> dict[str, str]:
@@ -39,99 +53,134 @@ def self_check(operators: Operators, contract: NumericsContract) -> dict[str, st
 
 
 def _digest(result: Tensor) -> str:
-    return hashlib.sha256(result.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+    values = result.contiguous().cpu().view(torch.uint8).numpy()
+    return hashlib.sha256(values.tobytes()).hexdigest()[:8]
 
 
 def _results(
     operators: Operators, contract: NumericsContract
 ) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    dtype, shapes = getattr(torch, contract.dtype), contract.shapes
-    for n, k, has_bias in shapes.linear:
-        name = "linear with bias" if has_bias else "linear"
-        yield name, (n, k), _check_linear(operators, n, k, has_bias, dtype)
+    dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
+    row_parallel = RowParallel(contract.row_parallel_blocks)
+    for kind, how, linears in (
+        ("linear", WHOLE, shapes.linear),
+        ("row-parallel linear", row_parallel, shapes.row_linear),
+    ):
+        for n, k, has_bias in linears:
+            name = f"{kind} with bias" if has_bias else kind
+            yield name, (n, k), _check_linear(operators, n, k, has_bias, how, dtype, device)
+    if row_parallel.blocks > 1:
+        check_shards(operators, contract)
     heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    yield "attention", heads, _check_attention(operators, *heads, dtype)
+    yield "attention", heads, _check_attention(operators, *heads, dtype, device)
     for size in shapes.norm:
-        weight = probe(size, seed=1).to(dtype)
-        x = probe(ROWS, size, seed=2).to(dtype)
+        weight = probe(size, seed=1, device=device).to(dtype)
+        x = probe(ROWS, size, seed=2, device=device).to(dtype)
         norm = partial(operators.rms_norm, weight=weight, eps=1e-6)
         yield "rms_norm", (size,), _check_rows("rms_norm", (size,), norm, x)
     for function in (F.silu, F.gelu, torch.sigmoid):
-        x = 4 * probe(ROWS, 37, seed=3).to(dtype)
+        x = 4 * probe(ROWS, 37, seed=3, device=device).to(dtype)
         apply = partial(operators.elementwise, function)
         yield function.__name__, (37,), _check_rows(function.__name__, (37,), apply, x)
+    for sizes in shapes.experts:
+        yield "experts", sizes, _check_experts(operators, contract, sizes)
     vocabulary = (shapes.vocab_size,)
-    logits = 4 * probe(ROWS, shapes.vocab_size, seed=4).to(dtype)
+    logits = 4 * probe(ROWS, shapes.vocab_size, seed=4, device=device).to(dtype)
     yield "softmax", vocabulary, _check_rows("softmax", vocabulary, operators.softmax, logits)
 
     def log_softmax(x: Tensor) -> Tensor:
-        return operators.log_softmax(x, torch.full((len(x), 1), 0.7))
+        return operators.log_softmax(x, torch.full((len(x), 1), 0.7, device=device))
 
     yield "log_softmax", vocabulary, _check_rows("log_softmax", vocabulary, log_softmax, logits)
 
 
-def probe(*shape: int, seed: int) -> Tensor:
-    """Fixed numbers in (-1, 1), the same on every machine, thread count and torch version."""
-    size = torch.Size(shape).numel()
-    words = (torch.arange(size, dtype=torch.int64) + seed * 7919) * 2654435761 % (1 << 20)
-    return ((words.double() - (1 << 19)) / (1 << 19)).float().view(shape)
-
-
 def _check_rows(
-    name: str, shape: tuple[int, ...], function: Callable[[Tensor], Tensor], x: Tensor
+    name: str,
+    shape: tuple[int, ...],
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    counts: tuple[int, ...] = ROW_COUNTS,
 ) -> Tensor:
     """Rows of function(x) must not change when the batch is cut or turned round."""
     reference = function(x)
-    for rows in ROW_COUNTS:
-        _require_equal(name, shape, f"{rows} rows", function(x[:rows]), reference[:rows])
-    _require_equal(name, shape, "rows in reverse", function(x.flip(0)), reference.flip(0))
-    return reference
+    for rows in counts:
+        require_equal(name, shape, f"{rows} rows", function(x[:rows]), reference[:rows])
+    require_equal(name, shape, "rows in reverse", function(x.flip(0)), reference.flip(0))
+    return reference[:ROWS]
 
 
 def _check_linear(
-    operators: Operators, n: int, k: int, has_bias: bool, dtype: torch.dtype
+    operators: Operators,
+    n: int,
+    k: int,
+    has_bias: bool,
+    row_parallel: RowParallel,
+    dtype: torch.dtype,
+    device: str,
 ) -> Tensor:
-    # One full and the last partial column tile stand for all: the rest run the same GEMMs.
-    tile = operators.column_tile
-    columns = n if tile is None or n <= tile else tile + n % tile
-    weight = (probe(columns, k, seed=5) / k**0.5).to(dtype)
-    bias = probe(columns, seed=6).to(dtype) if has_bias else None
-    x = probe(ROWS, k, seed=7).to(dtype)
-    return _check_rows("linear", (n, k), lambda t: operators.linear(t, weight, bias), x)
+    columns = columns_to_check(n, operators.column_tile)
+    weight = probe(columns, k, seed=5, device=device).div_(k**0.5).to(dtype)
+    bias = probe(columns, seed=6, device=device).to(dtype) if has_bias else None
+    rows, counts = ROWS, ROW_COUNTS
+    if device != "cpu":
+        rows = max(ROWS, min(GPU_ROW_COUNTS[-1] + 3, MAX_RESULTS // columns))
+        counts = tuple(count for count in GPU_ROW_COUNTS if count < rows)
+    x = probe(rows, k, seed=7, device=device).to(dtype)
+
+    def linear(x: Tensor) -> Tensor:
+        return operators.row_parallel_linear(x, weight, bias, row_parallel)
+
+    name = "linear" if row_parallel is WHOLE else "row-parallel linear"
+    return _check_rows(name, (n, k), linear, x, counts)
+
+
+def _check_experts(
+    operators: Operators, contract: NumericsContract, sizes: tuple[int, int, int, int]
+) -> Tensor:
+    """A router with all its experts, and the first few of them."""
+    num_experts, intermediate, hidden, k = sizes
+    dtype, device = getattr(torch, contract.dtype), contract.device
+    few = min(num_experts, MAX_EXPERTS)
+    router = probe(num_experts, hidden, seed=11, device=device).div_(hidden**0.5).to(dtype)
+    gate_up = probe(few, 2 * intermediate, hidden, seed=12, device=device).div_(hidden**0.5)
+    down = probe(few, hidden, intermediate, seed=13, device=device).div_(intermediate**0.5)
+    weights = gate_up.to(dtype), down.to(dtype)
+    row_parallel = RowParallel(contract.row_parallel_blocks)
+
+    def layer(x: Tensor) -> Tensor:
+        scores, chosen = operators.topk(operators.softmax(operators.linear(x, router)), k)
+        return mix_experts(operators, x, chosen % few, scores, *weights, F.silu, row_parallel)
+
+    x = probe(ROWS, hidden, seed=14, device=device).to(dtype)
+    return _check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)
 
 
 def _check_attention(
-    operators: Operators, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    operators: Operators,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> Tensor:
     lens = (300, 1, 64, 65, 17)
     total, scale, shape = sum(lens), head_dim**-0.5, (heads, kv_heads, head_dim)
-    q = probe(total, heads, head_dim, seed=8).to(dtype)
-    k = probe(total, kv_heads, head_dim, seed=9).to(dtype)
-    v = probe(total, kv_heads, head_dim, seed=10).to(dtype)
-    packed = operators.attention(q, k, v, AttentionLayout.packed(lens), scale)
+    q = probe(total, heads, head_dim, seed=8, device=device).to(dtype)
+    k = probe(total, kv_heads, head_dim, seed=9, device=device).to(dtype)
+    v = probe(total, kv_heads, head_dim, seed=10, device=device).to(dtype)
+    whole = AttentionLayout.packed(lens, device)
+    packed = operators.attention(q, k, v, whole, scale)
     # The last `count` tokens of the longest sequence as queries, the others as a cached prefix.
     for count in QUERY_COUNTS:
         layout = AttentionLayout(
-            query_lens=(count,), key_lens=lens[:1], key_rows=torch.arange(lens[0])[None]
+            query_lens=(count,), key_lens=lens[:1], key_rows=whole.key_rows[:1]
         )
         rows = slice(lens[0] - count, lens[0])
         alone = operators.attention(q[rows], k, v, layout, scale)
-        _require_equal("attention", shape, f"{count} queries alone", alone, packed[rows])
+        require_equal("attention", shape, f"{count} queries alone", alone, packed[rows])
     # One decode step of all the sequences at once.
-    ends = torch.tensor(lens).cumsum(0)
-    layout = AttentionLayout(
-        query_lens=(1,) * len(lens), key_lens=lens, key_rows=AttentionLayout.packed(lens).key_rows
-    )
+    ends = torch.tensor(lens, device=device).cumsum(0)
+    layout = AttentionLayout(query_lens=(1,) * len(lens), key_lens=lens, key_rows=whole.key_rows)
     decode = operators.attention(q[ends - 1], k, v, layout, scale)
-    _require_equal("attention", shape, "a decode step", decode, packed[ends - 1])
+    require_equal("attention", shape, "a decode step", decode, packed[ends - 1])
     return packed
-
-
-def _require_equal(name: str, shape: tuple[int, ...], case: str, got: Tensor, want: Tensor) -> None:
-    if not torch.equal(got, want):
-        raise ContractError(
-            f"operator={name}, shape={shape}, case={case!r}: {int((got != want).sum())} of "
-            f"{want.numel()} values differ from the same rows in a larger batch, so this "
-            "machine's kernels are not row-invariant and rollout and training cannot agree bit for "
-            "bit. Run without --true-on-policy-mode here, and report the CPU and torch version."
-        )

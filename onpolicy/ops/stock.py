@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.row_parallel import RowParallel
 
 
 class StockOperators(Operators):
@@ -29,6 +30,13 @@ class StockOperators(Operators):
 
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight).float()
+
+    def row_parallel_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, row_parallel: RowParallel
+    ) -> Tensor:
+        if row_parallel.ranks == 1:  # all of K is here, and no block needs to be a sum of its own
+            return self.linear(x, weight, bias)
+        return super().row_parallel_linear(x, weight, bias, row_parallel)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:].to(torch.int32))

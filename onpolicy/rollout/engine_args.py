@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
+
+CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Without it SGLang refuses more tensor-parallel ranks on a CPU than the host has NUMA nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,9 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
 
 def _gpu_flags(spec: EngineSpec) -> list[str]:
     flags = ["--device", "cuda", "--base-gpu-id", str(spec.first_gpu)]
+    if spec.contract.is_aligned:
+        # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
+        flags += ["--attention-backend", "fa3", "--page-size", "1"]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
 
 
@@ -92,4 +100,18 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.contract.device == "cpu":
         variables["SGLANG_PLATFORM"] = "onpolicy_cpu"
+        ranks = tensor_parallel_size(spec.sglang_args)
+        if ranks > 1 and CORES_VARIABLE not in os.environ:
+            variables[CORES_VARIABLE] = "|".join(_cores_of_ranks(ranks))
+        if spec.contract.is_aligned:
+            # SGLang compiles a few functions of integers, which takes seconds and a C++ compiler.
+            variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
+
+
+def _cores_of_ranks(ranks: int) -> list[str]:
+    """Equal parts of this host's cores; where there are fewer cores than ranks, ranks share them."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    each = max(1, len(cores) // ranks)
+    cores *= ranks
+    return [",".join(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]

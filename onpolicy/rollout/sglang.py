@@ -64,7 +64,8 @@ class SglangGroup(RolloutGroup):
             raise ContractError(
                 f"{client.url}: contract={theirs.fingerprint}, the trainer's is "
                 f"{self.contract.fingerprint}. Theirs: {theirs.to_json()} Ours: "
-                f"{self.contract.to_json()} Start it with the same checkpoint, dtype and mode."
+                f"{self.contract.to_json()} Start it with the same checkpoint, dtype, mode and "
+                "--row-parallel-blocks."
             )
         checks = report.get("self_check", {})
         if differ := sorted(k for k, v in self._self_check.items() if checks.get(k) != v):

@@ -66,7 +66,9 @@ def test_a_mismatch_is_a_failure_in_true_on_policy_mode(checkpoint):
         assert not passes({**good, **wrong}, config)
 
 
-def test_no_token_differs_on_two_ranks_in_bfloat16(checkpoint, tmp_path):
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe"])
+def test_no_token_differs_on_two_ranks_in_bfloat16(architecture, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", architecture)
     file = tmp_path / "report.json"
     done = subprocess.run(
         [
@@ -83,3 +85,16 @@ def test_no_token_differs_on_two_ranks_in_bfloat16(checkpoint, tmp_path):
     report = json.loads(file.read_text())
     assert report["num_compared_tokens"] == 2 * 8 * 16
     assert report["num_mismatched_tokens"] == 0
+
+
+def test_no_token_differs_with_a_rollout_on_two_tensor_parallel_ranks(tmp_path, capsys):
+    """Blocks for a degree that neither engine has: what runs of other degrees would sum, too."""
+    code = main([
+        "verify", "--hf-checkpoint", str(make_checkpoint(tmp_path / "model", "llama")),
+        "--num-prompts", "8", "--max-new-tokens", "16", "--cpu-threads", "1",
+        "--sglang-tp-size", "2", "--row-parallel-blocks", "4", "--run-dir", str(tmp_path / "run"),
+    ])  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert code == report["num_mismatched_tokens"] == 0
+    assert report["num_compared_tokens"] == 2 * 8 * 16
+    assert report["contract"]["row_parallel_blocks"] == 4

@@ -5,11 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_patches.sampler import draw, uniform
+from onpolicy.ops.cpu import CpuOperators
+from sglang_patches.sampler import uniform
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 """The generator's first outputs from state 0, as published with it."""
+
+
+def draw(log_probs, seeds, positions):
+    return CpuOperators().sample(log_probs, uniform(seeds, positions))
 
 
 def log_probs_of(seed, rows, vocabulary):

@@ -11,7 +11,7 @@ from onpolicy.ops.base import AttentionLayout, Operators
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
 from onpolicy.ops.cpu.linear import (
-    MAX_COLUMNS,
+    COLUMNS,
     AlignedGroupedLinear,
     AlignedLinear,
     tiled_grouped_linear,
@@ -26,7 +26,7 @@ class CpuOperators(Operators):
     Creating them sets torch's own number of threads to 1 (see `PiecePool`).
     """
 
-    column_tile = MAX_COLUMNS
+    column_tile = COLUMNS
 
     def __init__(self, num_threads: int = 1):
         self.pool = PiecePool(num_threads)
@@ -35,16 +35,24 @@ class CpuOperators(Operators):
         return self._linear(x, weight, bias, x.dtype)
 
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._linear(x, weight, None, torch.float32)
+        return self.blockwise_linear(x, weight, 1)
+
+    def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
+        return self._linear(x, weight, None, torch.float32, blocks)
 
     def _linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        blocks: int = 1,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out = AlignedLinear.apply(rows, weight, bias, self.pool, out_dtype)
+            out = AlignedLinear.apply(rows, weight, bias, self.pool, out_dtype, blocks)
         else:
-            out = tiled_linear(self.pool, rows, weight, bias, out_dtype)
+            out = tiled_linear(self.pool, rows, weight, bias, out_dtype, blocks)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

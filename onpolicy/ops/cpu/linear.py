@@ -3,9 +3,13 @@
 What breaks row invariance in `F.linear` on a CPU is (a) fewer than 16 rows, which take
 matrix-vector and narrow kernels, and (b) a number of threads, which splits large products in ways
 that depend on the number of rows. So rows are padded to a multiple of 16 and cut into tiles of at
-most 256, columns into tiles of 512, and every tile is one single-threaded GEMM. A product with
-weights of a given shape can then only ever run 16 different GEMMs per column tile, and the
-self-check tries them all.
+most 256, and every tile is one single-threaded GEMM.
+
+Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K depend
+on how many columns it has (MKL cuts a long K in other places below 192 columns). So columns are cut
+into tiles of 256 too, and the last one is padded with zero columns: whatever columns a rank holds,
+they are computed by GEMMs of that one width. For a given K only 16 different GEMMs can ever run,
+and the self-check tries them all.
 
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way.
@@ -25,7 +29,7 @@ from onpolicy.ops.cpu.threads import Piece, PiecePool
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256
-MAX_COLUMNS = 512
+COLUMNS = 256
 
 
 def tiled_linear(
@@ -34,11 +38,16 @@ def tiled_linear(
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None = None,
+    blocks: int = 1,
 ) -> Tensor:
-    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
+    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+
+    `blocks` of K, a power of two, are GEMMs of their own, added along a binary tree.
+    """
     rows = x.shape[0]
     out = x.new_empty(rows + -rows % ROW_MULTIPLE, weight.shape[0], dtype=out_dtype)
-    pool.run(_pieces(_pad_rows(x).float(), weight, bias, out), 2.0 * len(out) * weight.numel())
+    pieces = _pieces(_whole_rows(x), weight, bias, out, blocks)
+    pool.run(pieces, 2.0 * len(out) * weight.numel())
     return out[:rows]
 
 
@@ -52,7 +61,7 @@ def tiled_grouped_linear(
     """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
     bounds = offsets.tolist()
     groups = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
-    inputs = [_pad_rows(x[a:b]).float() for _, a, b in groups]
+    inputs = [_whole_rows(x[a:b]) for _, a, b in groups]
     outs = [x.new_empty(len(rows), weight.shape[1], dtype=out_dtype) for rows in inputs]
     pieces = [
         piece
@@ -60,28 +69,47 @@ def tiled_grouped_linear(
         for piece in _pieces(rows, weight[expert], None, out)
     ]
     pool.run(pieces, 2.0 * sum(map(len, outs)) * weight[0].numel())
-    return torch.cat([out[: b - a] for (_, a, b), out in zip(groups, outs, strict=True)])
+    none = x.new_empty(0, weight.shape[1], dtype=out_dtype)
+    return torch.cat([none, *(out[: b - a] for (_, a, b), out in zip(groups, outs, strict=True))])
 
 
-def _pieces(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> list[Piece]:
+def _pieces(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, blocks: int = 1
+) -> list[Piece]:
     return [
-        _gemm(x[r : r + MAX_ROWS], weight, bias, slice(c, c + MAX_COLUMNS), out[r : r + MAX_ROWS])
-        for r in range(0, x.shape[0], MAX_ROWS)
-        for c in range(0, weight.shape[0], MAX_COLUMNS)
+        _tile(x[rows], weight, bias, slice(c, c + COLUMNS), out[rows], blocks)
+        for rows in (slice(r, r + MAX_ROWS) for r in range(0, x.shape[0], MAX_ROWS))
+        for c in range(0, weight.shape[0], COLUMNS)
     ]
 
 
-def _pad_rows(x: Tensor) -> Tensor:
-    missing = -x.shape[0] % ROW_MULTIPLE
-    return F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+def _whole_rows(x: Tensor) -> Tensor:
+    return _pad_rows(x, ROW_MULTIPLE).contiguous().float()
 
 
-def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, out: Tensor) -> Piece:
+def _pad_rows(x: Tensor, multiple: int) -> Tensor:
+    missing = -x.shape[0] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _tile(
+    x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, out: Tensor, blocks: int
+) -> Piece:
     def piece() -> None:
-        tile_bias = None if bias is None else bias[columns].float()
-        out[:, columns] = F.linear(x, weight[columns].float(), tile_bias)
+        tile = weight[columns].float()
+        count = len(tile)
+        tile_bias = None if bias is None else F.pad(bias[columns].float(), (0, COLUMNS - count))
+        out[:, columns] = _tree(x, _pad_rows(tile, COLUMNS), tile_bias, blocks)[:, :count]
 
     return piece
+
+
+def _tree(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
+    if blocks == 1:
+        return F.linear(x, weight, bias)
+    (x_left, x_right), (left, right) = x.chunk(2, dim=-1), weight.chunk(2, dim=-1)
+    half = blocks // 2
+    return _tree(x_left, left, bias, half).add_(_tree(x_right, right, None, half))
 
 
 def _weight_grad(pool: PiecePool, grad: Tensor, x: Tensor) -> Tensor:
@@ -90,8 +118,8 @@ def _weight_grad(pool: PiecePool, grad: Tensor, x: Tensor) -> Tensor:
     grad, x = grad.float(), x.float()
 
     def pieces() -> Iterator[Piece]:
-        for c in range(0, out.shape[0], MAX_COLUMNS):
-            rows = slice(c, c + MAX_COLUMNS)
+        for c in range(0, out.shape[0], COLUMNS):
+            rows = slice(c, c + COLUMNS)
             yield lambda rows=rows: out[rows].copy_(grad[:, rows].t() @ x)  # type: ignore[misc]
 
     pool.run(pieces(), 2.0 * grad.numel() * x.shape[1])
@@ -109,10 +137,11 @@ class AlignedLinear(torch.autograd.Function):
         bias: Tensor | None,
         pool: PiecePool,
         out_dtype: torch.dtype,
+        blocks: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.pool = pool  # type: ignore[attr-defined]
-        return tiled_linear(pool, x, weight, bias, out_dtype)
+        return tiled_linear(pool, x, weight, bias, out_dtype, blocks)
 
     @staticmethod
     @once_differentiable
@@ -124,6 +153,7 @@ class AlignedLinear(torch.autograd.Function):
             tiled_linear(pool, grad, weight.t(), None, x.dtype) if needs_x else None,
             _weight_grad(pool, grad, x) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
+            None,
             None,
             None,
         )

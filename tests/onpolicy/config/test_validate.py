@@ -56,12 +56,80 @@ def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
         (["--sglang-enable-lora"], "--sglang-enable-lora"),
         (["--sglang-quantization=fp8"], "--sglang-quantization"),
         (["--sglang-attention-backend", "triton"], "--sglang-attention-backend"),
+        (["--sglang-page-size", "128"], "--sglang-page-size: .*pages of one token"),
+        (["--sglang-enable-tf32-matmul"], "--sglang-enable-tf32-matmul: .*TF32"),
+        (["--sglang-enable-flashinfer-allreduce-fusion"], "order of sums over ranks"),
+        (["--sglang-enable-mscclpp"], "--sglang-enable-mscclpp"),
+        (["--sglang-enable-quant-communications"], "--sglang-enable-quant-communications"),
+        (["--sglang-bf16-gemm-backend", "cutedsl"], "--sglang-bf16-gemm-backend"),
+        (["--sglang-cuda-graph-backend-prefill", "tc_piecewise"], "no tc_piecewise with"),
+        (
+            ["--sglang-cuda-graph-config", '{"prefill":{"backend":"tc_piecewise"}}'],
+            "no tc_piecewise",
+        ),
+        (["--sglang-enforce-piecewise-cuda-graph"], "compiled operators round differently"),
+        (
+            ["--sglang-rl-on-policy-target", "fsdp"],
+            "--sglang-rl-on-policy-target: .*take its place",
+        ),
     ],
 )
 def test_true_on_policy_mode_refuses_what_breaks_it_and_stock_does_not(argv, message):
     with pytest.raises(ConfigError, match=message):
         check(*MODE, *argv)
     check(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sglang-tp-size", "3"], r"--sglang-tp-size=3: must be a power of two.*binary tree"),
+        (["--sglang-tp", "0"], r"--sglang-tp-size=0: must be a power of two"),
+        (["--row-parallel-blocks", "6"], r"--row-parallel-blocks=6: must be a power of two"),
+        (["--row-parallel-blocks", "-2"], r"--row-parallel-blocks=-2: must be a power of two"),
+        (
+            ["--sglang-tp-size", "4", "--row-parallel-blocks", "2"],
+            r"--row-parallel-blocks=2: must be a power of two and at least --sglang-tp-size=4",
+        ),
+        (["--sglang-enable-dp-attention"], r"--sglang-enable-dp-attention: .*one way to share"),
+    ],
+)
+def test_degrees_whose_sums_make_no_tree_are_refused(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*MODE, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "blocks"),
+    [
+        (MODE, 1),
+        ([*MODE, "--sglang-tp-size", "4"], 4),
+        ([*MODE, "--sglang-tp-size", "2", "--row-parallel-blocks", "8"], 8),
+        ([*MODE, "--row-parallel-blocks", "8"], 8),
+        ([*MODE, "--train-backend", "megatron", "--megatron-tp", "4"], 4),
+        (["--sglang-tp-size", "3"], 1),
+        (["--mismatch-governor", "--sglang-tp-size", "2"], 2),
+    ],
+)
+def test_blocks_are_the_largest_degree_unless_more_are_asked_for(argv, blocks):
+    check(*argv)
+    assert parse(TrainConfig, argv, "x").count_row_parallel_blocks() == blocks
+
+
+def test_blocks_are_refused_where_nothing_sums_in_them():
+    with pytest.raises(ConfigError, match=r"--row-parallel-blocks=2: without aligned operators"):
+        check("--row-parallel-blocks", "2")
+
+
+def test_what_cuda_graphs_need_can_be_set_in_true_on_policy_mode():
+    check(*MODE, "--sglang-cuda-graph-backend-prefill", "breakable")
+
+
+def test_aligned_operators_are_chosen_for_engines_that_run_them():
+    check(*MODE, "--operators", "triton")
+    check("--mismatch-governor", "--operators", "hopper")
+    with pytest.raises(ConfigError, match=r"--operators=triton: without --true-on-policy-mode"):
+        check("--operators", "triton")
 
 
 def test_impossible_batch_sizes_print_the_equation_and_what_is_possible():

@@ -64,6 +64,26 @@ def test_chunks_with_a_cached_prefix_and_decode_steps_equal_the_whole(lens, shap
         assert torch.equal(ours, full[-count:])
 
 
+@given(
+    lens, st.sampled_from([(8, 4, 16), (6, 2, 24), (8, 2, 32), (16, 4, 64), (8, 1, 128)]), dtypes
+)
+def test_heads_do_not_depend_on_the_others(lens, shape, dtype):
+    """As tensor parallelism shares them out; ranks beyond the key heads hold copies of one."""
+    num_heads, kv_heads, _ = shape
+    q, k, v = packed_inputs(lens, shape, dtype)
+    layout = AttentionLayout.packed(tuple(lens))
+    whole = attend(q, k, v, layout)
+    for ranks in (2, 4, 8):
+        if num_heads % ranks:
+            continue
+        key_ranks = min(ranks, kv_heads)
+        for rank, (queries, want) in enumerate(
+            zip(q.chunk(ranks, 1), whole.chunk(ranks, 1), strict=True)
+        ):
+            keys, values = (x.chunk(key_ranks, 1)[rank * key_ranks // ranks] for x in (k, v))
+            assert torch.equal(attend(queries, keys, values, layout), want)
+
+
 @given(lens, heads)
 def test_threads_do_not_change_bits(lens, shape):
     q, k, v = packed_inputs(lens, shape, torch.float32)

@@ -32,6 +32,35 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(rows, columns, inner, dtype
     assert torch.equal(ONE_THREAD.linear(x[order], weight, bias), whole[order])
 
 
+@given(
+    st.integers(1, 300), st.integers(2, 700), st.integers(1, 2500), dtypes, st.booleans(), st.data()
+)
+def test_columns_do_not_depend_on_the_others(rows, columns, inner, dtype, has_bias, data):
+    """As tensor parallelism shares them out: any part of the columns, and at any place."""
+    x, weight, bias = operands(rows, columns, inner, dtype, has_bias)
+    whole = ONE_THREAD.linear(x, weight, bias)
+
+    def columns_of(chosen):
+        return ONE_THREAD.linear(x, weight[chosen], None if bias is None else bias[chosen])
+
+    cut = data.draw(st.integers(1, columns - 1))
+    parts = [columns_of(slice(0, cut)), columns_of(slice(cut, columns))]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(cut))
+    assert torch.equal(columns_of(order), whole[:, order])
+
+
+@pytest.mark.parametrize("rows", range(16, 257, 48))
+@pytest.mark.parametrize("inner", [384, 1000, 2048, 4096])
+def test_the_place_in_a_tile_does_not_change_bits(rows, inner):
+    x, weight, _ = operands(rows, 256, inner, torch.float32, False)
+    whole = ONE_THREAD.linear(x, weight)
+    for shift in (1, 37, 128):
+        assert torch.equal(ONE_THREAD.linear(x, weight.roll(shift, 0)), whole.roll(shift, 1))
+    for columns in (1, 48, 191, 255):  # the rest of the tile is padding
+        assert torch.equal(ONE_THREAD.linear(x, weight[:columns]), whole[:, :columns])
+
+
 @given(st.integers(1, 600), sizes, sizes, dtypes, st.booleans())
 def test_threads_do_not_change_bits(rows, columns, inner, dtype, has_bias):
     x, weight, bias = operands(rows, columns, inner, dtype, has_bias)
@@ -96,6 +125,14 @@ def test_stock_linear_is_not_row_invariant():
     x, weight, _ = operands(64, 768, 256, torch.float32, False)
     stock = StockOperators()
     assert not torch.equal(stock.linear(x[:1], weight), stock.linear(x, weight)[:1])
+
+
+def test_stock_linear_is_not_column_invariant():
+    torch.set_num_threads(1)
+    x, weight, _ = operands(64, 416, 1000, torch.float32, False)
+    stock = StockOperators()
+    parts = torch.cat([stock.linear(x, part) for part in weight.chunk(4)], dim=1)
+    assert not torch.equal(parts, stock.linear(x, weight))
 
 
 def test_more_than_one_torch_thread_is_refused():

@@ -68,7 +68,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
     """Forward and backward: the largest tensor is a chunk or a gradient, not [T, V]."""
-    tokens, vocabulary, inner = 2000, 3000, 8
+    tokens, vocabulary, inner = 8000, 3000, 8
     monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 64 * vocabulary)
     hidden, weight, bias, targets, temperature = inputs(tokens, vocabulary, inner)
     hidden.requires_grad_(), weight.requires_grad_()

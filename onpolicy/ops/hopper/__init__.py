@@ -1,0 +1,57 @@
+"""The aligned operators on Hopper GPUs (H100, H200), in bfloat16.
+
+Matrix products are DeepGEMM's and attention is FlashAttention-3, in the builds that SGLang runs;
+everything else, and what their layouts do not allow, is inherited from the Triton operators.
+
+Experts are inherited too: DeepGEMM's grouped product pads every expert to 128 rows and can only write
+bfloat16, while the experts of a token are added in float32 before they are rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.hopper import flash_attention, gemm
+from onpolicy.ops.hopper.attention import HopperAttention
+from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
+from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.triton import TritonOperators
+
+
+class HopperOperators(TritonOperators):
+    """Row-invariant operators; creating them loads both libraries, or raises ContractError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gemm.library()
+        flash_attention.library()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not gemm.fits(weight):
+            return super().linear(x, weight, bias)
+        return self._linear(x, weight, bias, x.dtype)
+
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not gemm.fits(weight):
+            return super().partial_linear(x, weight)
+        return self._linear(x, weight, None, torch.float32)
+
+    def _linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out = HopperLinear.apply(rows, weight, bias, out_dtype)
+        else:
+            out = deep_gemm_linear(rows, weight, bias, out_dtype)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if torch.is_grad_enabled():
+            return HopperAttention.apply(q, k, v, layout, scale)
+        return flash_attention.forward(q, k, v, Pages.of(layout), scale)[0]

@@ -1,0 +1,35 @@
+"""Attention with gradients: SGLang's forward pass, and a backward pass from its log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.hopper import flash_attention, flash_backward
+from onpolicy.ops.hopper.pages import Pages
+
+
+class HopperAttention(torch.autograd.Function):
+    """See `Operators.attention`; the gradients need every key row to be used at most once."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        out, lse = flash_attention.forward(q, k, v, Pages.of(layout), scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale = layout, scale  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        pages = Pages.of(ctx.layout)  # type: ignore[attr-defined]
+        rows, scale = pages.key_rows, ctx.scale  # type: ignore[attr-defined]
+        dq, dk, dv = flash_backward.backward(grad, (q, k[rows], v[rows]), out, lse, pages, scale)
+        grad_k = torch.zeros_like(k).index_copy_(0, rows, dk)
+        grad_v = torch.zeros_like(v).index_copy_(0, rows, dv)
+        return dq, grad_k, grad_v, None, None

@@ -1,0 +1,54 @@
+"""FlashAttention-3's forward pass, by the very function that SGLang's `fa3` backend calls.
+
+SGLang reads keys through a page table in prefill and in decoding, so training does too, with pages
+of one key: all three then run the same compiled kernels, whose sums over keys go in blocks of one
+width per head size (`capability.FLASH_HEAD_DIMS`). Dense keys would take kernels with other widths
+for some head sizes and lengths; what they would save is the gathering of keys by cp.async.
+`num_splits=1`: a sequence is never cut into parts that are summed apart.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from onpolicy.errors import ContractError
+from onpolicy.ops.hopper.pages import Pages
+
+
+@cache
+def library() -> ModuleType:
+    """The module `sgl_kernel.flash_attn`. Raises ContractError."""
+    try:
+        from sgl_kernel import flash_attn
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ContractError(
+            f"sgl_kernel.flash_attn: cannot be loaded with torch {torch.__version__} ({error}). "
+            "Install the version of sglang-kernel that the installed SGLang asks for (pip install "
+            "-e '.[gpu]'), or choose --operators triton."
+        ) from error
+    return flash_attn
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention: [T, H, D], [rows, H_kv, D], [rows, H_kv, D_v] -> [T, H, D_v], float32 [H, T].
+
+    The second is log sum_j exp(scale * q.k_j). bfloat16, no autograd.
+    """
+    out, lse, *_ = library().flash_attn_with_kvcache(
+        q=q,
+        k_cache=k[:, None],
+        v_cache=v[:, None],
+        cache_seqlens=pages.key_lens,
+        page_table=pages.table,
+        cu_seqlens_q=pages.query_starts,
+        max_seqlen_q=pages.max_query_len,
+        softmax_scale=scale,
+        causal=True,
+        num_splits=1,
+        return_softmax_lse=True,
+    )
+    return out, lse

@@ -1,0 +1,134 @@
+"""FlashAttention's backward pass over packed keys, from the forward's output and log-sum-exp.
+
+The forward's library has none. Upstream's FlashAttention-3 is taken where it is installed and can be
+deterministic, else the FlashAttention-2 inside PyTorch. They need not agree with the rollout, which
+takes no gradients, and so do not stand in the contract.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from onpolicy.errors import ContractError
+from onpolicy.ops.hopper.pages import Pages
+
+UPSTREAM = "flash_attn_interface"
+"""Upstream's module, which registers torch.ops.flash_attn_3."""
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    pages: Pages,
+    scale: float,
+) -> Grads:
+    """Gradients of `inputs` = (q [T, H, D], k [keys, H_kv, D], v [keys, H_kv, D]).
+
+    Keys are laid end to end, sequence after sequence. out, grad: [T, H, D]; lse: float32 [H, T].
+    """
+    q, k, v = inputs
+    # Upstream has no deterministic kernel for head size 256.
+    run = flash_attention_3 if q.shape[-1] < 256 and has_upstream() else flash_attention_2
+    return run(grad.contiguous(), q, k, v, out, lse, pages, scale)
+
+
+@cache
+def has_upstream() -> bool:
+    """Whether upstream's FlashAttention-3 is here. Raises ContractError if it cannot be loaded."""
+    if importlib.util.find_spec(UPSTREAM) is None:
+        return False
+    try:
+        importlib.import_module(UPSTREAM)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ContractError(
+            f"{UPSTREAM}: installed, but cannot be loaded with torch {torch.__version__} ({error}). "
+            "Build it for this version, or uninstall it: PyTorch's own backward pass is used then."
+        ) from error
+    return True
+
+
+def flash_attention_3(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pages: Pages,
+    scale: float,
+) -> Grads:
+    """By upstream's library; see `backward`."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    torch.ops.flash_attn_3.bwd(
+        dout=grad,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        softmax_lse=lse,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        cu_seqlens_q=pages.query_starts,
+        cu_seqlens_k=pages.key_starts,
+        max_seqlen_q=pages.max_query_len,
+        max_seqlen_k=pages.max_key_len,
+        softmax_scale=scale,
+        is_causal=True,
+        deterministic=True,
+    )
+    return dq, dk, dv
+
+
+def flash_attention_2(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pages: Pages,
+    scale: float,
+) -> Grads:
+    """By PyTorch; see `backward`."""
+    with _deterministic_algorithms():
+        return torch.ops.aten._flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            pages.query_starts,
+            pages.key_starts,
+            pages.max_query_len,
+            pages.max_key_len,
+            dropout_p=0.0,
+            is_causal=True,
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),
+            unused=torch.empty(0, device=q.device),
+            scale=scale,
+        )
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's kernel asks this switch, and nothing else, whether it may add with atomics."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)

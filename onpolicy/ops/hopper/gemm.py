@@ -1,0 +1,74 @@
+"""DeepGEMM's bfloat16 matrix product, called in the one way that does not depend on the batch.
+
+Row invariance: the kernel walks K in ascending blocks of 64 into one float32 accumulator and never
+splits it. The number of rows M chooses the size of the output's tiles, not the order of a sum.
+From version 0.2 on DeepGEMM hands bfloat16 products to cuBLASLt, whose sums do depend on M, unless
+its deterministic algorithms are switched on; older versions have no switch and no other kernel.
+Sources: csrc/apis/gemm.hpp and csrc/jit_kernels/heuristics/sm90.hpp of sgl-project/DeepGEMM.
+
+The first call of a kernel compiles it (seconds); the result is kept in a cache on disk.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from onpolicy.errors import ContractError
+
+ALIGNMENT = 8
+"""bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
+
+LEAST_COLUMNS = 16
+"""Smallest N; the narrowest tile of an output."""
+
+
+@cache
+def library() -> ModuleType:
+    """The module `deep_gemm`, set to its batch-invariant kernels. Raises ContractError."""
+    try:
+        import deep_gemm
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ContractError(
+            f"deep_gemm: cannot be loaded with torch {torch.__version__} ({error}). Install the "
+            "version of sgl-deep-gemm that the installed SGLang asks for (pip install -e '.[gpu]'), "
+            "or choose --operators triton."
+        ) from error
+    if hasattr(deep_gemm, "use_deterministic_algorithms"):
+        deep_gemm.use_deterministic_algorithms(True)
+    return deep_gemm
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether DeepGEMM can multiply by `weight` [N, K]; decided by its shape, never by the input."""
+    N, K = weight.shape
+    return N >= LEAST_COLUMNS and N % ALIGNMENT == 0 and K % ALIGNMENT == 0
+
+
+def multiply(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T`: bfloat16 [M, K], [N, K] -> bfloat16 or float32 [M, N]; no autograd.
+
+    `weight` may be the transpose of a contiguous matrix.
+    """
+    out = x.new_empty(len(x), len(weight), dtype=out_dtype)
+    by_row = weight.stride(1) == 1
+    columns = readable(weight) if by_row else readable(weight.t()).t()
+    library().bf16_gemm_nt(readable(x), columns, out)
+    return out
+
+
+def readable(matrix: Tensor) -> Tensor:
+    """`matrix`, or a copy, in rows of unit stride that start on 16-byte boundaries.
+
+    Which kernel runs is decided by the strides that DeepGEMM sees. PyTorch calls any single row
+    contiguous, whatever stride it was cut out with, so strides are looked at here and not
+    `is_contiguous`: one row must not take another kernel than the batch that it stands in.
+    """
+    row, column = matrix.stride()
+    fits = column == 1 and row >= matrix.shape[1] and row % ALIGNMENT == 0
+    if fits and matrix.data_ptr() % 16 == 0:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)

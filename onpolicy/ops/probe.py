@@ -1,0 +1,32 @@
+"""What the checks at start-up are made of: fixed numbers, and an error that says what differed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onpolicy.errors import ContractError
+
+
+def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:
+    """Fixed numbers in (-1, 1), the same on every machine, thread count and torch version."""
+    size = torch.Size(shape).numel()
+    words = torch.arange(size, dtype=torch.int64, device=device).add_(seed * 7919)
+    words.mul_(2654435761).remainder_(1 << 20).sub_(1 << 19)
+    return words.float().div_(1 << 19).view(shape)
+
+
+def columns_to_check(n: int, tile: int | None) -> int:
+    """One full and the last partial tile stand for all `n` columns: the rest run the same GEMMs."""
+    return n if tile is None or n <= tile else tile + n % tile
+
+
+def require_equal(name: str, shape: tuple[int, ...], case: str, got: Tensor, want: Tensor) -> None:
+    """Raise ContractError if an operator gave other bits for a part than for the whole."""
+    if not torch.equal(got, want):
+        raise ContractError(
+            f"operator={name}, shape={shape}, case={case!r}: {int((got != want).sum())} of "
+            f"{want.numel()} values differ from the same ones in a larger call, so this machine's "
+            "kernels are not row-invariant and rollout and training cannot agree bit for bit. Run "
+            "without --true-on-policy-mode here, and report the processor and torch version."
+        )

@@ -1,0 +1,99 @@
+"""The aligned operators in Triton, for GPUs from Ampere (8.0) to Hopper (9.0).
+
+Every kernel gives a row one order of summation, whatever else is in the call; its module says why.
+Nothing here waits for the device, and no grid depends on what a tensor holds, so that CUDA graphs can
+hold every operator. What maps elements one by one is left to PyTorch, whose GPU kernels run the same
+code for an element wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.triton import activation as activations
+from onpolicy.ops.triton import log_probs, rotary
+from onpolicy.ops.triton.attention import Sequences, blockwise_attention
+from onpolicy.ops.triton.attention_backward import TritonAttention
+from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
+from onpolicy.ops.triton.linear import TritonLinear, tiled_linear
+from onpolicy.ops.triton.norm import TritonRMSNorm
+from onpolicy.ops.triton.sampling import sample
+from onpolicy.ops.triton.topk import topk
+
+
+class TritonOperators(Operators):
+    """Row-invariant operators; float32, bfloat16 and float16."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _linear(x, weight, bias, x.dtype)
+
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _linear(x, weight, None, torch.float32)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return _grouped_linear(x, weight, offsets, x.dtype)
+
+    def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return _grouped_linear(x, weight, offsets, torch.float32)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            return TritonAttention.apply(q, k, v, layout, scale)
+        return blockwise_attention(q, k, v, Sequences.of(layout), scale)[0]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return TritonRMSNorm.apply(x, weight, eps)
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return function(x)
+
+    def gated(self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        if activations.is_silu(activation):
+            return activations.TritonSiluAndMul.apply(gate, up)
+        return super().gated(activation, gate, up)
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary.TritonRotary.apply(q, k, cos, sin)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        return log_probs.TritonSoftmax.apply(x)
+
+    def topk(self, probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return topk(probabilities, k)
+
+    def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        return log_probs.TritonLogSoftmax.apply(logits, temperature)
+
+    def gather_log_probs(
+        self, logits: Tensor, temperature: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return log_probs.gather_log_probs(logits, temperature, targets)
+
+    def grad_logits(
+        self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
+    ) -> Tensor:
+        return log_probs.grad_logits(logits, temperature, targets, grad)
+
+    def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
+        return sample(log_probs, uniform)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled():
+        out = TritonLinear.apply(rows, weight, bias, out_dtype)
+    else:
+        out = tiled_linear(rows, weight, bias, out_dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if torch.is_grad_enabled():
+        return TritonGroupedLinear.apply(x, weight, offsets, out_dtype)
+    return tiled_grouped_linear(x, weight, offsets, out_dtype)

@@ -1,0 +1,290 @@
+"""The backward pass of attention: FlashAttention-2's, without atomic additions.
+
+One kernel owns rows and sums over keys, another owns keys and sums over rows, both in ascending
+order and in float32, so every gradient is the same in every run. Probabilities are computed again
+from the forward's log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.errors import ContractError
+from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.triton.attention import (
+    Sequences,
+    blockwise_attention,
+    dim_block,
+    key_rows,
+    row_positions,
+    unit_stride,
+)
+from onpolicy.ops.triton.device import UNFUSED
+
+
+@triton.jit
+def _load(
+    x: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    dims = tl.arange(0, BLOCK)
+    return tl.load(
+        x + rows[:, None] + dims[None, :], mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _store(
+    x: tl.tensor,
+    values: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    dims = tl.arange(0, BLOCK)
+    tl.store(
+        x + rows[:, None] * DIM + dims[None, :],
+        values.to(x.dtype.element_ty),
+        mask=is_row[:, None] & (dims < DIM)[None, :],
+    )
+
+
+@triton.jit
+def _probabilities(
+    queries: tl.tensor,
+    key_tile: tl.tensor,
+    visible: tl.tensor,
+    lse: tl.tensor,
+    scale: tl.tensor,
+) -> tl.tensor:
+    scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * (
+        scale * 1.4426950408889634
+    )
+    return tl.where(visible, tl.exp2(scores - lse[:, None] * 1.4426950408889634), 0.0)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _query_grad_kernel(
+    page_table: tl.tensor,
+    key_lens: tl.tensor,
+    query_starts: tl.tensor,
+    stride_table: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    grad: tl.tensor,
+    lse: tl.tensor,
+    out: tl.tensor,
+    delta: tl.tensor,
+    grad_q: tl.tensor,
+    scale: tl.float32,
+    stride_qt: tl.tensor,
+    stride_qh: tl.tensor,
+    stride_kr: tl.tensor,
+    stride_kh: tl.tensor,
+    stride_vr: tl.tensor,
+    stride_vh: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+) -> None:
+    """Also writes `delta` = grad . out of every row, which the other kernel reads."""
+    sequence, kv_head = tl.program_id(2), tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_query = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - first_query
+    key_len = tl.load(key_lens + sequence)
+    if tile * ROWS >= query_len * GROUP:
+        return
+    tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
+    heads = kv_head * GROUP + group
+    query_rows = (first_query + tokens).to(tl.int64)
+    out_rows = query_rows * HEADS + heads
+    queries = _load(q, query_rows * stride_qt + heads * stride_qh, is_row, DIM, DIM_BLOCK)
+    grads = _load(grad, out_rows * VALUE_DIM, is_row, VALUE_DIM, VALUE_BLOCK)
+    outs = _load(out, out_rows * VALUE_DIM, is_row, VALUE_DIM, VALUE_BLOCK)
+    row_lse = tl.load(lse + out_rows)
+    row_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
+    tl.store(delta + out_rows, row_delta, mask=is_row)
+    table = page_table + sequence.to(tl.int64) * stride_table
+    total = tl.zeros((ROWS, DIM_BLOCK), dtype=tl.float32)
+    end = tl.minimum(key_len, tl.max(positions, 0) + 1)
+    for start in range(0, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        is_key = keys < end
+        rows = key_rows(table, keys, is_key, 1)
+        key_tile = _load(k + kv_head * stride_kh, rows * stride_kr, is_key, DIM, DIM_BLOCK)
+        value_tile = _load(
+            v + kv_head * stride_vh, rows * stride_vr, is_key, VALUE_DIM, VALUE_BLOCK
+        )
+        visible = keys[None, :] <= positions[:, None]
+        weights = _probabilities(queries, key_tile, visible, row_lse, scale)
+        grad_weights = tl.dot(grads, tl.trans(value_tile), input_precision="ieee")
+        grad_scores = weights * (grad_weights - row_delta[:, None])
+        total = tl.dot(grad_scores.to(k.dtype.element_ty), key_tile, total, input_precision="ieee")
+    _store(grad_q, total * scale, out_rows, is_row, DIM, DIM_BLOCK)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _key_grad_kernel(
+    page_table: tl.tensor,
+    key_lens: tl.tensor,
+    query_starts: tl.tensor,
+    stride_table: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    grad: tl.tensor,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    grad_k: tl.tensor,
+    grad_v: tl.tensor,
+    scale: tl.float32,
+    stride_qt: tl.tensor,
+    stride_qh: tl.tensor,
+    stride_kr: tl.tensor,
+    stride_kh: tl.tensor,
+    stride_vr: tl.tensor,
+    stride_vh: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+) -> None:
+    sequence, kv_head = tl.program_id(2), tl.program_id(1)
+    first_key = tl.program_id(0) * KEYS
+    first_query = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - first_query
+    key_len = tl.load(key_lens + sequence)
+    if first_key >= key_len:
+        return
+    keys = first_key + tl.arange(0, KEYS)
+    is_key = keys < key_len
+    table = page_table + sequence.to(tl.int64) * stride_table
+    rows = key_rows(table, keys, is_key, 1)
+    key_tile = _load(k + kv_head * stride_kh, rows * stride_kr, is_key, DIM, DIM_BLOCK)
+    value_tile = _load(v + kv_head * stride_vh, rows * stride_vr, is_key, VALUE_DIM, VALUE_BLOCK)
+    key_total = tl.zeros((KEYS, DIM_BLOCK), dtype=tl.float32)
+    value_total = tl.zeros((KEYS, VALUE_BLOCK), dtype=tl.float32)
+    # In whole sequences a token stands at its own position: earlier rows do not see these keys.
+    for tile in range(first_key * GROUP // ROWS, tl.cdiv(query_len * GROUP, ROWS)):
+        tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
+        heads = kv_head * GROUP + group
+        query_rows = (first_query + tokens).to(tl.int64)
+        out_rows = query_rows * HEADS + heads
+        queries = _load(q, query_rows * stride_qt + heads * stride_qh, is_row, DIM, DIM_BLOCK)
+        grads = _load(grad, out_rows * VALUE_DIM, is_row, VALUE_DIM, VALUE_BLOCK)
+        row_lse, row_delta = tl.load(lse + out_rows), tl.load(delta + out_rows)
+        visible = (keys[None, :] <= positions[:, None]) & is_row[:, None]
+        weights = _probabilities(queries, key_tile, visible, row_lse, scale)
+        half = weights.to(v.dtype.element_ty)
+        value_total = tl.dot(tl.trans(half), grads, value_total, input_precision="ieee")
+        grad_weights = tl.dot(grads, tl.trans(value_tile), input_precision="ieee")
+        grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k.dtype.element_ty)
+        key_total = tl.dot(tl.trans(grad_scores), queries, key_total, input_precision="ieee")
+    kv_rows = rows * tl.num_programs(1) + kv_head
+    _store(grad_k, key_total * scale, kv_rows, is_key, DIM, DIM_BLOCK)
+    _store(grad_v, value_total, kv_rows, is_key, VALUE_DIM, VALUE_BLOCK)
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of whole sequences' attention, from its output and log-sum-exp.
+
+    grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32
+    [T, H]. Returns gradients of q, k, v. Raises ContractError if a sequence has a cached prefix.
+    """
+    if layout.query_lens != layout.key_lens:
+        raise ContractError(
+            f"query_lens={layout.query_lens}, key_lens={layout.key_lens}: gradients of attention "
+            "exist for whole sequences only, where both are equal. Pack whole sequences, or call "
+            "it under torch.no_grad()."
+        )
+    q, k, v, grad = unit_stride(q), unit_stride(k), unit_stride(v), grad.contiguous()
+    sequences = Sequences.of(layout)
+    (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
+    group, widest = heads // kv_heads, max(dim_block(dim), dim_block(value_dim))
+    # Nothing has to match these sums, so tiles are simply as large as fit.
+    size = 64 if q.dtype != torch.float32 and widest <= 128 else 32 if widest <= 128 else 16
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    delta, grad_q = torch.empty_like(lse), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    grad_k, grad_v = (x.new_zeros(x.shape) for x in (k, v))
+    options = {
+        "HEADS": heads,
+        "GROUP": group,
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "ROWS": size,
+        "KEYS": size,
+        "DIM_BLOCK": dim_block(dim),
+        "VALUE_BLOCK": dim_block(value_dim),
+        "num_warps": 4,
+        "num_stages": 1,
+        **UNFUSED,
+    }
+    longest = sequences.max_query_len
+    row_tiles = (triton.cdiv(longest * group, size), kv_heads, len(sequences))
+    _query_grad_kernel[row_tiles](
+        *sequences.arguments(), q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
+    )
+    key_tiles = (triton.cdiv(longest, size), kv_heads, len(sequences))
+    _key_grad_kernel[key_tiles](
+        *sequences.arguments(),
+        q,
+        k,
+        v,
+        grad,
+        lse,
+        delta,
+        grad_k,
+        grad_v,
+        scale,
+        *strides,
+        **options,
+    )
+    return grad_q, grad_k, grad_v
+
+
+class TritonAttention(torch.autograd.Function):
+    """Attention with the backward pass above."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+    ) -> Tensor:
+        out, lse = blockwise_attention(q, k, v, Sequences.of(layout), scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale = layout, scale  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        layout, scale = ctx.layout, ctx.scale  # type: ignore[attr-defined]
+        return (*attention_backward(grad, q, k, v, out, lse, layout, scale), None, None)

@@ -1,0 +1,191 @@
+"""Linears of all experts in one launch, without asking the device how many rows each one has.
+
+Row invariance: rows of one expert are cut into tiles that start at the expert's first row, and each
+output is the same chain of sums over K as in `linear`. Which tile a thread block computes is worked
+out on the device from the offsets; the grid depends on sizes alone, so CUDA graphs can hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.triton.device import UNFUSED, next_power_of_2
+from onpolicy.ops.triton.linear import HALF_INNER, choose_tile, multiply_tile
+
+
+@triton.jit
+def _grouped_linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    offsets: tl.tensor,
+    out: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    stride_xm: tl.tensor,
+    stride_xk: tl.tensor,
+    stride_we: tl.tensor,
+    stride_wn: tl.tensor,
+    stride_wk: tl.tensor,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    # The expert of a row tile is the number of experts whose tiles all come before it.
+    experts = tl.arange(0, EXPERTS_BLOCK)
+    is_expert = experts < EXPERTS
+    starts = tl.load(offsets + experts, mask=is_expert, other=0)
+    ends = tl.load(offsets + experts + 1, mask=is_expert, other=0)
+    tiles = (ends - starts + ROWS - 1) // ROWS
+    tiles_up_to = tl.cumsum(tiles, 0)
+    tile = tl.program_id(0)
+    expert = tl.sum((tiles_up_to <= tile).to(tl.int32), 0)
+    if expert >= EXPERTS:  # the grid has room for the worst distribution of rows
+        return
+    tile -= tl.sum(tl.where(experts < expert, tiles, 0), 0)
+    first = tl.load(offsets + expert) + tile * ROWS
+    rows = first + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = rows < tl.load(offsets + expert + 1), columns < N
+    total = multiply_tile(
+        x,
+        weight + expert.to(tl.int64) * stride_we,
+        rows * stride_xm,
+        is_row,
+        columns.to(tl.int64) * stride_wn,
+        is_column,
+        K,
+        stride_xk,
+        stride_wk,
+        ROWS,
+        COLUMNS,
+        INNER,
+    )
+    out += rows[:, None] * N + columns[None, :]
+    tl.store(out, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def tiled_grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
+    (S, K), (E, N, _) = x.shape, weight.shape
+    out = x.new_empty(S, N, dtype=out_dtype)
+    tile = choose_tile(x, S / E)
+    # Every expert that has rows has at most one tile that is not full.
+    grid = (S // tile.rows + min(E, S), triton.cdiv(N, tile.columns))
+    if S:
+        _grouped_linear_kernel[grid](
+            x,
+            weight,
+            offsets,
+            out,
+            N,
+            K,
+            *x.stride(),
+            *weight.stride(),
+            EXPERTS=E,
+            EXPERTS_BLOCK=next_power_of_2(E),
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            INNER=tile.inner,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **UNFUSED,
+        )
+    return out
+
+
+@triton.jit
+def _grouped_weight_grad_kernel(
+    grad: tl.tensor,
+    x: tl.tensor,
+    offsets: tl.tensor,
+    out: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    stride_gm: tl.tensor,
+    stride_gn: tl.tensor,
+    stride_xm: tl.tensor,
+    stride_xk: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    expert = tl.program_id(2)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(first, end, INNER):
+        rows = start + tl.arange(0, INNER).to(tl.int64)
+        left = tl.load(
+            grad + rows[None, :] * stride_gm + n[:, None] * stride_gn,
+            mask=(rows[None, :] < end) & (n[:, None] < N),
+            other=0.0,
+        )
+        right = tl.load(
+            x + rows[:, None] * stride_xm + k[None, :] * stride_xk,
+            mask=(rows[:, None] < end) & (k[None, :] < K),
+            other=0.0,
+        )
+        total = tl.dot(left, right, total, input_precision="ieee")
+    out += (expert.to(tl.int64) * N + n[:, None]) * K + k[None, :]
+    tl.store(out, total.to(out.dtype.element_ty), mask=(n[:, None] < N) & (k[None, :] < K))
+
+
+def grouped_weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Every expert's `grad.T @ x` over its own rows, in their order: [S, N], [S, K] -> [E, N, K].
+
+    An expert without rows gets zeros.
+    """
+    N, K, E = grad.shape[1], x.shape[1], len(offsets) - 1
+    out = x.new_empty(E, N, K, dtype=dtype)
+    half = x.dtype != torch.float32
+    size, inner = (128, HALF_INNER // 2) if half else (64, 16)
+    _grouped_weight_grad_kernel[triton.cdiv(N, size), triton.cdiv(K, size), E](
+        grad,
+        x,
+        offsets,
+        out,
+        N,
+        K,
+        *grad.stride(),
+        *x.stride(),
+        ROWS=size,
+        COLUMNS=size,
+        INNER=inner,
+        num_warps=8 if half else 4,
+        num_stages=3,
+        **UNFUSED,
+    )
+    return out
+
+
+class TritonGroupedLinear(torch.autograd.Function):
+    """The input gradient by the forward's kernel, the weight gradient row after row."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return tiled_grouped_linear(x, weight, offsets, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs_x, needs_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad, by_row = grad.to(x.dtype), weight.transpose(1, 2)
+        return (
+            tiled_grouped_linear(grad, by_row, offsets, x.dtype) if needs_x else None,
+            grouped_weight_grad(grad, x, offsets, weight.dtype) if needs_weight else None,
+            None,
+            None,
+        )

@@ -1,0 +1,205 @@
+"""Linear on a GPU: every output is one chain of float32 sums over K, in ascending order.
+
+Row invariance: an output element is computed by one thread block, which walks K from 0 in blocks of
+a fixed size and adds into a single float32 accumulator; K is never split and never reordered. The
+height and width of a tile change with the number of rows, but only which outputs share a block, not
+how one of them is summed, and all tiles of a GPU generation use the same tensor core instruction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.triton.device import UNFUSED, capability
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows x columns of the output that a thread block computes, and K per step of its loop."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    """Steps of the loop whose operands are on their way at the same time."""
+
+
+HALF_INNER, FLOAT_INNER = 64, 16
+"""K per step for 16-bit operands and for float32: the same in every tile."""
+
+# Few rows (decoding) are bound by reading weights: narrow tiles, so that every multiprocessor gets
+# some, with many loads in flight. Many rows are bound by arithmetic: tiles as large as fit.
+_AMPERE = (
+    Tile(16, 32, HALF_INNER, warps=4, stages=5),
+    Tile(32, 32, HALF_INNER, warps=4, stages=5),
+    Tile(64, 64, HALF_INNER, warps=4, stages=4),
+    Tile(128, 128, HALF_INNER, warps=8, stages=3),
+)
+# Below 64 rows Hopper would fall back from wgmma to Ampere's instruction, whose internal rounding
+# nobody promises to be the same.
+_HOPPER = (
+    Tile(64, 32, HALF_INNER, warps=4, stages=6),
+    Tile(128, 128, HALF_INNER, warps=8, stages=4),
+)
+# float32 runs on the ordinary units, one fused multiply-add after the other.
+_FLOAT = (
+    Tile(16, 32, FLOAT_INNER, warps=4, stages=4),
+    Tile(64, 64, FLOAT_INNER, warps=4, stages=3),
+)
+
+
+def tiles(dtype: torch.dtype, arch: int) -> tuple[Tile, ...]:
+    """All tiles for operands of `dtype` on a GPU of compute capability `arch`, low ones first."""
+    if dtype == torch.float32:
+        return _FLOAT
+    return _AMPERE if arch < 90 else _HOPPER
+
+
+def choose_tile(x: Tensor, rows: float) -> Tile:
+    """The lowest tile that holds `rows` rows of `x`, else the highest; changes no bits."""
+    candidates = tiles(x.dtype, capability(x))
+    return next((tile for tile in candidates if tile.rows >= rows), candidates[-1])
+
+
+@triton.jit
+def multiply_tile(
+    x: tl.tensor,
+    weight: tl.tensor,
+    row_offsets: tl.tensor,
+    is_row: tl.tensor,
+    column_offsets: tl.tensor,
+    is_column: tl.tensor,
+    K: tl.tensor,
+    stride_xk: tl.tensor,
+    stride_wk: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> tl.tensor:
+    """The one sum over K that all linears share: float32 [ROWS, COLUMNS]."""
+    inner = tl.arange(0, INNER)
+    x += row_offsets[:, None] + inner[None, :] * stride_xk
+    weight += column_offsets[None, :] + inner[:, None] * stride_wk
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, K, INNER):
+        is_inner = inner < K - start
+        left = tl.load(x, mask=is_row[:, None] & is_inner[None, :], other=0.0)
+        right = tl.load(weight, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        x += INNER * stride_xk
+        weight += INNER * stride_wk
+    return total
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    stride_xm: tl.tensor,
+    stride_xk: tl.tensor,
+    stride_wn: tl.tensor,
+    stride_wk: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    # Groups of GROUP row tiles share a column of weight tiles while it is in the L2 cache.
+    row_tiles = tl.cdiv(M, ROWS)
+    per_group = GROUP * tl.cdiv(N, COLUMNS)
+    first = (tl.program_id(0) // per_group) * GROUP
+    height = min(row_tiles - first, GROUP)
+    in_group = tl.program_id(0) % per_group
+    rows = (first + in_group % height) * ROWS + tl.arange(0, ROWS)
+    columns = (in_group // height) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = rows < M, columns < N
+    wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
+    total = multiply_tile(
+        x,
+        weight,
+        wide_rows * stride_xm,
+        is_row,
+        wide_columns * stride_wn,
+        is_column,
+        K,
+        stride_xk,
+        stride_wk,
+        ROWS,
+        COLUMNS,
+        INNER,
+    )
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    out += wide_rows[:, None] * N + columns[None, :]
+    tl.store(out, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def tiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile | None = None
+) -> Tensor:
+    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+
+    The bias is added in float32, then the result is rounded once. Any strides.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    out = x.new_empty(M, N, dtype=out_dtype)
+    tile = tile or choose_tile(x, M)
+    grid = (triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),)
+    if M:
+        _linear_kernel[grid](
+            x,
+            weight,
+            bias,
+            out,
+            M,
+            N,
+            K,
+            *x.stride(),
+            *weight.stride(),
+            HAS_BIAS=bias is not None,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            INNER=tile.inner,
+            GROUP=8,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **UNFUSED,
+        )
+    return out
+
+
+class TritonLinear(torch.autograd.Function):
+    """The forward above; the backward is PyTorch's own GEMMs, deterministic for given shapes."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return tiled_linear(x, weight, bias, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad = grad.to(x.dtype)
+        return (
+            grad @ weight if needs_x else None,
+            grad.t() @ x if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+            None,
+        )

@@ -1,0 +1,246 @@
+"""Log-probabilities, entropies and softmax: rows of logits, summed in one fixed order.
+
+Row invariance: one thread block walks one row in blocks of columns from 0, twice: for the maximum,
+which is exact in any order, then for the sums, one partial sum a lane, added along one fixed tree.
+All functions here take a row's maximum and sum from that one kernel and then treat every logit by
+itself, so the rollout's [M, V] and the trainer's [M] agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
+
+MAX_BLOCK = 4096
+"""Columns per step of the walk over a row; decides how its sum is grouped."""
+
+
+@triton.jit
+def _scaled(
+    logits: tl.tensor, columns: tl.tensor, is_column: tl.tensor, temperature: tl.tensor
+) -> tl.tensor:
+    values = tl.load(logits + columns, mask=is_column, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(values, temperature)
+
+
+@triton.jit
+def _statistics_kernel(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    largest: tl.tensor,
+    log_total: tl.tensor,
+    entropy: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * SIZE
+    t = tl.load(temperature + row)
+    peak = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        peak = tl.maximum(peak, _scaled(logits, columns, columns < SIZE, t))
+    top = tl.max(peak, 0)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        below = _scaled(logits, columns, columns < SIZE, t) - top
+        weight = tl.exp(below)
+        total += weight
+        weighted += weight * tl.where(weight == 0.0, 0.0, below)
+    sum_of_all = tl.sum(total, 0)
+    log_sum = tl.log(sum_of_all)
+    tl.store(largest + row, top)
+    tl.store(log_total + row, log_sum)
+    tl.store(entropy + row, log_sum - tl.sum(weighted, 0) / sum_of_all)
+
+
+@triton.jit
+def _log_softmax_kernel(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    largest: tl.tensor,
+    log_total: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    scaled = _scaled(logits + row * SIZE, columns, is_column, tl.load(temperature + row))
+    result = scaled - tl.load(largest + row) - tl.load(log_total + row)
+    if EXP:
+        result = tl.exp(result)
+    tl.store(out + row * SIZE + columns, result, mask=is_column)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gather_kernel(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    targets: tl.tensor,
+    largest: tl.tensor,
+    log_total: tl.tensor,
+    out: tl.tensor,
+    M: tl.tensor,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < M
+    columns = rows * SIZE + tl.load(targets + rows, mask=is_row, other=0)
+    t = tl.load(temperature + rows, mask=is_row, other=1.0)
+    scaled = _scaled(logits, columns, is_row, t)
+    top = tl.load(largest + rows, mask=is_row, other=0.0)
+    log_sum = tl.load(log_total + rows, mask=is_row, other=0.0)
+    tl.store(out + rows, scaled - top - log_sum, mask=is_row)
+
+
+@triton.jit
+def _grad_logits_kernel(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    targets: tl.tensor,
+    largest: tl.tensor,
+    log_total: tl.tensor,
+    grad: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    t = tl.load(temperature + row)
+    scaled = _scaled(logits + row * SIZE, columns, is_column, t)
+    weight = tl.exp(scaled - tl.load(largest + row) - tl.load(log_total + row))
+    is_target = (columns == tl.load(targets + row)).to(tl.float32)
+    result = tl.load(grad + row) / t * (is_target - weight)
+    tl.store(out + row * SIZE + columns, result.to(out.dtype.element_ty), mask=is_column)
+
+
+def _block(size: int) -> dict[str, int]:
+    """Options of the kernels whose thread blocks lie along a row; functions of its size alone."""
+    block = min(MAX_BLOCK, next_power_of_2(size))
+    return {"SIZE": size, "BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+def _statistics(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, log of the sum of exponentials below it, entropy: float32 [M] each."""
+    rows, size = logits.shape
+    largest, log_total, entropy = (temperature.new_empty(rows) for _ in range(3))
+    if rows:
+        _statistics_kernel[(rows,)](
+            logits, temperature, largest, log_total, entropy, **_block(size), **UNFUSED
+        )
+    return largest, log_total, entropy
+
+
+def _prepare(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """As the kernels want them: contiguous [M, V], float32 [M] for [M, 1]."""
+    return whole(logits), temperature.expand(len(logits), 1).contiguous().view(-1)
+
+
+def log_softmax(logits: Tensor, temperature: Tensor, exp: bool = False) -> Tensor:
+    """See `Operators.log_softmax`; with `exp` the probabilities themselves. No autograd."""
+    logits, temperature = _prepare(logits, temperature)
+    rows, size = logits.shape
+    out = logits.new_empty(rows, size, dtype=torch.float32)
+    largest, log_total, _ = _statistics(logits, temperature)
+    options = _block(size)
+    if rows:
+        _log_softmax_kernel[rows, triton.cdiv(size, options["BLOCK"])](
+            logits, temperature, largest, log_total, out, EXP=exp, **options, **UNFUSED
+        )
+    return out
+
+
+def gather_log_probs(logits: Tensor, temperature: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Operators.gather_log_probs`; writes nothing of the size of the logits."""
+    logits, temperature = _prepare(logits, temperature)
+    rows, size = logits.shape
+    out, block = temperature.new_empty(rows), 128
+    largest, log_total, entropy = _statistics(logits, temperature)
+    if rows:
+        _gather_kernel[(triton.cdiv(rows, block),)](
+            logits,
+            temperature,
+            targets.contiguous(),
+            largest,
+            log_total,
+            out,
+            rows,
+            SIZE=size,
+            ROWS=block,
+            num_warps=4,
+            **UNFUSED,
+        )
+    return out, entropy
+
+
+def grad_logits(logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """See `Operators.grad_logits`."""
+    logits, temperature = _prepare(logits, temperature)
+    rows, size = logits.shape
+    out = torch.empty_like(logits)
+    largest, log_total, _ = _statistics(logits, temperature)
+    options = _block(size)
+    if rows:
+        _grad_logits_kernel[rows, triton.cdiv(size, options["BLOCK"])](
+            logits,
+            temperature,
+            targets.contiguous(),
+            largest,
+            log_total,
+            grad.contiguous(),
+            out,
+            **options,
+            **UNFUSED,
+        )
+    return out
+
+
+class TritonLogSoftmax(torch.autograd.Function):
+    """`log_softmax` with a backward pass of PyTorch's operators."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor, temperature: Tensor) -> Tensor:
+        out = log_softmax(logits, temperature)
+        ctx.save_for_backward(out, temperature)
+        ctx.dtype = logits.dtype  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        out, temperature = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad = (grad - out.exp() * grad.sum(-1, keepdim=True)) / temperature
+        return grad.to(ctx.dtype), None  # type: ignore[attr-defined]
+
+
+class TritonSoftmax(torch.autograd.Function):
+    """Softmax over the last axis, in float32, with a backward pass of PyTorch's operators."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        ones = torch.ones(len(rows), 1, device=x.device)
+        out = log_softmax(rows, ones, exp=True).view(x.shape)
+        ctx.save_for_backward(out)
+        ctx.dtype = x.dtype  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad = out * (grad - (out * grad).sum(-1, keepdim=True))
+        return grad.to(ctx.dtype)  # type: ignore[attr-defined]

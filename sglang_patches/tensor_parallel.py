@@ -1,0 +1,69 @@
+"""The tensor-parallel ranks of this engine: how they sum, and what they say of themselves together.
+
+A sum over a K that ranks share is an all-reduce of rounded parts in stock SGLang, so its bits depend
+on the number of ranks. `RowParallel` makes it a tree of blocks whose number the contract fixes; see
+onpolicy/ops/row_parallel.py. Each rank holds other shards and checks them itself, but only rank 0
+answers the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onpolicy.contract import NumericsContract
+from onpolicy.ops.row_parallel import RowParallel
+
+
+def row_parallel(contract: NumericsContract) -> RowParallel:
+    """How the ranks of this engine share the blocks of a sum; needs SGLang's groups."""
+    group = _group()
+    return RowParallel(
+        contract.row_parallel_blocks, group.device_group if group.world_size > 1 else None
+    )
+
+
+def rank() -> int:
+    """This process's rank in the tensor-parallel group."""
+    return _group().rank_in_group
+
+
+def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
+    """The part of a whole tensor that the parameter `like` of a rank holds.
+
+    An axis of another size is shared in equal parts, of which the last ones may be padded (a
+    vocabulary).
+    """
+    for axis, (whole, mine) in enumerate(zip(tensor.shape, like.shape, strict=True)):
+        if whole != mine:
+            start = min(rank * mine, whole)
+            tensor = tensor.narrow(axis, start, min(mine, whole - start))
+    return tensor
+
+
+def report_of_all_ranks(report: dict[str, Any]) -> dict[str, Any]:
+    """`report`, and where other ranks say something else, what all of them say in one text.
+
+    That text is no digest, so the trainer refuses it by name. Collective.
+    """
+    group = _group()
+    reports: list[dict[str, Any]] = [{}] * group.world_size
+    dist.all_gather_object(reports, report, group=group.cpu_group)
+    return agreed(reports)
+
+
+def agreed(values: Sequence[Any]) -> Any:
+    """The value that all of `values` are, key by key in dictionaries; a text of all if they differ."""
+    first = values[0]
+    if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
+        return {key: agreed([value[key] for value in values]) for key in first}
+    return first if all(value == first for value in values) else f"ranks differ: {list(values)}"
+
+
+def _group() -> Any:
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group()

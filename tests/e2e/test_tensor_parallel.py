@@ -1,0 +1,84 @@
+"""A rollout on two tensor-parallel ranks and a trainer on one: the same bits, and how a miss shows."""
+
+import base64
+import itertools
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from engines_fixture import make_engines, make_requests, running
+
+from onpolicy.errors import WeightSyncError
+from onpolicy.models.align import AlignedLinear
+from onpolicy.ops.row_parallel import WHOLE
+from onpolicy.parity import compare_log_probs
+from onpolicy.weight_sync import push_weights
+from onpolicy.weight_sync.shared_memory import SharedMemoryTransport
+
+pytestmark = pytest.mark.engine
+
+versions = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint, tmp_path_factory):
+    """A server of two ranks and a trainer in float32."""
+    directory = tmp_path_factory.mktemp("tp")
+    with running(make_engines(checkpoint, directory, tp_size=2)) as pair:
+        yield pair
+
+
+def count_mismatches(engines, seed):
+    sampled = make_requests(16, seed=seed, temperature=0.7)
+    completions = engines.generate(sampled)
+    scored = engines.trainer.log_probs(
+        [r.token_ids + c.token_ids for r, c in zip(sampled, completions, strict=True)],
+        [len(request.token_ids) for request in sampled],
+        0.7,
+    )
+    log_probs = torch.tensor([x for c in completions for x in c.log_probs])
+    return compare_log_probs(torch.cat(scored), log_probs)[0].num_mismatched
+
+
+def test_no_token_differs(engines):
+    assert engines.contract.row_parallel_blocks == 2
+    assert engines.rollout.clients[0].report()["tp_size"] == 2
+    assert count_mismatches(engines, seed=30) == 0
+
+
+def test_a_trainer_that_sums_in_one_block_differs(engines, monkeypatch):
+    for module in engines.trainer.model.modules():
+        if isinstance(module, AlignedLinear):
+            monkeypatch.setattr(module, "row_parallel", WHOLE)
+    assert count_mismatches(engines, seed=31) > 0
+
+
+class LastRankGetsAnotherBit:
+    """A client whose pushes give the last rank one weight that differs in its last bit."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def post(self, path, body):
+        if payloads := body.get("serialized_named_tensors"):
+            named = pickle.loads(base64.b64decode(payloads[-1]))
+            name, tensor = named[0]
+            tensor = tensor.clone().share_memory_()
+            tensor.view(torch.int32).view(-1)[7] ^= 1
+            other = ForkingPickler.dumps([(name, tensor), *named[1:]])
+            payloads = [*payloads[:-1], base64.b64encode(other).decode()]
+            body = {**body, "serialized_named_tensors": payloads}
+        return self.client.post(path, body)
+
+
+def test_a_rank_that_got_other_weights_stops_the_run(engines):
+    buckets = engines.trainer.weight_buckets(1 << 20)
+    clients = [LastRankGetsAnotherBit(client) for client in engines.rollout.clients]
+    with pytest.raises(WeightSyncError, match=r"weights=ranks differ: \['\w{16}', '\w{16}'\]"):
+        push_weights(buckets, clients, SharedMemoryTransport(), str(next(versions)))
+    engines.push_weights(str(next(versions)))
+    assert count_mismatches(engines, seed=32) == 0

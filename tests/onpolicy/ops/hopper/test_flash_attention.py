@@ -1,0 +1,138 @@
+"""Attention by FlashAttention-3: one paged call for every layout, and gradients from its lse."""
+
+import pytest
+import torch
+from recorded_kernels import attend, flash_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onpolicy.errors import ContractError
+from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.hopper import HopperOperators, flash_attention, flash_backward
+from onpolicy.ops.hopper.pages import Pages
+
+HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.25
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    made = []
+    module = flash_attn(made)
+    monkeypatch.setattr(flash_attention, "library", lambda: module)
+    monkeypatch.setattr(flash_backward, "has_upstream", lambda: True)
+    return made
+
+
+@pytest.fixture
+def operators():
+    return HopperOperators.__new__(HopperOperators)  # without loading the libraries
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def inputs(queries, keys):
+    return random(queries, HEADS, DIM), random(keys, KV_HEADS, DIM), 2 * random(keys, KV_HEADS, DIM)
+
+
+def scattered():
+    """Prefixes in a store of 32 rows, in no order, some rows unused."""
+    rows = torch.randperm(32, generator=torch.Generator().manual_seed(2))
+    return AttentionLayout(
+        query_lens=(3, 1, 5), key_lens=(9, 4, 5), key_rows=rows[:27].view(3, 9).contiguous()
+    )
+
+
+LAYOUTS = {
+    "packed": (AttentionLayout.packed((7, 1, 12)), 20, 20),
+    "prefixes": (scattered(), 9, 32),
+    "a decode step": (
+        AttentionLayout(query_lens=(1, 1), key_lens=(8, 3), key_rows=torch.arange(16).view(2, 8)),
+        2,
+        16,
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "queries", "keys"), LAYOUTS.values(), ids=LAYOUTS)
+def test_it_is_called_like_sglang_calls_it_and_means_the_same(
+    calls, operators, layout, queries, keys
+):
+    q, k, v = inputs(queries, keys)
+    with torch.no_grad():
+        got = operators.attention(q, k, v, layout, SCALE)
+        again = operators.attention(q, k, v, layout, SCALE)
+        want = CpuOperators().attention(q, k, v, layout, SCALE)
+    torch.testing.assert_close(got, want)
+    assert torch.equal(got, again)
+    assert calls[0].num_splits == 1 and calls[0].causal and calls[0].k_cache.shape[1] == 1
+    assert calls[0].page_table is calls[1].page_table  # worked out once for all layers
+
+
+@pytest.mark.parametrize("name", ["packed", "prefixes"])
+def test_gradients_reach_the_rows_that_keys_came_from(calls, operators, name):
+    layout, queries, keys = LAYOUTS[name]
+    ours = [x.requires_grad_() for x in inputs(queries, keys)]
+    grad = random(queries, HEADS, DIM)
+    operators.attention(*ours, layout, SCALE).backward(grad)
+    q, k, v = (x.detach().clone().requires_grad_() for x in ours)
+    pages = Pages.of(layout)
+    rows = pages.key_rows
+    out, _ = attend(q, k[rows], v[rows], pages.query_starts, pages.key_starts, SCALE)
+    out.backward(grad)
+    for a, b in zip(ours, (q, k, v), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen[str(function)] = torch.are_deterministic_algorithms_enabled()
+        return function(*args, **(kwargs or {}))
+
+
+def test_pytorchs_backward_takes_our_call_and_runs_deterministically():
+    layout, queries, keys = LAYOUTS["packed"]
+    q, k, v = (x.to("meta", torch.bfloat16) for x in inputs(queries, keys))
+    lse = torch.empty(HEADS, queries, device="meta")
+    with _Watch() as watch:
+        grads = flash_backward.flash_attention_2(q, q, k, v, q, lse, Pages.of(layout), SCALE)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    assert watch.seen["aten._flash_attention_backward.default"]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("dim", "upstream", "chosen"), [(128, True, 3), (128, False, 2), (256, True, 2)]
+)
+def test_the_backward_is_upstreams_where_it_is_installed_and_can_be_deterministic(
+    monkeypatch, dim, upstream, chosen
+):
+    monkeypatch.setattr(flash_backward, "has_upstream", lambda: upstream)
+    for version in (2, 3):
+        monkeypatch.setattr(flash_backward, f"flash_attention_{version}", lambda *_, v=version: v)
+    q = torch.empty(1, 1, dim)
+    pages = Pages.of(AttentionLayout.packed((1,)))
+    assert flash_backward.backward(q, (q, q, q), q, q, pages, 1.0) == chosen
+
+
+def test_pages_hold_int32_tables_and_the_rows_of_keys_end_to_end():
+    pages = Pages.of(scattered())
+    assert pages.table.dtype == pages.query_starts.dtype == pages.key_lens.dtype == torch.int32
+    assert pages.query_starts.tolist() == [0, 3, 4, 9]
+    assert pages.key_starts.tolist() == [0, 9, 13, 18]
+    assert (pages.max_query_len, pages.max_key_len) == (5, 9)
+    table = scattered().key_rows
+    assert pages.key_rows.tolist() == [*table[0, :9], *table[1, :4], *table[2, :5]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library may be there")
+def test_a_library_that_cannot_be_loaded_is_named_with_a_remedy():
+    with pytest.raises(
+        ContractError, match=r"sgl_kernel.flash_attn: cannot.*sglang-kernel.*--operators"
+    ):
+        flash_attention.library()

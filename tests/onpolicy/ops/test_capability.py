@@ -1,0 +1,91 @@
+"""Which operators a machine can keep, on recorded facts; refusals name the value and the remedy."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.errors import ConfigError, ContractError
+from onpolicy.ops import make_operators
+from onpolicy.ops.capability import Machine, choose_backend, refusal
+
+PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
+CPU = Machine(capability=None, packages={"triton": "3.6.0"})
+H200 = Machine(capability=(9, 0), packages=PACKAGES)
+A100 = Machine(capability=(8, 0), packages=PACKAGES)
+L40 = Machine(capability=(8, 9), packages=PACKAGES)
+B200 = Machine(capability=(10, 0), packages=PACKAGES)
+
+
+def without(machine, *modules):
+    packages = {k: v for k, v in machine.packages.items() if k not in modules}
+    return dataclasses.replace(machine, packages=packages)
+
+
+@pytest.mark.parametrize(
+    ("operators", "dtype", "head_dim", "machine", "backend"),
+    [
+        ("auto", "bfloat16", 128, CPU, "cpu"),
+        ("auto", "bfloat16", 128, H200, "hopper"),
+        ("auto", "bfloat16", 256, H200, "hopper"),
+        ("auto", "bfloat16", 64, H200, "triton"),
+        ("auto", "float32", 128, H200, "triton"),
+        ("auto", "bfloat16", 128, A100, "triton"),
+        ("auto", "bfloat16", 128, L40, "triton"),
+        ("triton", "bfloat16", 128, H200, "triton"),
+        ("hopper", "bfloat16", 128, H200, "hopper"),
+        ("auto", "bfloat16", 128, without(A100, "sgl_kernel", "deep_gemm"), "triton"),
+    ],
+)
+def test_the_choice(operators, dtype, head_dim, machine, backend):
+    assert choose_backend(operators, dtype, head_dim, machine) == backend
+
+
+@pytest.mark.parametrize(
+    ("operators", "dtype", "head_dim", "machine", "message"),
+    [
+        ("triton", "bfloat16", 128, CPU, r"--operators=triton: this machine has no GPU"),
+        ("hopper", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
+        ("hopper", "float32", 128, H200, r"dtype=float32: .*bfloat16 only.*--operators triton"),
+        ("hopper", "bfloat16", 64, H200, r"head_dim=64: .*96, 128, 192, 256 only"),
+        ("auto", "bfloat16", 128, B200, r"--operators=auto: compute capability=10.0: .*8.0.*9.0"),
+        ("triton", "bfloat16", 128, B200, r"compute capability=10.0"),
+        ("auto", "bfloat16", 128, without(H200, "deep_gemm"), r"deep_gemm .*sgl-deep-gemm.*\[gpu\]"),
+        ("auto", "bfloat16", 128, without(H200, "sgl_kernel"), r"sgl_kernel .*package sglang-kernel"),
+        ("auto", "bfloat16", 128, without(A100, "triton"), r"triton is missing.*pip install"),
+        (
+            "triton", "bfloat16", 128,
+            dataclasses.replace(A100, packages={"triton": "3.5.1"}), r"triton==3.5.1: .*3.6",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_is_refused_with_a_remedy(operators, dtype, head_dim, machine, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(operators, dtype, head_dim, machine)
+
+
+@pytest.mark.parametrize("module", ["deep_gemm", "sgl_kernel"])
+def test_a_missing_package_never_changes_the_choice(module):
+    with pytest.raises(ConfigError, match=module):
+        choose_backend("auto", "bfloat16", 128, without(H200, module))
+
+
+def test_a_package_without_metadata_counts_as_there():
+    packages = dict.fromkeys(PACKAGES, "unknown")
+    assert refusal("hopper", "bfloat16", 128, dataclasses.replace(H200, packages=packages)) is None
+
+
+def test_this_machine_is_described_as_it_is():
+    here = Machine.here()
+    assert (here.capability is None) == (not torch.cuda.is_available())
+    assert here.packages.keys() <= PACKAGES.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may keep these contracts")
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
+    shapes = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=128, norm=(), vocab_size=1)
+    contract = NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=shapes)
+    with pytest.raises(ContractError, match=rf"backend={backend}: compute capability=none"):
+        make_operators(contract)

@@ -1,0 +1,135 @@
+"""Compiles what the operators would launch on a GPU, on a machine that has none.
+
+    python compile_kernels.py 90 > kernels.json
+
+Calls the operators on tensors without data, at the sizes of real models, and has Triton compile
+every launch for a GPU of the given compute capability, down to machine code, instead of launching.
+A process of its own: the tests' process interprets kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[4]))
+
+import torch.nn.functional as F
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from onpolicy.ops import AttentionLayout
+from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.triton import TritonOperators, attention, linear
+
+OPERATORS = TritonOperators()
+MMA = re.compile(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n\d+k(\d+)")
+
+
+class AbsentGPU:
+    """Triton's idea of the current device."""
+
+    def __init__(self, arch: int):
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
+    """From now on launches compile; returns what is known of each kernel, by a hash."""
+    kernels: dict[str, dict[str, Any]] = {}
+    launch = jit.JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        kernels[kernel.hash] = {
+            "name": kernel.name,
+            "shared": kernel.metadata.shared,
+            "instructions": sorted({"x".join(m) for m in MMA.findall(kernel.asm["ptx"])}),
+            "fused": kernel.metadata.enable_fp_fusion,
+        }
+        return kernel
+
+    driver.set_active(AbsentGPU(arch))
+    jit.JITFunction.run = compiled
+    linear.capability = attention.capability = lambda _: arch
+    return kernels
+
+
+def launch_all(dtype: torch.dtype) -> None:
+    tensor = partial(torch.empty, device="meta", dtype=dtype)
+    training = partial(tensor, requires_grad=True)
+    for rows in (1, 17, 33, 65):
+        OPERATORS.linear(tensor(rows, 4096), tensor(1024, 4096), tensor(1024))
+    OPERATORS.partial_linear(tensor(100, 4096), tensor(1024, 4096))
+    launch_experts(tensor, training)
+    launch_attention(tensor, training, dtype)
+    if dtype != torch.float32:  # it makes no difference to what follows
+        for size in (128, 7168):
+            OPERATORS.rms_norm(training(300, size), training(size), 1e-6).sum().backward()
+        launch_elementwise(tensor, training)
+
+
+def launch_experts(tensor: Any, training: Any) -> None:
+    offsets = torch.empty(129, dtype=torch.int64, device="meta")
+    for rows in (8, 8192):
+        OPERATORS.grouped_partial_linear(tensor(rows, 768), tensor(128, 2048, 768), offsets)
+    out = OPERATORS.grouped_linear(training(8192, 2048), training(128, 1536, 2048), offsets)
+    out.sum().backward()
+    probabilities = OPERATORS.softmax(training(100, 128))
+    OPERATORS.topk(probabilities, 8)[0].sum().backward()
+
+
+def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
+    layout = AttentionLayout.packed((150, 50), "meta")
+    pages = torch.empty(4, 16, dtype=torch.int32, device="meta")
+    lens = torch.empty(5, dtype=torch.int32, device="meta")
+    # In float32 the widest alone: its kernels take long to compile, and the most memory.
+    for dim in (64, 128, 256) if dtype != torch.float32 else (256,):
+        q, k, v = training(200, 32, dim), training(200, 8, dim), training(200, 8, dim)
+        OPERATORS.attention(q, k, v, layout, 0.1).sum().backward()
+        stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
+        attention.paged_attention(
+            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, 0.1, page_size=64
+        )
+
+
+def launch_elementwise(tensor: Any, training: Any) -> None:
+    OPERATORS.gated(F.silu, *training(100, 2 * 1536).chunk(2, -1)).sum().backward()
+    rotated = OPERATORS.rotary(
+        training(1, 32, 100, 128),
+        training(1, 8, 100, 128),
+        tensor(1, 100, 128),
+        tensor(1, 100, 128),
+    )
+    (rotated[0].sum() + rotated[1].sum()).backward()
+    targets = torch.empty(100, dtype=torch.int64, device="meta")
+    temperature = torch.empty(100, device="meta")
+    hidden, weight = training(100, 1024), training(151936, 1024)
+    token_log_probs(OPERATORS, hidden, weight, None, targets, temperature)[0].sum().backward()
+    log_probs = OPERATORS.log_softmax(tensor(100, 151936), temperature[:, None])
+    OPERATORS.sample(log_probs, torch.empty(100, dtype=torch.float64, device="meta"))
+
+
+if __name__ == "__main__":
+    arch = int(sys.argv[1])
+    kernels = compile_launches(arch)
+    # float32 uses no tensor cores, so one generation stands for all.
+    for dtype in (torch.bfloat16, torch.float32) if arch == 80 else (torch.bfloat16,):
+        launch_all(dtype)
+        for kernel in kernels.values():
+            kernel.setdefault("dtype", str(dtype).removeprefix("torch."))
+    print(json.dumps(list(kernels.values())))

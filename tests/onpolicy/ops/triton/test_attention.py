@@ -1,0 +1,156 @@
+"""The attention kernels in Triton's interpreter."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onpolicy.errors import ContractError
+from onpolicy.ops import AttentionLayout
+from onpolicy.ops.stock import StockOperators
+from onpolicy.ops.triton import TritonOperators
+from onpolicy.ops.triton.attention import Sequences, blockwise_attention, paged_attention
+
+OPERATORS = TritonOperators()
+
+few = settings(max_examples=6)
+heads = st.sampled_from([(1, 1, 16, 16), (6, 2, 24, 24), (2, 2, 16, 32), (5, 1, 16, 16)])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+# Blocks of keys are 32 (float32) or 64: some sequences end inside the first, some after it.
+lens = st.lists(st.integers(1, 90), min_size=1, max_size=2)
+
+
+def packed_inputs(lens, shape, dtype):
+    num_heads, kv_heads, dim, value_dim = shape
+    generator = torch.Generator().manual_seed(sum(lens) * 31 + dim)
+    q = torch.randn(sum(lens), num_heads, dim, generator=generator).to(dtype)
+    k = torch.randn(sum(lens), kv_heads, dim, generator=generator).to(dtype)
+    v = torch.randn(sum(lens), kv_heads, value_dim, generator=generator).to(dtype)
+    return q, k, v
+
+
+def attend(q, k, v, layout):
+    """out and lse"""
+    return blockwise_attention(q, k, v, Sequences.of(layout), q.shape[-1] ** -0.5)
+
+
+def paged(store, lens, page_size):
+    """The rows of `store` on pages in reverse order; what nobody owns is NaN."""
+    pages = -(-max(lens) // page_size)
+    table = torch.arange(len(lens) * pages).flip(0).view(len(lens), pages)
+    out = store.new_full(((len(lens) * pages + 1) * page_size, *store.shape[1:]), torch.nan)
+    for owner, rows in zip(table, store.split(lens), strict=True):
+        slots = (owner[:, None] * page_size + torch.arange(page_size)).flatten()
+        out[slots[: len(rows)]] = rows
+    return out, table.to(torch.int32)
+
+
+@few
+@given(lens, heads, dtypes, st.sampled_from([1, 16, 64]), st.data())
+def test_decoding_and_chunked_prefill_equal_whole_sequences(lens, shape, dtype, page_size, data):
+    """Any last part of each sequence as queries, keys on pages amid NaN."""
+    q, k, v = packed_inputs(lens, shape, dtype)
+    whole = attend(q, k, v, AttentionLayout.packed(tuple(lens)))
+    counts = [data.draw(st.sampled_from([1, n, (n + 1) // 2])) for n in lens]
+    last = [part[-n:] for part, n in zip(torch.arange(sum(lens)).split(lens), counts, strict=True)]
+    rows = torch.cat(last)
+    (store_k, table), (store_v, _) = paged(k, lens, page_size), paged(v, lens, page_size)
+    got = paged_attention(
+        q[rows],
+        store_k.view(-1, page_size, *k.shape[1:]),
+        store_v.view(-1, page_size, *v.shape[1:]),
+        table,
+        torch.tensor(lens, dtype=torch.int32),
+        torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32),
+        max(counts) + data.draw(st.integers(0, 20)),
+        shape[2] ** -0.5,
+        page_size,
+    )
+    for ours, full in zip(got, whole, strict=True):
+        assert torch.equal(ours, full[rows])
+
+
+@few
+@given(lens, heads, dtypes, st.data())
+def test_a_sequence_does_not_depend_on_the_others(lens, shape, dtype, data):
+    q, k, v = packed_inputs(lens, shape, dtype)
+    together = attend(q, k, v, AttentionLayout.packed(tuple(lens)))[0].split(lens)
+    order = data.draw(st.permutations(range(len(lens))))
+    parts = [torch.cat([x.split(lens)[i] for i in order]) for x in (q, k, v)]
+    shuffled_lens = tuple(lens[i] for i in order)
+    shuffled = attend(*parts, AttentionLayout.packed(shuffled_lens))[0].split(shuffled_lens)
+    for position, i in enumerate(order):
+        assert torch.equal(shuffled[position], together[i])
+    alone = attend(*(x.split(lens)[0] for x in (q, k, v)), AttentionLayout.packed((lens[0],)))
+    assert torch.equal(alone[0], together[0])
+
+
+@few
+@given(lens, heads, dtypes)
+def test_results_and_gradients_are_close_to_float64(lens, shape, dtype):
+    inputs = [x.requires_grad_() for x in packed_inputs(lens, shape, dtype)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    layout, scale = AttentionLayout.packed(tuple(lens)), shape[2] ** -0.5
+    got = OPERATORS.attention(*inputs, layout, scale)
+    want = StockOperators().attention(*exact, layout, scale)
+    tolerance = (
+        {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+    )
+    torch.testing.assert_close(got.double(), want, **tolerance)
+    with torch.no_grad():
+        assert torch.equal(OPERATORS.attention(*inputs, layout, scale), got)
+    grad = torch.randn(got.shape).to(dtype)
+    ours = torch.autograd.grad(got, inputs, grad)
+    for a, b in zip(ours, torch.autograd.grad(want, exact, grad.double()), strict=True):
+        torch.testing.assert_close(a.double(), b, **tolerance)
+
+
+def test_log_sum_exp_is_that_of_the_scores():
+    q, k, v = packed_inputs([70], (2, 1, 16, 16), torch.float32)
+    _, lse = attend(q, k, v, AttentionLayout.packed((70,)))
+    scores = torch.einsum("qhd,kd->hqk", q.double(), k[:, 0].double()) / 4
+    scores.masked_fill_(torch.ones(70, 70).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(lse.t().double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_queries_may_lie_apart_in_memory():
+    """As transformers hands them over: [1, H, T, D], transposed."""
+    q, k, v = packed_inputs([40], (4, 2, 16, 16), torch.bfloat16)
+    layout = AttentionLayout.packed((40,))
+    apart = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    for ours, theirs in zip(attend(*apart, layout), attend(q, k, v, layout), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_sequence_without_queries_is_left_out():
+    """As in a CUDA graph captured for a larger batch."""
+    q, k, v = packed_inputs([9], (2, 1, 16, 16), torch.float32)
+    rows = torch.arange(9).expand(3, -1)
+    layout = AttentionLayout(query_lens=(9, 0, 1), key_lens=(9, 1, 9), key_rows=rows)
+    out, _ = attend(torch.cat([q, q[-1:]]), k, v, layout)
+    assert torch.equal(out[8], out[9])
+
+
+def test_gradients_of_a_cached_prefix_are_refused():
+    q, k, v = packed_inputs([9], (2, 1, 16, 16), torch.float32)
+    layout = AttentionLayout(query_lens=(4,), key_lens=(9,), key_rows=torch.arange(9)[None])
+    out = OPERATORS.attention(q[:4].requires_grad_(), k, v, layout, 1.0)
+    with pytest.raises(ContractError, match=r"key_lens=\(9,\).*whole sequences"):
+        out.sum().backward()
+
+
+def test_splitting_the_keys_of_a_decode_step_is_found():
+    """The negative control: FlashDecoding sums parts of the keys apart and merges them."""
+    q, k, v = packed_inputs([130], (4, 2, 16, 16), torch.float32)
+    whole, _ = attend(q, k, v, AttentionLayout.packed((130,)))
+
+    def part(rows):
+        layout = AttentionLayout(query_lens=(1,), key_lens=(len(rows),), key_rows=rows[None])
+        return attend(q[-1:], k, v, layout)
+
+    (left, a), (right, b) = part(torch.arange(70)), part(torch.arange(70, 130))
+    share = torch.sigmoid(a - b)[..., None]
+    merged = left * share + right * (1 - share)
+    torch.testing.assert_close(merged[0], whole[-1], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(merged[0], whole[-1])
+    assert torch.equal(part(torch.arange(130))[0][0], whole[-1])

@@ -1,0 +1,60 @@
+"""Every kernel the operators launch compiles for GPUs, and what the compiler made of it is sound."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10}
+"""Bytes that a thread block can have. What is compiled for 8.0 must also run on 8.6 and 8.9, which
+have the same tiles and less memory."""
+
+FORWARD = {"_linear_kernel", "_grouped_linear_kernel", "_attention_kernel"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """For each generation, what compile_kernels.py prints: both at a time."""
+    cache = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
+    processes = {
+        arch: subprocess.Popen(
+            [sys.executable, SCRIPT, str(arch)], stdout=subprocess.PIPE, env={**os.environ, **cache}
+        )
+        for arch in SHARED_MEMORY
+    }
+    outputs = {arch: process.communicate()[0] for arch, process in processes.items()}
+    assert all(process.returncode == 0 for process in processes.values())
+    return {arch: json.loads(output) for arch, output in outputs.items()}
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_every_kernel_fits_into_shared_memory(compiled, arch):
+    kernels = compiled[arch]
+    assert {kernel["name"] for kernel in kernels} > FORWARD and len(kernels) > 30
+    assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[arch]
+
+
+@pytest.mark.parametrize(
+    ("arch", "instruction"), [(80, "mmax16x16"), (90, "wgmma.mma_asyncx64x16")]
+)
+def test_all_tiles_use_one_tensor_core_instruction(compiled, arch, instruction):
+    """Which one a product takes must not depend on the number of rows: they may round differently."""
+    for kernel in compiled[arch]:
+        if kernel["name"] in FORWARD and kernel["dtype"] != "float32":
+            assert kernel["instructions"] == [instruction], kernel
+
+
+def test_float32_products_use_no_tensor_cores(compiled):
+    kernels = [kernel for kernel in compiled[80] if kernel["dtype"] == "float32"]
+    assert {kernel["name"] for kernel in kernels} >= FORWARD
+    assert not any(kernel["instructions"] for kernel in kernels)
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_no_kernel_fuses_what_is_written_apart(compiled, arch):
+    assert not any(kernel["fused"] for kernel in compiled[arch])

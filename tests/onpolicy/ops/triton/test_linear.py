@@ -1,0 +1,137 @@
+"""The linear kernel in Triton's interpreter (tests/triton_interpreter.py)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.ops.triton import TritonOperators
+from onpolicy.ops.triton.linear import choose_tile, tiled_linear, tiles
+
+OPERATORS = TritonOperators()
+
+few = settings(max_examples=10)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+rows, columns, inner = st.integers(2, 140), st.integers(1, 70), st.integers(1, 150)
+
+
+def operands(m, n, k, dtype, has_bias=True):
+    generator = torch.Generator().manual_seed(m * 1009 + n * 31 + k)
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    weight = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype) if has_bias else None
+    return x, weight, bias
+
+
+def rows_change(linear, x):
+    """Whether some row of `linear(x)` depends on the rest of the batch."""
+    whole = linear(x)
+    parts = [torch.cat([linear(p) for p in x.split(n)]) for n in (1, 7, 17, 40)]
+    return not all(torch.equal(part, whole) for part in parts)
+
+
+@few
+@given(rows, columns, inner, dtypes, st.data())
+def test_rows_do_not_depend_on_the_rest_of_the_batch(m, n, k, dtype, data):
+    x, weight, bias = operands(m, n, k, dtype)
+    whole = OPERATORS.linear(x, weight, bias)
+    first = data.draw(st.integers(0, m - 1))
+    last = data.draw(st.integers(first + 1, m))
+    assert torch.equal(OPERATORS.linear(x[first:last], weight, bias), whole[first:last])
+    order = torch.tensor(data.draw(st.permutations(range(m))))
+    assert torch.equal(OPERATORS.linear(x[order], weight, bias), whole[order])
+
+
+@few
+@given(rows, columns, inner, dtypes, st.sampled_from([80, 90]))
+def test_every_tile_gives_the_same_bits(m, n, k, dtype, arch):
+    x, weight, bias = operands(m, n, k, dtype)
+    results = [tiled_linear(x, weight, bias, dtype, tile) for tile in tiles(dtype, arch)]
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+def test_the_tile_grows_with_the_number_of_rows():
+    x = torch.zeros(1, 1, dtype=torch.bfloat16)
+    assert [choose_tile(x, m).rows for m in (1, 16, 17, 64, 65, 5000)] == [16, 16, 32, 64, 128, 128]
+
+
+@few
+@given(rows, st.integers(2, 70), inner, dtypes, st.data())
+def test_columns_do_not_depend_on_how_ranks_share_them(m, n, k, dtype, data):
+    x, weight, bias = operands(m, n, k, dtype)
+    cut = data.draw(st.integers(1, n - 1))
+    parts = [OPERATORS.linear(x, weight[s], bias[s]) for s in (slice(cut), slice(cut, n))]
+    assert torch.equal(torch.cat(parts, 1), OPERATORS.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_may_lie_in_memory_in_any_way(dtype):
+    x, weight, _ = operands(20, 30, 40, dtype)
+    want = OPERATORS.linear(x, weight)
+    apart = torch.cat([x, x], 1)[:, :40]
+    assert torch.equal(OPERATORS.linear(apart, weight), want)
+    assert torch.equal(OPERATORS.linear(x.t().contiguous().t(), weight), want)
+    assert torch.equal(OPERATORS.linear(x, weight.t().contiguous().t()), want)
+
+
+@few
+@given(rows, columns, inner)
+def test_results_are_sums_in_float32_rounded_once(m, n, k):
+    x, weight, bias = operands(m, n, k, torch.bfloat16)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    partial = OPERATORS.partial_linear(x, weight)
+    assert partial.dtype == torch.float32
+    torch.testing.assert_close(partial.double() + bias.double(), exact, rtol=1e-4, atol=1e-5)
+    assert torch.equal(OPERATORS.linear(x, weight, bias), (partial + bias.float()).bfloat16())
+
+
+def test_a_row_parallel_linear_of_one_block_is_the_linear():
+    x, weight, bias = operands(9, 20, 64, torch.bfloat16)
+    whole = OPERATORS.row_parallel_linear(x, weight, bias, RowParallel(blocks=1))
+    assert torch.equal(whole, OPERATORS.linear(x, weight, bias))
+    blocks = OPERATORS.row_parallel_linear(x, weight, bias, RowParallel(blocks=4))
+    torch.testing.assert_close(blocks, whole, rtol=1e-2, atol=1e-2)
+
+
+@few
+@given(rows, columns, inner, st.booleans())
+def test_gradients_are_close_to_float64(m, n, k, has_bias):
+    leaves = [
+        t.requires_grad_() for t in operands(m, n, k, torch.float32, has_bias) if t is not None
+    ]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    grad = torch.randn(m, n)
+    for operator, reference in [(OPERATORS.linear, F.linear), (OPERATORS.partial_linear, F.linear)]:
+        if has_bias and operator == OPERATORS.partial_linear:
+            continue
+        ours = torch.autograd.grad(operator(*leaves), leaves, grad)
+        for got, want in zip(
+            ours, torch.autograd.grad(reference(*exact), exact, grad.double()), strict=True
+        ):
+            torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_no_rows_and_leading_axes():
+    x, weight, bias = operands(6, 5, 8, torch.float32)
+    assert OPERATORS.linear(x[:0], weight, bias).shape == (0, 5)
+    assert torch.equal(
+        OPERATORS.linear(x.view(2, 3, 8), weight, bias),
+        OPERATORS.linear(x, weight, bias).view(2, 3, 5),
+    )
+
+
+def test_splitting_k_for_few_rows_is_found():
+    """The negative control: what GEMM libraries do for small batches."""
+    x, weight, _ = operands(40, 48, 128, torch.bfloat16)
+
+    def split_k(x):
+        if len(x) > 16:
+            return OPERATORS.partial_linear(x, weight)
+        halves = zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
+        return sum(OPERATORS.partial_linear(*half) for half in halves)
+
+    assert rows_change(split_k, x)
+    assert not rows_change(lambda x: OPERATORS.partial_linear(x, weight), x)

@@ -1,0 +1,183 @@
+"""What the GPU kernel libraries look like from Python, recorded, and stand-ins that insist on it.
+
+Neither library loads without a GPU. Their signatures were copied from the packages named below and
+their checks from the sources; a call with another name, type or layout fails here as it would there.
+What a stand-in computes is the plain mathematics in float32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+# sgl-deep-gemm, deep_gemm/__init__.py.
+BF16_GEMM_NT = {
+    "0.1.5.post1": "(a, b, d, c=None, compiled_dims='')",
+    "0.2.0": "(a, b, d, c=None, compiled_dims='', alpha=None)",
+    "0.2.5": "(a, b, d, c=None, compiled_dims='', alpha=None, epilogue=None)",
+}
+
+# sglang-kernel 0.4.5 and 0.4.7, sgl_kernel/flash_attn.py.
+FLASH_ATTN_WITH_KVCACHE = (
+    "(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
+    "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+    "q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), attention_chunk=None, softcap=0.0, rotary_interleaved=True, "
+    "scheduler_metadata=None, num_splits=0, pack_gqa=None, only_qv=False, sm_margin=0, "
+    "return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None)"
+)
+
+# The same versions, flash_ops.abi3.so, torch.ops.sgl_kernel.fwd; arguments in the order of the schema.
+SGL_KERNEL_FWD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, "
+    "Tensor(a!)? out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, "
+    "Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, "
+    "Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor? v_descale, float? softmax_scale, bool is_causal, int window_size_left, "
+    "int window_size_right, int attention_chunk, float softcap, bool is_rotary_interleaved, "
+    "Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, Tensor? sinks, "
+    "Tensor? sparse_mask_fine, bool only_qv) -> (Tensor(a!), Tensor, Tensor, Tensor)"
+)
+
+# Dao-AILab/flash-attention, hopper/flash_api_stable.cpp, torch.ops.flash_attn_3.bwd.
+FLASH_ATTN_3_BWD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(dq!)? dq = None, Tensor(dk!)? dk = None, Tensor(dv!)? dv = None, "
+    "Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? seqused_q = None, "
+    "Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, "
+    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, "
+    "int window_size_right = -1, float softcap = 0.0, bool deterministic = False, "
+    "int sm_margin = 0) -> "
+    "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def signature(text: str) -> inspect.Signature:
+    """The signature that a function `def f<text>` would have."""
+    scope: dict[str, object] = {}
+    exec(f"def function{text}: pass", scope)
+    return inspect.signature(scope["function"])
+
+
+def deep_gemm(version: str, calls: list[SimpleNamespace]) -> SimpleNamespace:
+    """A stand-in for the module; every product's operands are added to `calls`."""
+    parameters = signature(BF16_GEMM_NT[version])
+
+    def bf16_gemm_nt(*args: object, **kwargs: object) -> None:
+        call = SimpleNamespace(**parameters.bind(*args, **kwargs).arguments)
+        for operand in (call.a, call.b):  # csrc/utils/layout.hpp and TMA's own rules
+            assert operand.dtype == torch.bfloat16
+            assert 1 in operand.stride()
+            assert max(operand.stride()) % 8 == 0
+            assert operand.data_ptr() % 16 == 0
+        assert call.d.dtype in (torch.bfloat16, torch.float32)
+        assert call.d.is_contiguous()
+        call.d.copy_(call.a.float() @ call.b.float().t())
+        calls.append(call)
+
+    module = SimpleNamespace(bf16_gemm_nt=bf16_gemm_nt, deterministic=False)
+    if version.startswith("0.2"):
+        module.use_deterministic_algorithms = lambda on: setattr(module, "deterministic", on)
+    return module
+
+
+_LIBRARY = torch.library.Library("recorded", "DEF")
+_LIBRARY.define(SGL_KERNEL_FWD)
+FA3 = torch.library.Library("flash_attn_3", "DEF")
+FA3.define(FLASH_ATTN_3_BWD)
+
+
+def flash_attn(calls: list[SimpleNamespace]) -> SimpleNamespace:
+    """A stand-in for the module sgl_kernel.flash_attn; what it is called with is added to `calls`."""
+    parameters = signature(FLASH_ATTN_WITH_KVCACHE)
+
+    def flash_attn_with_kvcache(*args: object, **kwargs: object) -> object:
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = SimpleNamespace(**bound.arguments)
+        calls.append(call)
+        out, lse, *rest = torch.ops.recorded.fwd(
+            call.q, call.k_cache, call.v_cache, call.k, call.v, call.qv, call.out,
+            call.cu_seqlens_q, None, call.cu_seqlens_k_new, None, call.cache_seqlens,
+            call.max_seqlen_q, None, call.page_table, call.cache_batch_idx, call.cache_leftpad,
+            call.rotary_cos, call.rotary_sin, call.rotary_seqlens, call.q_descale, call.k_descale,
+            call.v_descale, call.softmax_scale, call.causal, *call.window_size,
+            call.attention_chunk or 0, call.softcap, call.rotary_interleaved,
+            call.scheduler_metadata, call.num_splits, call.pack_gqa, call.sm_margin, call.sinks,
+            None, call.only_qv,
+        )  # fmt: skip
+        return (out, lse, *rest) if call.return_softmax_lse else out
+
+    return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention over packed sequences in float32: out [T, H, D_v] and lse [H, T]."""
+    outs, lses = [], []
+    group = q.shape[1] // k.shape[1]
+    for queries, keys in zip(query_starts.unfold(0, 2, 1), key_starts.unfold(0, 2, 1), strict=True):
+        qs = q[queries[0] : queries[1]].float().transpose(0, 1)
+        ks, vs = (
+            x[keys[0] : keys[1]].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v)
+        )
+        scores = qs @ ks.transpose(1, 2) * scale
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(ks.shape[1] - qs.shape[1])
+        scores = scores.masked_fill(~mask, float("-inf"))
+        outs.append((scores.softmax(-1) @ vs).transpose(0, 1))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    names = [argument.name for argument in torch.ops.recorded.fwd.default._schema.arguments]
+    given = SimpleNamespace(**dict(zip(names[3:], rest, strict=True)))
+    batch = len(given.cu_seqlens_q) - 1
+    for ints in (given.cu_seqlens_q, given.seqused_k, given.page_table):  # flash_api.cpp
+        assert ints.dtype == torch.int32
+        assert ints.is_contiguous()
+    assert given.page_table.shape[0] == len(given.seqused_k) == batch
+    assert q.dim() == 3 and k.dim() == v.dim() == 4
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert given.max_seqlen_q >= int(given.cu_seqlens_q.diff().max())
+    assert given.is_causal and (given.window_size_left, given.window_size_right) == (-1, -1)
+    page_size = k.shape[1]
+    rows = given.page_table.long()[..., None] * page_size + torch.arange(page_size)
+    lens = given.seqused_k.tolist()
+    chosen = torch.cat([row.flatten()[:n] for row, n in zip(rows, lens, strict=True)])
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    out, lse = attend(
+        q, k.flatten(0, 1)[chosen], v.flatten(0, 1)[chosen], given.cu_seqlens_q, starts,
+        given.softmax_scale,
+    )  # fmt: skip
+    return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
+
+
+_LIBRARY.impl("fwd", _fwd, "CPU")
+
+
+def _bwd(*args: object) -> tuple[Tensor, ...]:
+    names = [argument.name for argument in torch.ops.flash_attn_3.bwd.default._schema.arguments]
+    given = SimpleNamespace(**dict(zip(names, args, strict=False)))
+    assert given.softmax_lse.dtype == torch.float32
+    assert given.softmax_lse.shape == (given.q.shape[1], given.q.shape[0])
+    assert given.is_causal and given.deterministic
+    with torch.enable_grad():
+        inputs = [x.detach().float().requires_grad_() for x in (given.q, given.k, given.v)]
+        out, lse = attend(*inputs, given.cu_seqlens_q, given.cu_seqlens_k, given.softmax_scale)
+        torch.testing.assert_close(out.to(given.out.dtype), given.out)
+        torch.testing.assert_close(lse, given.softmax_lse)
+        grads = torch.autograd.grad(out, inputs, given.dout.float())
+    for held, grad in zip((given.dq, given.dk, given.dv), grads, strict=True):
+        held.copy_(grad)
+    empty = given.q.new_empty(0)
+    return given.dq, given.dk, given.dv, empty, empty, empty, empty, empty
+
+
+FA3.impl("bwd", _bwd, "CPU")
