@@ -26,7 +26,7 @@ def save_state(
     directory: Path, model: nn.Module, optimizer: Optimizer, numbers: dict[str, Any]
 ) -> None:
     """Write weights, moments, random state, and `numbers`, which JSON can hold; collective."""
-    _create_missing_moments(optimizer)
+    create_missing_moments(optimizer)
     try:
         dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory / _SHARDED))
     except CheckpointException as error:  # a BaseException
@@ -37,10 +37,10 @@ def save_state(
 
 def load_state(directory: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Read back, in place, what `save_state` wrote, and return its numbers; collective."""
-    _create_missing_moments(optimizer)
+    create_missing_moments(optimizer)
     tensors = _tensors(model, optimizer)
     try:
-        reader = _Reader(directory / _SHARDED)
+        reader = IndexReader(directory / _SHARDED)
         reader.read_metadata()  # what DCP cannot read it reports at great length
         dcp.load(tensors, storage_reader=reader)
         numbers = json.loads((directory / _NUMBERS).read_text())
@@ -69,7 +69,7 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _create_missing_moments(optimizer: Optimizer) -> None:
+def create_missing_moments(optimizer: Optimizer) -> None:
     """Give AdamW the state its first step would, so that there is something to save or load into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -81,7 +81,7 @@ def _create_missing_moments(optimizer: Optimizer) -> None:
                 }
 
 
-class _Reader(dcp.FileSystemReader):
+class IndexReader(dcp.FileSystemReader):
     """DCP's reader, except that its pickled index may name nothing but DCP's own records."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -98,7 +98,7 @@ class _IndexUnpickler(pickle.Unpickler):
         "torch.distributed.checkpoint.metadata": re.compile(r"_?[A-Z]\w*"),
         "torch.distributed.checkpoint.filesystem": re.compile(r"_?[A-Z]\w*"),
         "torch.serialization": re.compile(r"_get_layout"),
-        "torch": re.compile(r"Size|float32|uint8"),
+        "torch": re.compile(r"Size|float32|bfloat16|uint8"),
         "pathlib": re.compile(r"\w*Path"),
     }
 

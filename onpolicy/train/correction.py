@@ -85,6 +85,10 @@ class Corrections:
             **estimator_report(tokens, advantages, upper, gather_vectors),
         }
 
+    def k3(self, step: Sequence[MicroBatch], log_probs: Sequence[Tensor]) -> float:
+        """`mismatch/k3` of other log-probabilities of the trainer's; collective."""
+        return mismatch_metrics(_tokens(step, log_probs), gather_vectors)["mismatch/k3"]
+
     def _penalise(self, rollout: list[MicroBatch], penalty: DiscrepancyPenalty) -> Metrics:
         advantages = torch.cat([batch.advantages for batch in rollout])
         penalised, _ = penalty.apply(_old_tokens(rollout), advantages, gather_vectors)

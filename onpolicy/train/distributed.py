@@ -94,6 +94,11 @@ def gather_data(value: T) -> list[T]:
     return values
 
 
+def any_data(value: bool) -> bool:
+    """Whether it holds for any share of the samples, on every rank."""
+    return any(gather_data(value))
+
+
 def sum_over_data(sums: Mapping[str, float], on: torch.device) -> dict[str, float]:
     """Float64 sums over all shares of the samples, name by name, on every rank."""
     names = sorted(sums)

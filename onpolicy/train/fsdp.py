@@ -53,6 +53,7 @@ class FsdpTrainer(PolicyTrainer):
             device=self.device,
             activation_checkpointing=self.config.trainer.activation_checkpointing,
             trust_remote_code=self.config.model.trust_remote_code,
+            row_parallel_blocks=self.contract.row_parallel_blocks,
         )
 
     def _put_operators(self, operators: Operators) -> None:
@@ -81,6 +82,8 @@ class FsdpTrainer(PolicyTrainer):
             # FSDP2 averages gradients over ranks; the loss is a sum over them.
             (loss * distributed.world_size()).backward()
             metrics["train/entropy"] = (entropy * batch.shares).sum()
+            if self.model.replay is not None:
+                metrics |= self.model.replay.counts()
             for name, value in metrics.items():
                 sums[name] += float(value)
         return distributed.sum_over_data(sums, self.device)

@@ -30,10 +30,10 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) ->
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> Schedule:
     """The learning rate over the run's optimizer steps: base schedule, length decay if asked for."""
     total_steps = config.rollout.num_rollout * config.steps_per_rollout
-    base = BaseSchedule(optimizer, lambda step: _factor(step, config.trainer, total_steps))
+    base = BaseSchedule(optimizer, lambda step: rate_factor(step, config.trainer, total_steps))
     if config.trainer.lr_schedule != "length-decay":
         return base
-    return LengthDecaySchedule(base, optimizer, LengthDecay(_length_decay(config.trainer)))
+    return LengthDecaySchedule(base, optimizer, LengthDecay(length_decay_config(config.trainer)))
 
 
 class BaseSchedule(LambdaLR):
@@ -52,8 +52,8 @@ class BaseSchedule(LambdaLR):
 Schedule = BaseSchedule | LengthDecaySchedule
 
 
-def _factor(step: int, config: TrainerConfig, total_steps: int) -> float:
-    """Linear warm-up to the peak, then constant, or a linear or cosine way down to 0."""
+def rate_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
+    """Share of --lr: linear warm-up to the peak, then constant, or a linear or cosine way down to 0."""
     if step < config.lr_warmup_steps:
         return (step + 1) / config.lr_warmup_steps
     if config.lr_decay_style == "constant":
@@ -65,7 +65,7 @@ def _factor(step: int, config: TrainerConfig, total_steps: int) -> float:
     return (1.0 + math.cos(math.pi * progress)) / 2
 
 
-def _length_decay(config: TrainerConfig) -> LengthDecayConfig:
+def length_decay_config(config: TrainerConfig) -> LengthDecayConfig:
     return LengthDecayConfig(
         period=config.length_decay_period,
         floor=config.length_decay_floor,

@@ -7,12 +7,13 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from fallback_correction.length_decay import LengthDecaySchedule
+from fallback_correction.length_decay import BaseSchedule, LengthDecaySchedule
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
@@ -24,7 +25,6 @@ from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.train.batch import MicroBatch, make_micro_batches
 from onpolicy.train.correction import Corrections, loss_settings
-from onpolicy.train.optimizer import Schedule
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.types import TrainSample
@@ -39,7 +39,7 @@ class PolicyTrainer(Trainer):
     and puts other operators into its models.
     """
 
-    schedule: Schedule
+    schedule: BaseSchedule
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
         self.config, self.num_threads = config, num_threads
@@ -128,7 +128,7 @@ class PolicyTrainer(Trainer):
             steps, corrected and not self.config.fallback.use_rollout_logprobs
         )
         seconds = time.perf_counter() - start
-        metrics = self.corrections.prepare(steps, active=corrected)
+        metrics = self._own_routing(steps[0]) | self.corrections.prepare(steps, active=corrected)
         updates = [
             self._optimizer_step(micro_batches, gate if number == 0 else None)
             for number, micro_batches in enumerate(steps)
@@ -148,7 +148,17 @@ class PolicyTrainer(Trainer):
                 f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
                 "Lower --lr, or resume from the last checkpoint with --load."
             )
+        if replayed := sums.pop("routing/num_replayed", 0.0):
+            sums["routing/differing_share"] = sums.pop("routing/num_differing") / replayed
         return {**sums, "train/grad_norm": grad_norm, "train/lr": self._step_optimizer()}
+
+    def _own_routing(self, step: Sequence[MicroBatch]) -> dict[str, float]:
+        """How far the engines would be apart without the rollout's experts, if it is measured."""
+        replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
+        if not replays or not self.corrections.wants_metrics:
+            return {}
+        scores = self._score([replace(batch.packed, routed_experts=None) for batch in step])
+        return {"routing/k3_without_replay": self.corrections.k3(step, scores)}
 
     @property
     def _falls_back(self) -> bool:

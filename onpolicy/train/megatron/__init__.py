@@ -1,0 +1,6 @@
+"""Megatron-core as a training engine: its GPTModel, schedules and groups around our operators.
+
+What decides bits is replaced where Megatron-core lets a specification or a subclass replace it;
+the package itself is never edited. Modules here import Megatron-core, so ask `require_megatron`
+(`version.py`) before the first of them.
+"""

@@ -1,0 +1,57 @@
+"""Rotary embedding and attention over packed sequences, by the contract's operators.
+
+Megatron's own rotary embedding moves to the current CUDA device, and its attention without
+Transformer Engine takes neither packed sequences nor context parallelism. Ours rotates with Hugging
+Face's angles, so every kind of RoPE scaling follows, and gathers keys and values where a sequence
+is shared by context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onpolicy.train.megatron.batch import LocalTokens
+from onpolicy.train.megatron.collectives import gather_rows
+from onpolicy.train.megatron.config import AlignedConfig
+
+
+class AlignedAttention(nn.Module):
+    """What Megatron calls core attention: from projected heads to their weighted values."""
+
+    def __init__(
+        self,
+        config: AlignedConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        pg_collection: Any,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.context_group: dist.ProcessGroup = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: LocalTokens,
+        **_: Any,
+    ) -> Tensor:
+        """[T, H, D], [T, H_kv, D], [T, H_kv, D] -> [T, H * D]; the rows are this rank's."""
+        operators, local = self.config.operators, packed_seq_params
+        assert operators is not None and local.angles is not None
+        q, k = (x.transpose(0, 1)[None] for x in (query, key))
+        q, k = (x[0].transpose(0, 1) for x in operators.rotary(q, k, *local.angles))
+        k, v = gather_rows(torch.cat((k, value), -1), self.context_group).chunk(2, -1)
+        scale = query.shape[-1] ** -0.5
+        parts = zip(q.chunk(len(local.layouts)), local.layouts, strict=True)
+        return torch.cat([operators.attention(x, k, v, one, scale) for x, one in parts]).flatten(1)

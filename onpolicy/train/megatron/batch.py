@@ -1,0 +1,161 @@
+"""The part of a packed micro-batch that one rank computes, on its way through Megatron's modules.
+
+Under context parallelism a sequence is cut into 2 x c chunks of equal length, and rank r of c holds
+chunks r and 2c - 1 - r: every rank then computes about as many scores as the others (Megatron's
+zigzag). Rows are in the order: the first chunk of every sequence, then the second of every sequence.
+Sequences are padded at their ends for that, which no earlier token can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops import AttentionLayout
+from onpolicy.train.megatron.config import AlignedConfig
+
+FILLER_TOKEN = 0
+
+
+@dataclass(kw_only=True)
+class LocalTokens(PackedSeqParams):
+    """T: this rank's tokens, before sequence parallelism shares them; R: tokens asked for."""
+
+    qkv_format: str = "thd"
+
+    tokens: Tensor
+    """int64 [1, T]"""
+
+    positions: Tensor
+    """int64 [1, T]: within each sequence"""
+
+    layouts: tuple[AttentionLayout, ...]
+    """Of equal parts of the rows: one, or one for each chunk under context parallelism."""
+
+    angles: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of the rotary embedding, [1, T, D]."""
+
+    rows: Tensor
+    """int64 [R']: rows here whose next token is asked for, padded to as many as any rank has"""
+
+    targets: Tensor
+    """int64 [R']"""
+
+    temperature: Tensor
+    """float32 [R']"""
+
+    order: Tensor | None = None
+    """int64 [R]: where each token asked for is among the ranks' R' each; None: in order, all here"""
+
+    @staticmethod
+    def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:
+        """What rank `context_rank` of the context-parallel group computes of `batch`."""
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.context_parallel_size > 1:
+            return _zigzag(batch, config.context_parallel_size, context_rank, multiple)
+        return _whole(batch, multiple)
+
+
+def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
+    """All tokens, and a filler sequence up to a multiple."""
+    filler = -len(batch.tokens) % multiple
+    layout = batch.layout
+    if filler:
+        lens = (*layout.query_lens, filler)
+        layout = AttentionLayout.packed(lens, batch.tokens.device)
+    return LocalTokens(
+        tokens=F.pad(batch.tokens, (0, filler), value=FILLER_TOKEN)[None],
+        positions=F.pad(batch.positions, (0, filler))[None],
+        layouts=(layout,),
+        rows=batch.rows,
+        targets=batch.targets,
+        temperature=batch.temperature,
+    )
+
+
+def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalTokens:
+    plan = _ZigzagPlan(batch.layout.query_lens, ranks, multiple)
+    device = batch.tokens.device
+    padded = plan.padded_rows.to(device)
+    tokens = batch.tokens.new_full((plan.num_tokens,), FILLER_TOKEN)
+    tokens[padded] = batch.tokens
+    positions = batch.positions.new_zeros(plan.num_tokens)
+    positions[padded] = batch.positions
+    mine = plan.rows_of(rank).to(device)
+    owner, local_row = plan.owners()
+    asked = plan.padded_rows[batch.rows.cpu()]
+    held_by = [(owner[asked] == r).nonzero()[:, 0] for r in range(ranks)]
+    most = max(map(len, held_by))
+    order = torch.empty(len(asked), dtype=torch.int64)
+    for r, held in enumerate(held_by):
+        order[held] = r * most + torch.arange(len(held))
+    held = held_by[rank].to(device)
+    missing = most - len(held)
+    return LocalTokens(
+        tokens=tokens[mine][None],
+        positions=positions[mine][None],
+        layouts=plan.layouts(rank, device),
+        rows=F.pad(local_row[asked].to(device)[held], (0, missing)),
+        targets=F.pad(batch.targets[held], (0, missing)),
+        temperature=F.pad(batch.temperature[held], (0, missing), value=1.0),
+        order=order.to(device),
+    )
+
+
+class _ZigzagPlan:
+    """Which rank of a context-parallel group holds which token of padded sequences, laid end to end."""
+
+    def __init__(self, lens: Sequence[int], ranks: int, multiple: int):
+        self.ranks = ranks
+        chunks = 2 * ranks
+        self.chunk_lens = [-(-n // chunks) for n in lens]
+        if filler := -2 * sum(self.chunk_lens) % multiple:
+            self.chunk_lens.append(filler // 2)
+        sizes = torch.tensor(self.chunk_lens) * chunks
+        self.starts = sizes.cumsum(0) - sizes
+        self.num_tokens = int(sizes.sum())
+        offsets = [start + torch.arange(n) for start, n in zip(self.starts, lens, strict=False)]
+        self.padded_rows = torch.cat(offsets)
+        """int64: where each token of the unpadded sequences is among the padded ones."""
+
+    def rows_of(self, rank: int) -> Tensor:
+        """int64: padded tokens of a rank, in the order in which it computes them."""
+        return torch.cat(
+            [
+                start + chunk * n + torch.arange(n)
+                for chunk in (rank, 2 * self.ranks - 1 - rank)
+                for start, n in zip(self.starts, self.chunk_lens, strict=True)
+            ]
+        )
+
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """Of every padded token: the rank that holds it, and its row there."""
+        owner = torch.empty(self.num_tokens, dtype=torch.int64)
+        row = torch.empty(self.num_tokens, dtype=torch.int64)
+        for rank in range(self.ranks):
+            rows = self.rows_of(rank)
+            owner[rows], row[rows] = rank, torch.arange(len(rows))
+        return owner, row
+
+    def layouts(self, rank: int, device: torch.device) -> tuple[AttentionLayout, AttentionLayout]:
+        """Of a rank's first and second chunks, over the keys of all ranks in the ranks' order."""
+        owner, row = self.owners()
+        stored = owner * (self.num_tokens // self.ranks) + row
+        longest = 2 * self.ranks * max(self.chunk_lens)
+        rows = (self.starts[:, None] + torch.arange(longest)).clamp_(max=self.num_tokens - 1)
+        key_rows = stored[rows].to(device)
+        first, second = (
+            AttentionLayout(
+                query_lens=tuple(self.chunk_lens),
+                key_lens=tuple((chunk + 1) * n for n in self.chunk_lens),
+                key_rows=key_rows,
+            )
+            for chunk in (rank, 2 * self.ranks - 1 - rank)
+        )
+        return first, second

@@ -1,0 +1,116 @@
+"""Model and optimizer as Megatron's distributed checkpoints: sharded, for other layouts to load."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from onpolicy.errors import CheckpointError
+from onpolicy.train import distributed
+from onpolicy.train.checkpoint import IndexReader, create_missing_moments
+
+_SHARDED = "sharded"
+_NUMBERS = "numbers.json"
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save_state(
+    directory: Path,
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    numbers: dict[str, Any],
+) -> None:
+    """Write weights, moments, and `numbers`, which JSON can hold; collective."""
+    _create_missing_moments(optimizer)
+    sharded = directory / _SHARDED
+    distributed.run_on_rank_zero(sharded.mkdir)
+    try:
+        dist_checkpointing.save(
+            _state(model, optimizer, is_loading=False), str(sharded), content_metadata=_METADATA
+        )
+    except (CheckpointException, CheckpointingException) as error:
+        raise CheckpointError(str(error)) from error
+    if distributed.rank() == 0:
+        (directory / _NUMBERS).write_text(json.dumps(numbers))
+
+
+def load_state(
+    directory: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer
+) -> dict[str, Any]:
+    """Read back, in place, what `save_state` wrote, and return its numbers; collective."""
+    _create_missing_moments(optimizer)
+    try:
+        IndexReader(directory / _SHARDED).read_metadata()  # Megatron's own would run any code in it
+        state = dist_checkpointing.load(
+            _state(model, optimizer, is_loading=True), str(directory / _SHARDED)
+        )
+        numbers = json.loads((directory / _NUMBERS).read_text())
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        CheckpointException,
+        CheckpointingException,
+        pickle.UnpicklingError,
+    ) as error:
+        raise CheckpointError(
+            f"--load: {directory} is damaged or does not fit this model ({error}). Give the "
+            "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."
+        ) from error
+    model.module.load_state_dict(state["model"])
+    _load_optimizer(optimizer, state["optimizer"])
+    return numbers
+
+
+def _state(
+    model: DistributedDataParallel, optimizer: MegatronOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    metadata = dict(_METADATA)  # Megatron adds its process groups to it
+    weights = model.module.sharded_state_dict(metadata=metadata)
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata),
+    }
+
+
+def _create_missing_moments(optimizer: MegatronOptimizer) -> None:
+    """Megatron's distributed optimizer asks PyTorch's AdamW for moments whether there are any or not."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            create_missing_moments(part.optimizer)
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    parts = optimizer.chained_optimizers
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, own in zip(parts, states, strict=True):
+        if isinstance(part, DistributedOptimizer):
+            _load_distributed(part, own)
+        else:
+            part.load_state_dict(own)
+
+
+def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
+    """Megatron's reads no step counts of PyTorch's AdamW, and has all parameters share one tensor."""
+    sharded = state.pop("param_state")
+    optimizer.load_state_dict(state)
+    own = optimizer.optimizer.state
+    steps = {parameter: own[parameter].pop("step", None) for parameter in own}
+    optimizer.load_parameter_state_from_fully_reshardable(sharded)
+    for parameter, step in steps.items():
+        if step is not None:
+            own[parameter]["step"] = step.clone()

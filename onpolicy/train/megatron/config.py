@@ -1,0 +1,117 @@
+"""A Hugging Face configuration and a layout as Megatron's configuration of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+
+from onpolicy.contract import NumericsContract
+from onpolicy.ops.base import Operators
+from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
+
+
+@dataclass
+class AlignedConfig(TransformerConfig):
+    """Megatron's configuration, which reaches every module, and what our modules ask of it."""
+
+    hf_config: PretrainedConfig | None = None
+
+    operators: Operators | None = None
+    """What every module computes with; another contract's may be put here between rollouts."""
+
+    row_parallel_blocks: int = 1
+    """The contract's."""
+
+    expert_dispatch: str = "alltoall"
+    """The layout's; Megatron's own setting would refuse micro-batches of different lengths."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.hf_config is not None
+        self.activation = ACT2FN[self.hf_config.hidden_act]
+        self.activation_func = self._activate
+
+    def _activate(self, x: Tensor) -> Tensor:
+        assert self.operators is not None
+        return self.operators.elementwise(self.activation, x)
+
+
+def make_config(
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    operators: Operators,
+    layout: MegatronLayout,
+) -> AlignedConfig:
+    """The configuration of a model whose layout `MegatronLayout.check` accepts."""
+    dtype = getattr(torch, contract.dtype)
+    return AlignedConfig(
+        hf_config=hf_config,
+        operators=operators,
+        row_parallel_blocks=contract.row_parallel_blocks,
+        expert_dispatch=layout.moe_token_dispatcher_type,
+        moe_token_dispatcher_type="alltoall",
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=hf_config.num_key_value_heads,
+        kv_channels=contract.shapes.head_dim,
+        ffn_hidden_size=hf_config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        qk_layernorm=hf_config.model_type.startswith("qwen3"),
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=hf_config.model_type == "qwen2",
+        hidden_dropout=0.0,  # the rollout has none
+        attention_dropout=0.0,
+        attention_backend=AttnBackend.local,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Memory for this rank's shards alone, on the host, with nothing in it: weights are loaded.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        deterministic_mode=True,
+        calculate_per_token_loss=True,  # gradients are sums; see schedule.py
+        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        **_experts(hf_config),
+        **_recompute(layout),
+    )
+
+
+def _experts(hf_config: PretrainedConfig) -> dict[str, Any]:
+    if not getattr(hf_config, "num_experts", None):
+        return {}
+    layers = range(hf_config.num_hidden_layers)
+    return {
+        "num_moe_experts": hf_config.num_experts,
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_router_pre_softmax": True,
+        "moe_layer_freq": [int(is_sparse(hf_config, layer)) for layer in layers],
+    }
+
+
+def _recompute(layout: MegatronLayout) -> dict[str, Any]:
+    if not layout.recompute_activations:
+        return {}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }

@@ -1,0 +1,61 @@
+"""Expert parallelism: rows travel to the ranks of their experts, and what these make of them back.
+
+Row j of token t is its j-th choice. An expert computes a row as if it were alone, so it does not
+matter which rows meet on its rank; results come home unrounded, to be mixed in the router's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.train.megatron.collectives import exchange_rows, gather_rows, sum_rows
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""(rows [S, H], int64 [S]: which of this rank's experts) -> float32 [S, ...]: the experts' results."""
+
+Dispatch = Callable[[Tensor, Tensor, int, Compute, dist.ProcessGroup], Tensor]
+"""(x [T, H], experts int64 [T, k], experts per rank, compute, group) -> float32 [T * k, ...]."""
+
+
+def all_to_all(
+    x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
+) -> Tensor:
+    """Every row goes to the rank of its expert, and to no other."""
+    k = experts.shape[1]
+    chosen, order = experts.reshape(-1).sort(stable=True)
+    counts = torch.bincount(chosen // per_rank, minlength=group.size())
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    send, receive = counts.tolist(), arriving.tolist()
+    rows = exchange_rows(x[order // k], send, receive, group)
+    local = exchange_rows(chosen % per_rank, send, receive, group)
+    results = exchange_rows(compute(rows, local), receive, send, group)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=x.device)
+    return results[back]
+
+
+def all_gather(
+    x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
+) -> Tensor:
+    """Every rank gets all rows, and computes those of its own experts."""
+    tokens, k = experts.shape
+    longest = torch.tensor([tokens], device=x.device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    missing = int(longest) - tokens
+    first = group.rank() * per_rank
+    everything = gather_rows(F.pad(x, (0, 0, 0, missing)), group)
+    chosen = gather_rows(F.pad(experts, (0, 0, 0, missing), value=-1), group).reshape(-1) - first
+    mine = ((chosen >= 0) & (chosen < per_rank)).nonzero()[:, 0]
+    results = compute(everything[mine // k], chosen[mine])
+    # Every row has one expert, so each sum over ranks has one term that is not 0.
+    spread = results.new_zeros(len(chosen), *results.shape[1:]).index_copy(0, mine, results)
+    return sum_rows(spread, group)[: tokens * k]
+
+
+DISPATCH: dict[str, Dispatch] = {"alltoall": all_to_all, "allgather": all_gather}

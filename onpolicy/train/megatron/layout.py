@@ -1,0 +1,143 @@
+"""How a Megatron model is spread over ranks, checked against the model before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Models whose weights and modelling code `onpolicy/train/megatron` knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronLayout:
+    """Degrees of parallelism. Data parallelism takes the ranks that these leave over."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every linear layer, and the vocabulary."""
+
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into."""
+
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of every sequence."""
+
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts, each whole ones; out of those that hold different tokens."""
+
+    sequence_parallel: bool = False
+    """Between linear layers, share the tokens among the tensor-parallel ranks."""
+
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+    """How tokens reach experts of other ranks: all of them to all, or each where it is wanted."""
+
+    recompute_activations: bool = False
+    """Keep only the input of every layer for the backward pass, and compute the layer again."""
+
+    @property
+    def needs_cuda_names(self) -> bool:
+        """Whether Megatron's own code for this calls functions that exist only with CUDA."""
+        return (
+            self.sequence_parallel
+            or self.recompute_activations
+            or self.pipeline_model_parallel_size > 1
+        )
+
+    def check(self, config: Any, contract: NumericsContract, world_size: int) -> None:
+        """Raise ConfigError if a model of this Hugging Face configuration cannot be laid out so."""
+        architecture = (getattr(config, "architectures", None) or ["none"])[0]
+        if architecture not in ARCHITECTURES:
+            raise ConfigError(
+                f"architecture={architecture}: --train-backend megatron knows "
+                f"{', '.join(ARCHITECTURES)}. Use --train-backend fsdp for this model."
+            )
+        for name in ("attention_bias", "mlp_bias"):
+            if getattr(config, name, False):
+                raise ConfigError(
+                    f"{name}=True: --train-backend megatron has no biases in linears that are summed "
+                    "over tensor-parallel ranks. Use --train-backend fsdp for this model."
+                )
+        for problem in self._problems(config, contract, world_size):
+            raise ConfigError(problem)
+
+    def _problems(self, config: Any, contract: NumericsContract, world_size: int) -> Iterator[str]:
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        cp, ep = self.context_parallel_size, self.expert_model_parallel_size
+        experts = getattr(config, "num_experts", None)
+        for name, degree in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)):
+            if degree < 1:
+                yield f"--megatron-{name}={degree}: must be at least 1. Leave it out for 1."
+        for name, size in self._divided_by_tensor_parallelism(config):
+            if size % tp:
+                yield (
+                    f"--megatron-tp={tp}: does not divide {name}={size}, which "
+                    "tensor-parallel ranks share equally. Choose a divisor."
+                )
+        if contract.row_parallel_blocks % tp:
+            yield (
+                f"--megatron-tp={tp}: does not divide row_parallel_blocks="
+                f"{contract.row_parallel_blocks}, the blocks that sums over ranks are made of. Choose a "
+                "power of two, or a larger --row-parallel-blocks."
+            )
+        if config.num_hidden_layers % pp:
+            yield (
+                f"--megatron-pp={pp}: does not divide num_hidden_layers="
+                f"{config.num_hidden_layers}. Choose a divisor."
+            )
+        if world_size % (tp * pp * cp):
+            yield (
+                f"world_size={world_size}: no multiple of {tp * pp * cp} = --megatron-tp {tp} x "
+                f"--megatron-pp {pp} x --megatron-cp {cp}. Start that many ranks, or a multiple "
+                "(torchrun --nproc-per-node)."
+            )
+        if self.sequence_parallel and tp == 1:
+            yield (
+                "--megatron-sequence-parallel: shares tokens among tensor-parallel ranks, and there is "
+                "one (--megatron-tp=1). Leave it out."
+            )
+        if ep == 1:
+            return
+        if experts is None:
+            yield f"--megatron-ep={ep}: this model has no experts. Leave it out."
+        elif experts % ep:
+            yield (f"--megatron-ep={ep}: does not divide num_experts={experts}. Choose a divisor.")
+        if world_size // (tp * pp) % ep:
+            yield (
+                f"--megatron-ep={ep}: does not divide the {world_size // (tp * pp)} ranks "
+                f"of a pipeline stage that hold different tokens (world_size={world_size}). Choose a "
+                "divisor, or start more ranks."
+            )
+        if tp > 1 and not self.sequence_parallel:
+            yield (
+                f"--megatron-ep={ep}: with --megatron-tp {tp} it needs --megatron-sequence-parallel, or "
+                "every token would reach its experts several times. Add it."
+            )
+
+    @staticmethod
+    def _divided_by_tensor_parallelism(config: Any) -> Iterator[tuple[str, int]]:
+        yield "num_attention_heads", config.num_attention_heads
+        yield "num_key_value_heads", config.num_key_value_heads
+        if not all_sparse(config):
+            yield "intermediate_size", config.intermediate_size
+        if getattr(config, "num_experts", None):
+            yield "moe_intermediate_size", config.moe_intermediate_size
+
+
+def is_sparse(config: Any, layer: int) -> bool:
+    """Whether layer `layer` (from 0) has experts in place of one MLP."""
+    if not getattr(config, "num_experts", None):
+        return False
+    return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+
+
+def all_sparse(config: Any) -> bool:
+    return all(is_sparse(config, layer) for layer in range(config.num_hidden_layers))

@@ -1,0 +1,189 @@
+"""Megatron's GPTModel made of our modules, that answers with log-probabilities of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+from onpolicy.contract import NumericsContract
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops.base import Operators
+from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.vocab_parallel import VocabParallel
+from onpolicy.train.megatron.attention import AlignedAttention
+from onpolicy.train.megatron.batch import LocalTokens
+from onpolicy.train.megatron.collectives import share_rows
+from onpolicy.train.megatron.config import AlignedConfig, make_config
+from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
+from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
+from onpolicy.train.megatron.moe import AlignedMoeLayer
+from onpolicy.train.megatron.norm import AlignedNorm
+
+_ROTARY: dict[str, type[nn.Module]] = {
+    "llama": LlamaRotaryEmbedding,
+    "qwen2": Qwen2RotaryEmbedding,
+    "qwen3": Qwen3RotaryEmbedding,
+    "qwen3_moe": Qwen3MoeRotaryEmbedding,
+}
+
+
+class PolicyGptModel(GPTModel):
+    """One pipeline stage. The last one returns (log_probs, entropy), the others hidden states."""
+
+    config: AlignedConfig
+
+    def __init__(self, config: AlignedConfig):
+        hf_config = config.hf_config
+        assert hf_config is not None
+        tp = config.tensor_model_parallel_size
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config),
+            vocab_size=hf_config.vocab_size + -hf_config.vocab_size % tp,
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            position_embedding_type="none",  # our attention rotates
+        )
+        self.rotary = _ROTARY[hf_config.model_type](hf_config)
+        shared = [self.embedding.word_embeddings] if self.pre_process else []
+        shared += [self.output_layer] if self.post_process else []
+        for module in shared:
+            if module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
+
+    def localize(self, batch: PackedTokens) -> LocalTokens:
+        """This rank's part of a micro-batch."""
+        local = LocalTokens.of(batch, self.config, self.cp_group.rank())
+        like = torch.empty(0, dtype=self.config.params_dtype, device=batch.tokens.device)
+        local.angles = self.rotary(like, local.positions)
+        return local
+
+    def _postprocess(  # type: ignore[override]
+        self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.post_process:
+            return hidden_states
+        local, group = packed_seq_params, self.tp_group
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, True, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states, group)
+        tied = self.share_embeddings_and_output_weights
+        weight = (
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        )
+        assert self.config.operators is not None and self.config.hf_config is not None
+        log_probs, entropy = token_log_probs(
+            self.config.operators,
+            hidden[:, 0][local.rows],
+            weight,
+            None,
+            local.targets,
+            local.temperature,
+            VocabParallel(self.config.hf_config.vocab_size, group),
+        )
+        if local.order is None:
+            return log_probs, entropy
+        both = [share_rows(values, self.cp_group)[local.order] for values in (log_probs, entropy)]
+        return both[0], both[1].detach()
+
+
+def block_spec(config: AlignedConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layers with our modules in them, for this pipeline stage."""
+    first = get_transformer_layer_offset(config)
+    layers = range(first, first + get_num_layers_to_build(config))
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(config, layer) for layer in layers], layer_norm=AlignedNorm
+    )
+
+
+def _layer_spec(config: AlignedConfig, layer: int) -> ModuleSpec:
+    head_norm = AlignedNorm if config.qk_layernorm else None
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=AlignedColumnLinear,
+            core_attention=AlignedAttention,
+            linear_proj=AlignedRowLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=AlignedNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=AlignedNorm,
+            mlp=_mlp_spec(config, layer),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _mlp_spec(config: AlignedConfig, layer: int) -> ModuleSpec | type:
+    if is_sparse(config.hf_config, layer):
+        return AlignedMoeLayer
+    return ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=AlignedRowLinear),
+    )
+
+
+def build_model(
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    operators: Operators,
+    layout: MegatronLayout,
+    device: torch.device | str = "cpu",
+) -> PolicyGptModel:
+    """This rank's pipeline stage, with memory for its weights and nothing in it.
+
+    `initialize` (`parallel.py`) comes before, `load_hf_weights` (`weights.py`) after.
+    """
+    return PolicyGptModel(make_config(hf_config, contract, operators, layout)).to(device)
+
+
+def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | tuple[Tensor, Tensor]:
+    """The forward step of one micro-batch, for Megatron's schedules or alone.
+
+    Returns (log_probs float32 [R], entropy float32 [R] without gradient) of the tokens asked for on
+    the last pipeline stage, on every tensor- and context-parallel rank alike; hidden states to send
+    on the other stages. Summed over context-parallel ranks, parameters get the gradient of a loss
+    that every one of them computes. `model` may be wrapped, as by DistributedDataParallel.
+    """
+    local = get_attr_wrapped_model(model, "localize")(batch)
+    return model(local.tokens, local.positions, None, packed_seq_params=local)

@@ -1,0 +1,142 @@
+"""A layer of experts in place of Megatron's, which applies routing weights before the last linear.
+
+The arithmetic is `onpolicy/ops/experts.py`'s, as in the rollout. Megatron's part is who holds which
+expert, and what becomes of the gradients.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from onpolicy.ops.experts import expert_outputs, mix_outputs
+from onpolicy.train.megatron.config import AlignedConfig
+from onpolicy.train.megatron.dispatch import DISPATCH
+from onpolicy.train.megatron.linears import row_parallel
+
+
+class AlignedMoeLayer(MegatronModule):
+    """Router and experts. Each rank holds E / EP experts, and I / TP of their intermediate axis."""
+
+    def __init__(self, config: AlignedConfig):
+        super().__init__(config)
+        self.router = AlignedRouter(config)
+        self.experts = AlignedExperts(config)
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[T, 1, H], this rank's tokens, to the same."""
+        x = hidden_states[:, 0]
+        weights, chosen = self.router(x)
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.config.sequence_parallel:
+            enter = partial(gather_from_sequence_parallel_region, group=group)
+            chosen = enter(chosen)
+        else:
+            enter = partial(copy_to_tensor_model_parallel_region, group=group)
+        return self.experts(enter(x), enter(weights), chosen).to(x.dtype)[:, None], None
+
+
+class AlignedRouter(nn.Module):
+    """Chooses k experts for every token as Hugging Face's Qwen3-MoE does."""
+
+    def __init__(self, config: AlignedConfig):
+        super().__init__()
+        self.config = config
+        shape = config.num_moe_experts, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] -> weights [T, k] in the dtype of x, experts int64 [T, k]."""
+        operators, hf_config = self.config.operators, self.config.hf_config
+        assert operators is not None and hf_config is not None
+        logits = operators.linear(x, self.weight)
+        weights, chosen = operators.topk(operators.softmax(logits), self.config.moe_router_topk)
+        if hf_config.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(logits.dtype), chosen
+
+
+class AlignedExperts(nn.Module):
+    """This rank's experts."""
+
+    def __init__(self, config: AlignedConfig):
+        super().__init__()
+        assert config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None
+        self.config = config
+        self.group = parallel_state.get_expert_model_parallel_group()
+        self.tensor_group = parallel_state.get_expert_tensor_parallel_group()
+        self.row_parallel = row_parallel(config, self.tensor_group)
+        count = config.num_moe_experts // self.group.size()
+        inner = config.moe_ffn_hidden_size // self.tensor_group.size()
+        dtype, hidden = config.params_dtype, config.hidden_size
+        self.gate_up = nn.Parameter(torch.empty(count, 2, inner, hidden, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(count, hidden, inner, dtype=dtype))
+        for parameter in (self.gate_up, self.down):
+            set_tensor_model_parallel_attributes(parameter, True, 2, 1)
+            # Megatron sums the gradients of experts over the ranks that hold the same ones.
+            parameter.allreduce = self.group.size() == 1  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """[T, H], [T, k], int64 [T, k] -> float32 [T, H]; under sequence parallelism this rank's T."""
+        if self.group.size() > 1:
+            dispatch = DISPATCH[self.config.expert_dispatch]
+            outputs = dispatch(x, chosen, len(self.gate_up), self._stacked, self.group).unbind(1)
+        else:
+            rows = x[:, None].expand(-1, chosen.shape[1], -1).reshape(-1, x.shape[1])
+            outputs = self._outputs(rows, chosen.reshape(-1))
+        return mix_outputs(outputs, weights, self.row_parallel)
+
+    def _outputs(self, rows: Tensor, experts: Tensor) -> list[Tensor]:
+        """[S, H], int64 [S] -> float32 [S, H] for each of this rank's blocks of the sum over I."""
+        assert self.config.operators is not None
+        return expert_outputs(
+            self.config.operators,
+            rows,
+            experts,
+            self.gate_up.flatten(1, 2),
+            self.down,
+            self.config.activation,
+            self.row_parallel,
+        )
+
+    def _stacked(self, rows: Tensor, experts: Tensor) -> Tensor:
+        return torch.stack(self._outputs(rows, experts), dim=1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """For Megatron's checkpoints: shared by experts, and by the intermediate axis."""
+        layers = len(sharded_offsets)
+        experts = (layers, self.group.rank(), self.group.size())
+        inner = (layers + 2, self.tensor_group.rank(), self.tensor_group.size())
+        replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *sharded_offsets,
+                experts,
+                inner,
+                replica_id=replica,
+                prepend_axis_num=layers,
+            )
+            for name, parameter in self.named_parameters()
+        }

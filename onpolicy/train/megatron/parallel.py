@@ -1,0 +1,36 @@
+"""Megatron's process groups."""
+
+from __future__ import annotations
+
+import torch
+
+from onpolicy.train import distributed
+from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.version import require_megatron
+
+SEED = 1234
+"""Of Megatron's generators, which nothing here draws from: there is no dropout."""
+
+
+def initialize(layout: MegatronLayout) -> None:
+    """Join torchrun's group and make Megatron's groups of it. The layout is checked before.
+
+    On a machine without CUDA the stand-in for its names is loaded if the layout needs it.
+    """
+    require_megatron()
+    if layout.needs_cuda_names and not torch.cuda.is_available():
+        from onpolicy.train.megatron import cpu_stand_in
+
+        cpu_stand_in.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    distributed.init_process_group()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.tensor_model_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(SEED, inference_rng_tracker=True)

@@ -1,0 +1,83 @@
+"""Micro-batches through Megatron's pipeline schedules, with or without gradients.
+
+On a machine without CUDA they need the stand-in (`cpu_stand_in.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from onpolicy.models.policy import PackedTokens
+from onpolicy.train.megatron.model import packed_forward
+
+Scores = tuple[Tensor, Tensor]
+"""(log_probs, entropy) of a micro-batch, both float32 [R]."""
+
+Loss = Callable[[int, Tensor, Tensor], Tensor]
+"""(number of the micro-batch, log_probs, entropy) -> its part of a sum over all micro-batches."""
+
+
+def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Scores]:
+    """Log-probabilities and entropy of every micro-batch, without gradient, on every rank.
+
+    Ranks of a pipeline, and of tensor and context parallelism, pass the same micro-batches; all
+    ranks pass equally many.
+    """
+    with torch.no_grad():
+        results: list[Scores] = _run(model, batches, None)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return results
+    shared = []
+    for i, batch in enumerate(batches):
+        both = batch.temperature.new_empty(2, len(batch.rows))
+        if results:
+            torch.stack(results[i], out=both)
+        dist.broadcast(both, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        shared.append((both[0], both[1]))
+    return shared
+
+
+def accumulate_gradients(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss) -> None:
+    """Add the gradients of the sum of `loss` over all micro-batches of all data-parallel ranks.
+
+    `model` is wrapped in DistributedDataParallel; if its configuration has Megatron's
+    `finalize_model_grads`, gradients are complete on return. `loss` is called on the last pipeline
+    stage, on all tensor- and context-parallel ranks alike. Batches as in `score`.
+    """
+    _run(model, batches, loss)
+
+
+def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -> list[Scores]:
+    """What the last stage computed; nothing on the others."""
+
+    def forward_step(
+        numbered: Iterator[tuple[int, PackedTokens]], model: nn.Module
+    ) -> tuple[Any, Callable[[Scores], tuple[Tensor, Tensor, Scores]]]:
+        number, batch = next(numbered)
+
+        def finish(scores: Scores) -> tuple[Tensor, Tensor, Scores]:
+            log_probs, entropy = scores
+            total = log_probs.new_zeros(()) if loss is None else loss(number, *scores)
+            # A loss is a sum with its own shares: 0 tokens keep Megatron from dividing it.
+            tokens = torch.zeros((), dtype=torch.int, device=log_probs.device)
+            return total, tokens, (log_probs.detach(), entropy)
+
+        return packed_forward(model, batch), finish
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=enumerate(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=1,  # of no effect with variable_seq_lengths, like micro_batch_size
+        micro_batch_size=1,
+        forward_only=loss is None,
+    )

@@ -1,0 +1,148 @@
+"""The Megatron-core training engine: its schedules, gradient buffers and optimizer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor, nn
+
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ParityError
+from onpolicy.models.checkpoint import load_config
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops import Operators
+from onpolicy.train import distributed
+from onpolicy.train.batch import MicroBatch
+from onpolicy.train.loss import policy_loss
+from onpolicy.train.megatron import stages
+from onpolicy.train.megatron.checkpoint import load_state, save_state
+from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.model import build_model
+from onpolicy.train.megatron.optimizer import make_optimizer, make_schedule, with_gradients
+from onpolicy.train.megatron.schedule import accumulate_gradients, score
+from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
+from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.weights import WeightBucket
+
+
+class MegatronTrainer(PolicyTrainer):
+    """Tensor, sequence, pipeline, context, expert and data parallelism by Megatron-core.
+
+    Every rank of a data-parallel share ends a verb with the same log-probabilities and metrics, so
+    that what follows them (corrections, parity check) is the same on all of them.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        contract: NumericsContract,
+        num_threads: int,
+        layout: MegatronLayout,
+    ):
+        super().__init__(config, contract, num_threads)
+        self.layout = layout
+        self.model = with_gradients(self._load_model(config.model.hf_checkpoint), config)
+        self.reference: nn.Module | None = None
+        algorithm = config.algorithm
+        if algorithm.use_kl_loss:
+            self.reference = self._load_model(
+                algorithm.ref_checkpoint or config.model.hf_checkpoint
+            )
+        self.optimizer = make_optimizer(self.model, config, self.dtype)
+        self.schedule = make_schedule(self.optimizer, config)
+
+    def _load_model(self, path: str) -> nn.Module:
+        hf_config = load_config(path, self.config.model.trust_remote_code)
+        model = build_model(hf_config, self.contract, self.operators, self.layout, self.device)
+        load_hf_weights(model, path)
+        return model
+
+    def _put_operators(self, operators: Operators) -> None:
+        for model in (self.model, self.reference):
+            if model is not None:
+                stages.config_of(model).operators = operators
+
+    def _score(self, batches: Sequence[PackedTokens], *, reference: bool = False) -> list[Tensor]:
+        model = self.reference if reference else self.model
+        assert model is not None
+        return [log_probs for log_probs, _ in score(model, batches)]
+
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
+    ) -> dict[str, float]:
+        packed = [batch.packed for batch in micro_batches]
+        if gate is not None and stages.count() > 1:
+            # A pipeline runs backward passes before the last forward pass, and only its last stage
+            # knows log-probabilities; so they are compared before, by a forward pass of their own.
+            for log_probs, batch in zip(self._score(packed), micro_batches, strict=True):
+                gate.check(log_probs, batch)
+            gate = None
+        sums: defaultdict[str, float] = defaultdict(float)
+
+        def loss(number: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
+            batch = micro_batches[number]
+            batch.train_log_probs = log_probs.detach()
+            if gate is not None:
+                gate.check(log_probs, batch)
+            total, metrics = policy_loss(log_probs, batch, self.loss_settings)
+            metrics["train/entropy"] = (entropy * batch.shares).sum()
+            for name, value in metrics.items():
+                sums[name] += float(value)
+            return total
+
+        self.model.zero_grad_buffer()
+        try:
+            accumulate_gradients(self.model, packed, loss)
+        except ParityError:
+            self.model.zero_grad_buffer()
+            raise
+        self._share_train_log_probs(micro_batches)
+        return distributed.sum_over_data(stages.share_object(dict(sums)), self.device)
+
+    def _share_train_log_probs(self, micro_batches: Sequence[MicroBatch]) -> None:
+        found = [b.train_log_probs for b in micro_batches if b.train_log_probs is not None]
+        sizes = [len(batch.mask) for batch in micro_batches]
+        shared = stages.share_vectors(found, sizes, self.device)
+        for batch, log_probs in zip(micro_batches, shared, strict=True):
+            batch.train_log_probs = log_probs
+
+    def _clip_gradients(self) -> float:
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        limit = self.config.trainer.clip_grad
+        for part in self.optimizer.chained_optimizers:
+            if limit and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, limit, norm)
+        return norm
+
+    def _step_optimizer(self) -> float:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * self.lr_scale
+        self.optimizer.step_with_ready_grads()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return float(rates[0] * self.lr_scale)
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        return export_buckets(self.model, max_bytes)
+
+    def save(self, directory: Path) -> None:
+        numbers = {
+            "schedule": self.schedule.state_dict(),
+            "corrections": self.corrections.state_dict(),
+        }
+        save_state(directory, self.model, self.optimizer, numbers)
+
+    def load(self, directory: Path) -> None:
+        numbers = load_state(directory, self.model, self.optimizer)
+        self.schedule.load_state_dict(numbers["schedule"])
+        self.corrections.load_state_dict(numbers["corrections"])

@@ -1,0 +1,179 @@
+"""Hugging Face weights into Megatron's parameters and back, exactly, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from onpolicy.train import distributed
+from onpolicy.train.megatron.checkpoint_reader import CheckpointReader
+from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.model import PolicyGptModel
+from onpolicy.train.megatron.weight_map import Part, WeightMap, is_expert
+from onpolicy.weights import WeightBucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a rank holds: its pipeline stage, and its shares of linears and of experts."""
+
+    stage: int
+    tp_rank: int
+    ep_rank: int
+
+    @staticmethod
+    def mine() -> _Place:
+        return _Place(
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+
+
+def load_hf_weights(model: nn.Module, path: str | Path) -> None:
+    """Fill this rank's parameters from a checkpoint; every rank reads its own blocks, once.
+
+    Raises ConfigError that lists the names if tensors are missing, unknown or of other shapes.
+    """
+    policy = _unwrap(model)
+    weight_map = _weight_map(policy)
+    reader = CheckpointReader(path)
+    reader.require(weight_map.shapes())
+    parameters, place = _global_parameters(policy), _Place.mine()
+    assert parameters.keys() == set(weight_map.parameters(place.stage))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            filled = 0
+            parameter.zero_()  # what no token stands for in a vocabulary that does not divide
+            for part in weight_map.parts(name, place.tp_rank, place.ep_rank):
+                block = reader.read(part.name, part.source)
+                parameter[part.target].copy_(block)
+                filled += block.numel()
+            vocabulary = name.startswith(("embedding.", "output_layer."))
+            assert vocabulary or filled == parameter.numel(), name
+
+
+def export_buckets(model: nn.Module, max_bytes: int) -> Iterator[WeightBucket]:
+    """Whole tensors under their Hugging Face names, at most `max_bytes` at a time, in fixed order.
+
+    Collective: every rank has to take all buckets. They are full on rank 0 and empty elsewhere;
+    a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters' dtype.
+    """
+    policy = _unwrap(model)
+    weight_map = _weight_map(policy)
+    parameters = _global_parameters(policy)
+    dtype = policy.config.params_dtype
+    shapes = weight_map.shapes()
+    holders = _holders(weight_map, _all_places())
+    device = next(iter(parameters.values())).device
+    for names in _plan(shapes, max_bytes, dtype.itemsize):
+        bucket: dict[str, Tensor] = {}
+        if distributed.rank() == 0:
+            bucket = {
+                name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names
+            }
+        _collect(bucket, [held for name in names for held in holders[name]], parameters)
+        yield list(bucket.items())
+
+
+def _all_places() -> list[_Place]:
+    mine = _Place.mine()
+    places = [mine] * distributed.world_size()
+    dist.all_gather_object(places, mine)
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A part, the parameter it is a block of, and the rank that sends it."""
+
+    part: Part
+    parameter: str
+    rank: int
+
+
+def _holders(weight_map: WeightMap, places: list[_Place]) -> dict[str, list[_Held]]:
+    """For every Hugging Face tensor, the parts that make it up, each from the first rank with it."""
+    first: dict[tuple[str, int, int], int] = {}
+    for rank, place in enumerate(places):
+        for parameter in weight_map.parameters(place.stage):
+            ep_rank = place.ep_rank if is_expert(parameter) else 0
+            first.setdefault((parameter, place.tp_rank, ep_rank), rank)
+    holders: dict[str, list[_Held]] = {}
+    seen: set[tuple[str, str]] = set()
+    for (parameter, tp_rank, ep_rank), rank in first.items():
+        for part in weight_map.parts(parameter, tp_rank, ep_rank):
+            key = (part.name, str(part.source))
+            if key not in seen:  # norms are on all ranks, tied embeddings on two stages
+                seen.add(key)
+                holders.setdefault(part.name, []).append(_Held(part, parameter, rank))
+    return holders
+
+
+def _plan(shapes: dict[str, tuple[int, ...]], max_bytes: int, itemsize: int) -> list[list[str]]:
+    plan: list[list[str]] = []
+    size = 0
+    for name, shape in shapes.items():
+        tensor_bytes = torch.Size(shape).numel() * itemsize
+        if not plan or size + tensor_bytes > max_bytes:
+            plan.append([])
+            size = 0
+        plan[-1].append(name)
+        size += tensor_bytes
+    return plan
+
+
+def _collect(bucket: dict[str, Tensor], held: list[_Held], parameters: dict[str, Tensor]) -> None:
+    """Copy every part into rank 0's bucket; a rank sends all its parts in one message."""
+    me = distributed.rank()
+    for rank in sorted({part.rank for part in held}):
+        parts = [h for h in held if h.rank == rank]
+        if me == rank:
+            blocks = [parameters[h.parameter][h.part.target].detach() for h in parts]
+            if me == 0:
+                for h, block in zip(parts, blocks, strict=True):
+                    bucket[h.part.name][h.part.source].copy_(block)
+            else:
+                dist.send(torch.cat([block.reshape(-1) for block in blocks]), 0)
+        elif me == 0:
+            targets = [bucket[h.part.name][h.part.source] for h in parts]
+            sizes = [target.numel() for target in targets]
+            message = targets[0].new_empty(sum(sizes))
+            dist.recv(message, rank)
+            for target, block in zip(targets, message.split(sizes), strict=True):
+                target.copy_(block.view(target.shape))
+
+
+def _unwrap(model: nn.Module) -> PolicyGptModel:
+    return unwrap_model(model)
+
+
+def _weight_map(policy: PolicyGptModel) -> WeightMap:
+    config = policy.config
+    assert config.hf_config is not None
+    layout = MegatronLayout(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+    )
+    return WeightMap(config.hf_config, layout)
+
+
+def _global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
+    """Parameters by global names."""
+    layers = policy.decoder.layers
+    first = layers[0].layer_number - 1 if len(layers) else 0
+    named = {}
+    for name, parameter in policy.named_parameters():
+        pieces = name.split(".")
+        if pieces[:2] == ["decoder", "layers"]:
+            pieces[2] = str(int(pieces[2]) + first)
+        named[".".join(pieces)] = parameter
+    return named

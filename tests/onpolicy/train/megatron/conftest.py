@@ -1,0 +1,40 @@
+"""Groups of ranks, started once for all tests of a file."""
+
+from __future__ import annotations
+
+import pytest
+from megatron_ranks import Ranks
+from tiny import make_checkpoint
+
+
+def _ranks(count):
+    ranks = Ranks(count)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    yield from _ranks(4)
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory):
+    """Makes the checkpoint of an architecture, once."""
+    made = {}
+
+    def checkpoint_of(architecture):
+        if architecture not in made:
+            changes = {}
+            if architecture == "qwen3-moe":  # layers with and without experts
+                changes = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts_per_tok": 3}
+            directory = tmp_path_factory.mktemp(architecture)
+            made[architecture] = make_checkpoint(directory, architecture, **changes)
+        return made[architecture]
+
+    return checkpoint_of

@@ -1,0 +1,89 @@
+"""Two ranks of Megatron against the Hugging Face model on one: the same bits, whatever is shared.
+
+Nothing here needs CUDA names. Sequences have odd lengths, the vocabulary does not divide, and
+several sequences share a micro-batch.
+"""
+
+import pytest
+import torch
+from megatron_ranks import Job, differentiate, random_sequences, reference, score, with_blocks
+
+from onpolicy.train.megatron.layout import MegatronLayout
+
+DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama"]
+BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, seed=1)]
+
+DATA = MegatronLayout()
+TENSOR = MegatronLayout(tensor_model_parallel_size=2)
+CONTEXT = MegatronLayout(context_parallel_size=2)
+EXPERTS = MegatronLayout(expert_model_parallel_size=2)
+EXPERTS_GATHERED = MegatronLayout(
+    expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"
+)
+EXPERTS_CONTEXT = MegatronLayout(expert_model_parallel_size=2, context_parallel_size=2)
+
+
+def make_job(path, layout, dtype):
+    job = Job(path=path, batches=BATCHES, dtype=dtype)
+    job = with_blocks(job, layout)
+    return job if data_parallel(layout) else job.with_batches(BATCHES[:1])
+
+
+def data_parallel(layout):
+    return layout.tensor_model_parallel_size * layout.context_parallel_size == 1
+
+
+def require_equal_scores(answers, results):
+    for data_rank, log_probs, entropy, *_ in answers:
+        want_log_probs, want_entropy = results[data_rank]
+        assert log_probs.isfinite().all()
+        assert torch.equal(log_probs, want_log_probs)
+        assert torch.equal(entropy, want_entropy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [DATA, TENSOR, CONTEXT], ids=["data", "tensor", "context"])
+@pytest.mark.parametrize("architecture", [*DENSE, "qwen3-moe"])
+def test_log_probs_have_the_bits_of_one_rank(two_ranks, model_of, architecture, layout, dtype):
+    job = make_job(model_of(architecture), layout, dtype)
+    require_equal_scores(two_ranks.run(score, job), reference(job)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "layout", [EXPERTS, EXPERTS_GATHERED, EXPERTS_CONTEXT], ids=["alltoall", "allgather", "context"]
+)
+def test_experts_of_other_ranks_give_the_bits_of_one_rank(two_ranks, model_of, layout, dtype):
+    job = make_job(model_of("qwen3-moe"), layout, dtype)
+    require_equal_scores(two_ranks.run(score, job), reference(job)[0])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [
+        ("qwen3", DATA),
+        ("qwen3", TENSOR),
+        ("qwen3", CONTEXT),
+        ("qwen3-tied", TENSOR),
+        ("qwen2", TENSOR),
+        ("qwen3-moe", TENSOR),
+        ("qwen3-moe", CONTEXT),
+        ("qwen3-moe", EXPERTS),
+        ("qwen3-moe", EXPERTS_GATHERED),
+        ("qwen3-moe", EXPERTS_CONTEXT),
+    ],
+)
+def test_gradients_are_those_of_one_rank(two_ranks, model_of, architecture, layout):
+    job = make_job(model_of(architecture), layout, "float32")
+    answers = two_ranks.run(differentiate, job)
+    results, gradients = reference(job)
+    require_equal_scores(answers, results)
+    require_close_gradients(answers[0][3], gradients)
+
+
+def require_close_gradients(got, want):
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        torch.testing.assert_close(
+            got[name], gradient, rtol=0, atol=1e-5 * gradient.norm().item(), msg=name
+        )

@@ -1,0 +1,136 @@
+"""Megatron's engine against FSDP2's, in real groups of ranks; the rollout is in tests/e2e."""
+
+import pytest
+import torch
+from megatron_ranks import Ranks
+from megatron_training import (
+    Job,
+    equal,
+    load_with_hidden_code,
+    train,
+    train_on_a_wrong_one,
+)
+
+pytest.importorskip("megatron.core")
+
+LAYOUTS = {
+    "data": {},
+    "data, whole optimizer": {"megatron_distributed_optimizer": False},
+    "tensor": {"megatron_tp": 2},
+    "tensor and sequence": {"megatron_tp": 2, "megatron_sequence_parallel": True},
+    "context": {"megatron_cp": 2},
+    "pipeline": {"megatron_pp": 2},
+}
+MIS = {
+    "use_tis": True,
+    "use_rs": True,
+    "tis_level": "sequence",
+    "rs_level": "geometric",
+    "tis_upper_bound": 1.05,
+    "tis_batch_normalize": True,
+}
+FALLS_BACK = {"parity": {"parity_policy": "fallback"}, "fallback": MIS}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    group = Ranks(2)
+    yield group
+    group.stop()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    group = Ranks(1)
+    yield group
+    group.stop()
+
+
+@pytest.fixture(scope="module")
+def job(checkpoint):
+    return Job(path=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    """Two steps of the other engine on one rank."""
+    return train(Job(path=checkpoint, backend="fsdp"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_its_first_step_is_the_other_engines(alone, checkpoint, dtype):
+    [(log_probs, metrics, weights)] = alone.run(train, Job(path=checkpoint, dtype=dtype), 1)
+    theirs = train(Job(path=checkpoint, backend="fsdp", dtype=dtype), 1)
+    assert log_probs == theirs[0]
+    assert metrics[0]["parity/num_mismatched_tokens"] == 0
+    for name in ("train/loss", "train/entropy", "train/lr"):
+        assert metrics[0][name] == theirs[1][0][name]
+    assert metrics[0]["train/grad_norm"] == pytest.approx(theirs[1][0]["train/grad_norm"], rel=1e-4)
+    assert weights.keys() == theirs[2].keys()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_every_layout_it_trains_as_the_other_engine(ranks, job, reference, layout):
+    results = ranks.run(train, job.under(LAYOUTS[layout]))
+    log_probs, metrics, weights = results[0]
+    assert results[1][0] == log_probs  # on all ranks alike
+    assert log_probs[0] == reference[0][0]
+    for ours, theirs in zip(metrics, reference[1], strict=True):
+        assert ours["parity/num_mismatched_tokens"] == 0
+        assert ours["parity/num_compared_tokens"] == theirs["parity/num_compared_tokens"]
+        assert ours["train/lr"] == theirs["train/lr"]
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
+    for name, tensor in reference[2].items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["data", "context", "pipeline"])
+def test_one_wrong_log_prob_stops_before_the_backward_pass(ranks, job, layout):
+    results = ranks.run(train_on_a_wrong_one, job.under(LAYOUTS[layout]))
+    for error, *_ in results:
+        assert "1 of" in error and "step=7, prompt 0, sample 0, response position=0" in error
+    _, _, before, after = results[0]
+    assert before and equal(before, after)
+
+
+@pytest.mark.parametrize("layout", ["context", "pipeline"])
+def test_a_sequence_level_correction_is_that_of_one_rank(ranks, job, checkpoint, layout):
+    error, metrics, before, after = ranks.run(
+        train_on_a_wrong_one, job.under(LAYOUTS[layout], **FALLS_BACK)
+    )[0]
+    alone = Job(path=checkpoint, backend="fsdp", changes=FALLS_BACK)
+    _, expected, _, _ = train_on_a_wrong_one(alone)
+    corrected = [n for n in expected if n.startswith(("mismatch/", "correction/", "parity/"))]
+    assert error is None and metrics["parity/num_fallbacks"] == 1
+    assert metrics["correction/truncated_fraction"] > 0
+    assert {n: metrics[n] for n in corrected} == {n: expected[n] for n in corrected}
+    assert not equal(before, after)
+
+
+@pytest.mark.parametrize("layout", ["data", "data, whole optimizer", "pipeline"])
+def test_a_loaded_trainer_goes_on_with_the_same_bits(ranks, job, layout, tmp_path):
+    job = job.under(LAYOUTS[layout])
+    _, metrics, weights = ranks.run(train, job, 2, tmp_path)[0]
+    _, resumed, loaded = ranks.run(train, job, 2, None, tmp_path)[0]
+    for name in ("train/loss", "train/grad_norm", "train/lr"):
+        assert resumed[0][name] == metrics[1][name]
+    assert equal(loaded, weights)
+
+
+def test_a_checkpoint_may_be_loaded_in_another_layout(ranks, job, tmp_path):
+    log_probs, _, _ = ranks.run(train, job.under(LAYOUTS["tensor"]), 2, tmp_path)[0]
+    resumed, metrics, _ = ranks.run(train, job.under(LAYOUTS["pipeline"]), 2, None, tmp_path)[0]
+    assert resumed[0] == log_probs[1]
+    assert metrics[0]["parity/num_mismatched_tokens"] == 0
+
+
+def test_two_runs_give_the_same_weights(ranks, job):
+    job = job.under(LAYOUTS["tensor and sequence"])
+    first, second = (ranks.run(train, job)[0][2] for _ in range(2))
+    assert first and equal(first, second)
+
+
+def test_code_hidden_in_a_checkpoints_index_is_not_run(alone, checkpoint, tmp_path):
+    [error] = alone.run(load_with_hidden_code, Job(path=checkpoint), tmp_path)
+    assert "names builtins.print, which is no part of an index" in error

@@ -1,0 +1,63 @@
+"""Weights in and out of real models on two ranks, tensor by tensor; nothing here needs CUDA names."""
+
+import pytest
+import torch
+from megatron_ranks import Job, count_parameters, export, with_blocks
+from safetensors.torch import load_file
+
+from onpolicy.train.megatron.layout import MegatronLayout
+
+DATA = MegatronLayout()
+TENSOR = MegatronLayout(tensor_model_parallel_size=2)
+EXPERTS = MegatronLayout(expert_model_parallel_size=2)
+BUCKET_BYTES = 30_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [
+        ("qwen3", DATA),
+        ("qwen3", TENSOR),
+        ("qwen3-tied", TENSOR),
+        ("qwen2", TENSOR),
+        ("llama", TENSOR),
+        ("qwen3-moe", DATA),
+        ("qwen3-moe", TENSOR),
+        ("qwen3-moe", EXPERTS),
+    ],
+)
+def test_what_was_loaded_comes_out_under_its_names(
+    two_ranks, model_of, architecture, layout, dtype
+):
+    path = model_of(architecture)
+    job = with_blocks(Job(path=path, batches=[], dtype=dtype), layout)
+    (names, weights), (others, nothing) = two_ranks.run(export, job, BUCKET_BYTES)
+    stored = load_file(path / "model.safetensors")
+    assert weights.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(weights[name], tensor.to(getattr(torch, dtype))), name
+    assert len(others) == len(names) > 3 and not nothing
+    for bucket in names:
+        size = sum(weights[name].nbytes for name in bucket)
+        assert len(bucket) == 1 or size <= BUCKET_BYTES
+
+
+def test_the_order_of_the_buckets_does_not_depend_on_the_layout(two_ranks, model_of):
+    job = Job(path=model_of("qwen3-moe"), batches=[])
+    orders = [
+        two_ranks.run(export, with_blocks(job, layout), BUCKET_BYTES)[0][0]
+        for layout in (DATA, TENSOR, EXPERTS)
+    ]
+    assert orders[0] == orders[1] == orders[2]
+
+
+@pytest.mark.parametrize("layout", [TENSOR, EXPERTS], ids=["tensor", "experts"])
+def test_a_rank_holds_its_share_and_no_more(two_ranks, model_of, layout):
+    path = model_of("qwen3-moe")
+    job = Job(path=path, batches=[])
+    (whole, _), (part, other) = (
+        two_ranks.run(count_parameters, with_blocks(job, one)) for one in (DATA, layout)
+    )
+    assert whole == sum(t.numel() for t in load_file(path / "model.safetensors").values())
+    assert part == other < 0.8 * whole
