@@ -7,7 +7,14 @@ TORCH_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint
+# On a machine with a GPU there is no .venv: this Python has torch, triton, transformers and pytest.
+#   make gpu-test GPU_TEST_ARGS='--gpu-models Qwen3-4B -k gemm'
+#   make gpu-bench GPU_BENCH_ARGS='--seconds 120 --only linear,attention'
+GPU_PYTHON ?= python3
+GPU_TEST_ARGS ?=
+GPU_BENCH_ARGS ?=
+
+.PHONY: setup demo test lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -30,3 +37,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+gpu-test:
+	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu \
+	  --gpu-json benchmarks/results/gpu_test.json $(GPU_TEST_ARGS)
+
+gpu-bench:
+	$(GPU_PYTHON) -m benchmarks.gpu_ops --json benchmarks/results/gpu_ops.json $(GPU_BENCH_ARGS)

@@ -88,6 +88,7 @@ def make_forward(path: str) -> Callable[[], object]:
         device=torch.device("cpu"),
         activation_checkpointing=False,
         trust_remote_code=False,
+        row_parallel_blocks=contract.row_parallel_blocks,
     )
     length = config.max_position_embeddings
     sequences = [[i % config.vocab_size for i in range(length)]] * (FORWARD_TOKENS // length)

@@ -20,6 +20,8 @@ MEANINGS = {
     "train/k3_kl": "mean exp(r) - r - 1, r = train - rollout, over the compared tokens",
     "parity/num_fallbacks": "1 if a mismatch made this rollout one for the correction",
     "train/opsm_fraction": "share of tokens that off-policy sequence masking dropped",
+    "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
+    "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",
     "mismatch/k1": "mean log pi_rollout - log pi_train, in nats per token",
     "mismatch/k3": "mean exp(r) - r - 1 per token, r = log pi_train - log pi_rollout",
     "mismatch/abs_diff": "mean |r| per token",

@@ -169,7 +169,7 @@ SABOTAGE = {
     ),
     "an operator that is not row-invariant": (
         "import onpolicy.ops.cpu as cpu, torch.nn.functional as F\n"
-        "cpu.tiled_linear = lambda pool, x, weight, bias: F.linear(x, weight, bias)",
+        "cpu.tiled_linear = lambda pool, x, weight, bias, *_: F.linear(x, weight, bias)",
         "operator=linear, shape=",
     ),
 }

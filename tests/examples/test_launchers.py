@@ -45,7 +45,27 @@ def test_the_8_gpu_launcher_is_a_valid_run(launch, tmp_path, prompt):
     assert '"rollout_num_engines": 4' in done.stdout
 
 
-def test_a_launcher_says_what_it_was_not_given(launch):
-    done = launch("dapo_math_8gpu/run.sh", HF_CHECKPOINT="")
+@pytest.mark.parametrize(
+    ("script", "servers"), [("run_qwen3_4b.sh", 4), ("run_qwen3_30b_a3b.sh", 2)]
+)
+def test_the_true_on_policy_launchers_are_valid_runs(launch, tmp_path, script, servers):
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    checkpoint = make_checkpoint(tmp_path / "model", max_position_embeddings=16384)
+    (checkpoint / "chat_template.jinja").write_text(template)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "x+y=?", "label": "7"}) + "\n")
+    done = launch(
+        f"true_on_policy/{script}", "--dry-run", "--operators", "auto",
+        HF_CHECKPOINT=str(checkpoint), PROMPT_DATA=str(data), NUM_TRAINERS="2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1024 samples = global_batch_size 1024 x 1 optimizer steps" in done.stdout
+    assert f'"rollout_num_engines": {servers}' in done.stdout
+    assert '"true_on_policy_mode": true' in done.stdout
+
+
+@pytest.mark.parametrize("script", ["dapo_math_8gpu/run.sh", "true_on_policy/run_qwen3_4b.sh"])
+def test_a_launcher_says_what_it_was_not_given(launch, script):
+    done = launch(script, HF_CHECKPOINT="")
     assert done.returncode != 0
     assert "HF_CHECKPOINT: must name a local Hugging Face checkpoint" in done.stderr

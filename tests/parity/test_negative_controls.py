@@ -9,8 +9,11 @@ RMS norm is controlled in bfloat16: in float32 PyTorch's rounds as the aligned o
 
 import pytest
 import torch
+import torch.nn.functional as F
 from engines_fixture import make_engines, make_requests, running
+from tiny import make_checkpoint
 
+from onpolicy.models import experts
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.stock import StockOperators
 from onpolicy.parity import compare_log_probs
@@ -28,6 +31,12 @@ def linear_by_rows(x, weight, bias=None):
     )
 
 
+def grouped_linear_by_rows(x, weight, offsets):
+    chosen = torch.repeat_interleave(torch.arange(len(weight)), offsets.diff())
+    rows = [F.linear(row, weight[e]) for row, e in zip(x.split(1), chosen.tolist(), strict=True)]
+    return torch.cat(rows)
+
+
 def elementwise_by_rows(function, x):
     return torch.stack([function(row) for row in x.reshape(-1, x.shape[-1])]).view(x.shape)
 
@@ -43,6 +52,7 @@ IN_FLOAT32 = {
     "elementwise": elementwise_by_rows,
     "log_softmax": log_of_softmax,
 }
+OF_EXPERTS = ("grouped_linear", "grouped_partial_linear")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +90,40 @@ def test_a_stock_rms_norm_is_found_in_bfloat16(checkpoint, tmp_path, monkeypatch
         assert count_mismatches(engines, sampled, completions) > 0
 
 
-def test_every_operator_that_a_dense_model_calls_has_a_control():
+@pytest.fixture(scope="module")
+def engines_with_experts(tmp_path_factory):
+    path = make_checkpoint(tmp_path_factory.mktemp("experts"), "qwen3-moe")
+    with running(make_engines(path, tmp_path_factory.mktemp("engines"))) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def rollout_with_experts(engines_with_experts):
+    sampled = make_requests(16, seed=6, temperature=TEMPERATURE)
+    return sampled, engines_with_experts.generate(sampled)
+
+
+def test_with_all_operators_nothing_differs_with_experts(
+    engines_with_experts, rollout_with_experts
+):
+    assert count_mismatches(engines_with_experts, *rollout_with_experts) == 0
+
+
+@pytest.mark.parametrize("operator", OF_EXPERTS)
+def test_stock_experts_are_found(engines_with_experts, rollout_with_experts, operator, monkeypatch):
+    operators = engines_with_experts.trainer.operators
+    monkeypatch.setattr(operators, operator, grouped_linear_by_rows)
+    assert count_mismatches(engines_with_experts, *rollout_with_experts) > 0
+
+
+def test_a_stock_router_is_found(engines_with_experts, rollout_with_experts, monkeypatch):
+    answers = experts._ANSWERS
+    monkeypatch.setitem(answers, F.linear, lambda operators, *args: linear_by_rows(*args))
+    assert count_mismatches(engines_with_experts, *rollout_with_experts) > 0
+
+
+def test_every_operator_has_a_control():
     operators = {name for name in vars(CpuOperators) if not name.startswith("_")}
-    assert operators - {"column_tile", "softmax"} == {*IN_FLOAT32, "rms_norm"}
+    # softmax is PyTorch's own; the parts of longer sums are in tests/onpolicy/ops/test_row_parallel.
+    others = {"column_tile", "softmax", "partial_linear", "blockwise_linear"}
+    assert operators - others == {*IN_FLOAT32, *OF_EXPERTS, "rms_norm"}

@@ -5,7 +5,12 @@ import dataclasses
 import pytest
 
 from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract, OperatorShapes
-from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
+from onpolicy.rollout.engine_args import (
+    CORES_VARIABLE,
+    EngineSpec,
+    engine_environment,
+    engine_flags,
+)
 
 SHAPES = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)
@@ -53,6 +58,57 @@ def test_an_engine_on_a_gpu_gets_its_own_and_none_of_the_cpu_flags():
     assert not {"torch_native", "--max-total-tokens", "--disable-overlap-schedule"} & set(flags)
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_an_aligned_engine_on_a_gpu_attends_through_sglangs_fa3_backend(backend):
+    flags = engine_flags(spec_of(dataclasses.replace(ON_GPU, backend=backend)), 1)
+    values = {"--attention-backend": "fa3", "--page-size": "1", "--sampling-backend": "pytorch"}
+    assert {name: value_of(flags, name) for name in values} == values
+    assert "--enable-deterministic-inference" in flags
+    assert not any("graph" in flag or "radix" in flag for flag in flags)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_flag_is_one_that_the_installed_sglang_has(device):
+    import argparse
+
+    import onpolicy.torchvision_ops  # noqa: F401  before the first import of SGLang
+
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    server_args.ServerArgs.add_cli_args(parser)
+    backend = {"cpu": "cpu", "cuda": "hopper"}[device]
+    contract = dataclasses.replace(ALIGNED, device=device, backend=backend, dtype="bfloat16")
+    parsed, unknown = parser.parse_known_args(engine_flags(spec_of(contract), 1))
+    assert not unknown
+    assert parsed.enable_deterministic_inference
+
+
 def test_the_users_flags_come_last():
     flags = engine_flags(spec_of(ALIGNED, sglang_args=("--max-total-tokens", "7")), 1)
     assert flags[-2:] == ["--max-total-tokens", "7"]
+
+
+def bound_cores(monkeypatch, cores, tp_size):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cores))
+    spec = spec_of(ALIGNED, sglang_args=("--tp-size", str(tp_size)))
+    return engine_environment(spec).get(CORES_VARIABLE)
+
+
+@pytest.mark.parametrize(
+    ("cores", "tp_size", "bound"),
+    [
+        (range(8), 1, None),
+        (range(8), 2, "0,1,2,3|4,5,6,7"),
+        ((3, 5, 7), 2, "3|5"),
+        ((0, 1), 4, "0|1|0|1"),
+        ((6,), 2, "6|6"),
+    ],
+)
+def test_tensor_parallel_ranks_share_the_cores(monkeypatch, cores, tp_size, bound):
+    monkeypatch.delenv(CORES_VARIABLE, raising=False)
+    assert bound_cores(monkeypatch, cores, tp_size) == bound
+
+
+def test_cores_that_the_user_bound_stay_bound(monkeypatch):
+    monkeypatch.setenv(CORES_VARIABLE, "0|0")
+    assert bound_cores(monkeypatch, range(8), 2) is None

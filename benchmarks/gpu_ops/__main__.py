@@ -1,0 +1,165 @@
+"""The aligned operators beside what they replace, in turns in one run, on one GPU.
+
+    python -m benchmarks.gpu_ops --seconds 300 [--only linear,attention] [--models Qwen3-4B]
+
+The record is rewritten after every case, so a run that is cut short leaves what it has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_ops.attention import attention_cases
+from benchmarks.gpu_ops.cases import DEVICE, Case
+from benchmarks.gpu_ops.linears import expert_cases, linear_cases, row_parallel_cases
+from benchmarks.gpu_ops.machine import describe_machine, write_json
+from benchmarks.gpu_ops.models import model_cases
+from benchmarks.gpu_ops.report import count_goals, describe, line, markdown
+from benchmarks.gpu_ops.rowwise import rowwise_cases
+from benchmarks.gpu_ops.shapes import MODELS, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
+from benchmarks.gpu_ops.timing import alternate
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.ops import Operators, make_operators
+from onpolicy.ops.capability import Machine, refusal
+
+BACKENDS = ("triton", "hopper")
+SECONDS_PER_CASE = 0.5
+"""Measuring; making the operands and compiling kernels comes on top."""
+
+
+def make_cases(only: list[str], models: list[str]) -> list[Case]:
+    """Cases in turns from every kind, so that a short run sees some of each."""
+    kinds: list[Iterable[Case]] = [
+        linear_cases(QWEN3_4B),
+        attention_cases(QWEN3_4B),  # Qwen3-8B has the same heads
+        rowwise_cases(QWEN3_4B),
+        model_cases(QWEN3_4B),
+        linear_cases(QWEN3_8B),
+        expert_cases(QWEN3_30B_A3B),
+        row_parallel_cases(QWEN3_4B),
+        rowwise_cases(QWEN3_8B),
+    ]
+    rounds = itertools.zip_longest(*kinds)
+    cases = [case for turn in rounds for case in turn if case is not None]
+    return [case for case in cases if _is_chosen(case, only, models)]
+
+
+def _is_chosen(case: Case, only: list[str], models: list[str]) -> bool:
+    named = [model for model in MODELS if model in case.where]
+    return (not only or any(case.operator.startswith(prefix) for prefix in only)) and (
+        not models or not named or any(model in models for model in named)
+    )
+
+
+def make_aligned(chosen: list[str]) -> tuple[dict[str, Operators], dict[str, str]]:
+    """The operators of the backends that this machine can keep, and why it cannot keep the others."""
+    aligned, missing = {}, {}
+    shapes = OperatorShapes(linear=(), heads=32, kv_heads=8, head_dim=128, norm=(), vocab_size=1024)
+    for backend in chosen:
+        if problem := refusal(backend, "bfloat16", shapes.head_dim, Machine.here()):
+            missing[backend] = problem
+            continue
+        contract = NumericsContract(backend=backend, device=DEVICE, dtype="bfloat16", shapes=shapes)
+        aligned[backend] = make_operators(contract)
+    return aligned, missing
+
+
+def measure_ceilings(l2_bytes: int) -> dict[str, float]:
+    """What a large cuBLAS product and a large copy reach here: FLOP/s, bytes/s."""
+    size = 8192
+    x, y = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.empty(max(1 << 30, 8 * l2_bytes), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    calls = {"mm": lambda _: torch.mm(x, y), "copy": lambda _: target.copy_(source)}
+    seconds = alternate(calls, 1, 1.0)
+    return {
+        "flops": 2.0 * size**3 / seconds["mm"],
+        "bandwidth": 2.0 * source.nbytes / seconds["copy"],
+    }
+
+
+def run(
+    cases: list[Case], aligned: dict[str, Operators], l2_bytes: int, end: float
+) -> Iterator[dict[str, Any]]:
+    """The whole record after the ceilings, and again after every case; starts none after `end`."""
+    result: dict[str, Any] = {
+        "what": "aligned operators and what they replace, medians of alternating bursts",
+        "machine": describe_machine(),
+        "ceilings": measure_ceilings(l2_bytes),
+        "goals": count_goals([]),
+        "cases": [],
+        "failed": [],
+        "not_measured": [],
+    }
+    yield result
+    for number, case in enumerate(cases):
+        if time.perf_counter() > end:
+            result["not_measured"] = [_name(case) for case in cases[number:]]
+            break
+        try:
+            calls, sets = case.make(aligned, l2_bytes)
+            seconds = alternate(calls, sets, SECONDS_PER_CASE)
+            result["cases"].append(describe(case, seconds, aligned, result["ceilings"]))
+            print(f"[{number + 1}/{len(cases)}] {line(result['cases'][-1])}", flush=True)
+        except Exception as error:
+            # One kernel that does not run must not cost the others their numbers; see the exit code.
+            result["failed"].append({"case": _name(case), "error": str(error)[:500]})
+            print(f"[{number + 1}/{len(cases)}] {_name(case)} FAILED: {error}", flush=True)
+        result["goals"] = count_goals(result["cases"])
+        calls = None  # frees the operands
+        yield result
+    yield result
+
+
+def _name(case: Case) -> str:
+    return f"{case.operator} M={case.rows} {case.where}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 if a case failed, 2 if nothing can be measured here."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=300, help="start no case after these")
+    parser.add_argument("--only", default="", help="operators by how they begin; commas between")
+    parser.add_argument("--models", default="", help="models by name; commas between")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="aligned operators")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/gpu_ops.json"))
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print(
+            "benchmarks.gpu_ops measures kernels on a GPU, and torch finds none here "
+            "(torch.cuda.is_available() is False). Run it on a machine with an NVIDIA GPU; on a CPU, "
+            "`onpolicy bench step` and `onpolicy bench rollout` measure whole engines.",
+            file=sys.stderr,
+        )
+        return 2
+    end = time.perf_counter() + args.seconds
+    aligned, missing = make_aligned(args.backends.split(","))
+    for backend, problem in missing.items():
+        print(f"without {backend} operators: {problem}", flush=True)
+    if not aligned:
+        print("no aligned operators to measure", file=sys.stderr)
+        return 2
+    cases = make_cases(_names(args.only), _names(args.models))
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    for result in run(cases, aligned, l2_bytes, end):
+        result["missing"] = missing
+        write_json(args.json, result)
+        args.json.with_suffix(".md").write_text(markdown(result))
+    print(f"goals: {result['goals']}; {args.json} and {args.json.with_suffix('.md')}")
+    return 1 if result["failed"] else 0
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

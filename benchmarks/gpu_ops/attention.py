@@ -1,0 +1,156 @@
+"""Attention against FlashAttention-3 as stock engines call it, and against PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu_ops.cases import DEVICE, Aligned, Case, Goal, normal, rotating
+from benchmarks.gpu_ops.paged_attention import (
+    PagedBatch,
+    flash_attention_3,
+    paged_attention_of,
+)
+from benchmarks.gpu_ops.shapes import ModelShape
+from benchmarks.gpu_ops.timing import Call
+from onpolicy.ops import AttentionLayout
+
+DECODING = ((1, 8192), (8, 1024), (8, 8192), (32, 2048), (128, 1024), (128, 4096))
+"""(sequences, keys of each)"""
+PACKED = ((1, 1024), (8, 1024), (1, 8192), (2, 8192))
+"""(sequences, tokens of each)"""
+PAGE_SIZES = (1, 64)
+
+
+def attention_cases(model: ModelShape) -> Iterator[Case]:
+    for sequences, length in DECODING:
+        for page_size in PAGE_SIZES:
+            yield _decoding(model, sequences, length, page_size)
+    for sequences, length in PACKED:
+        yield _training(model, sequences, length, backward=False)
+        yield _training(model, sequences, length, backward=True)
+
+
+def flash_attention_3_is_here(aligned: Aligned) -> bool:
+    """It comes with what the hopper operators need."""
+    return "hopper" in aligned
+
+
+def _where(model: ModelShape, sequences: int, length: int, what: str) -> str:
+    heads = f"{model.heads}/{model.kv_heads} x {model.head_dim}"
+    return f"{what}, {sequences} x {length}, heads {heads}"
+
+
+def _decoding(model: ModelShape, sequences: int, length: int, page_size: int) -> Case:
+    scale = model.head_dim**-0.5
+    stores = (sequences * length, model.kv_heads, model.head_dim)
+
+    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+        sets, count = rotating(
+            lambda i: (
+                normal(sequences, model.heads, model.head_dim, seed=i),
+                normal(*stores, seed=i + 1),
+                normal(*stores, seed=i + 2),
+            ),
+            l2_bytes,
+        )
+        pages = torch.randperm(stores[0] // page_size, device=DEVICE).view(sequences, -1)
+        batch = PagedBatch.of(pages, page_size, [1] * sequences, [length] * sequences)
+        dense = [_dense(q, k, v, sequences) for q, k, v in sets]
+        calls: dict[str, Call] = {
+            "SDPA": lambda i: F.scaled_dot_product_attention(*dense[i], enable_gqa=True)
+        }
+        if flash_attention_3_is_here(aligned):
+            calls["FA3"] = lambda i: flash_attention_3(*sets[i], batch, scale, num_splits=0)
+        for backend in aligned:
+            attention = paged_attention_of(backend)
+            calls[backend] = lambda i, attention=attention: attention(*sets[i], batch, scale)
+        return calls, count
+
+    keys = float(sequences * length)
+    return Case(
+        operator="attention, decoding",
+        where=_where(model, sequences, length, f"pages of {page_size}"),
+        rows=sequences,
+        flops=4.0 * keys * model.heads * model.head_dim,
+        bytes=4.0 * keys * model.kv_heads * model.head_dim,
+        goal=Goal(0.95, "FA3"),
+        make=make,
+    )
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same sizes without pages, as PyTorch takes them: [S, H, tokens, D]."""
+    return tuple(x.view(sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+
+
+def _dense_flash_attention_3(
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
+) -> Tensor:
+    """Without a page table, as stock trainers call it."""
+    from onpolicy.ops.hopper import flash_attention
+
+    return flash_attention.library().flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        cu_seqlens_k=batch.cu_seqlens_q,
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_q,
+        softmax_scale=scale,
+        causal=True,
+    )
+
+
+def _training(model: ModelShape, sequences: int, length: int, backward: bool) -> Case:
+    scale, tokens = model.head_dim**-0.5, sequences * length
+
+    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+        sets, count = rotating(
+            lambda i: (
+                normal(tokens, model.heads, model.head_dim, seed=i),
+                normal(tokens, model.kv_heads, model.head_dim, seed=i + 1),
+                normal(tokens, model.kv_heads, model.head_dim, seed=i + 2),
+            ),
+            l2_bytes,
+        )
+        layout = AttentionLayout.packed((length,) * sequences, DEVICE)
+        batch = PagedBatch.of(layout.key_rows, 1, [length] * sequences, [length] * sequences)
+
+        def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = _dense(q, k, v, sequences)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        def differentiated(function: object, i: int) -> None:
+            inputs = [x.detach().requires_grad_() for x in sets[i]]
+            out = function(*inputs)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+        functions = {"SDPA": stock}
+        for backend, ops in aligned.items():
+            functions[backend] = lambda q, k, v, ops=ops: ops.attention(q, k, v, layout, scale)
+        calls: dict[str, Call] = {}
+        for name, function in functions.items():
+            if backward:
+                calls[name] = lambda i, function=function: differentiated(function, i)
+            else:
+                calls[name] = lambda i, function=function: function(*sets[i])
+        if flash_attention_3_is_here(aligned) and not backward:
+            calls["FA3"] = lambda i: _dense_flash_attention_3(*sets[i], batch, scale)
+            calls["FA3 paged"] = lambda i: flash_attention_3(*sets[i], batch, scale, num_splits=0)
+        return calls, count
+
+    pairs = sequences * length * (length + 1) / 2
+    return Case(
+        operator="attention, forward and backward" if backward else "attention, prefill",
+        where=_where(model, sequences, length, "packed"),
+        rows=tokens,
+        flops=(14.0 if backward else 4.0) * pairs * model.heads * model.head_dim,
+        bytes=4.0 * tokens * (model.heads + model.kv_heads) * model.head_dim,
+        goal=None if backward else Goal(0.95, "FA3"),
+        make=make,
+    )

@@ -1,0 +1,68 @@
+"""What one row of the benchmark is: an operator at one size, what it replaces, and the goal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_ops.timing import Call, num_sets
+from onpolicy.ops import Operators
+
+Aligned = Mapping[str, Operators]
+"""The aligned operators by backend. Example: {"triton": ..., "hopper": ...}"""
+
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a row should reach."""
+
+    fraction: float
+    """Example: 0.95"""
+
+    of: str
+    """A variant that is replaced, whose speed is to be matched; or `bandwidth`."""
+
+    def __str__(self) -> str:
+        return f"{self.fraction:g} of {self.of}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row: made before it is measured, and its operands freed after."""
+
+    operator: str
+    where: str
+    """Whose sizes. Example: "Qwen3-4B down 2560x9728" """
+
+    rows: int
+    """M: rows or tokens of the call."""
+
+    flops: float
+    bytes: float
+    """What has to be read and written at least once."""
+
+    goal: Goal | None
+
+    make: Callable[[Aligned, int], tuple[dict[str, Call], int]]
+    """(aligned operators, bytes of the L2 cache) -> calls by variant, and their sets of operands."""
+
+
+def rotating(
+    make: Callable[[int], tuple[Tensor, ...]], l2_bytes: int
+) -> tuple[list[tuple[Tensor, ...]], int]:
+    """As many sets of operands as it takes to leave the cache; `make` gets the number of a set."""
+    first = make(0)
+    sets = num_sets(sum(x.nbytes for x in first), l2_bytes)
+    return [first, *(make(i) for i in range(1, sets))], sets
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """bfloat16 normal numbers on the GPU."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    numbers = torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+    return numbers.mul_(scale)

@@ -1,0 +1,111 @@
+"""Linears against cuBLAS, and against SGLang's own batch-invariant kernel where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_ops.cases import DEVICE, Aligned, Case, Goal, normal, rotating
+from benchmarks.gpu_ops.shapes import ModelShape
+from benchmarks.gpu_ops.timing import Call
+from onpolicy.ops.row_parallel import RowParallel
+
+ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
+MAX_HEAD_ROWS = 1024
+"""Rows of the output projection: both engines compute logits of few rows at a time."""
+BLOCKS = 8
+
+
+def linear_cases(model: ModelShape) -> Iterator[Case]:
+    for name, (n, k) in model.linears().items():
+        for m in ROW_COUNTS:
+            if name != "lm_head" or m <= MAX_HEAD_ROWS:
+                yield _case("linear", f"{model.name} {name} {n}x{k}", m, n, k)
+
+
+def row_parallel_cases(model: ModelShape) -> Iterator[Case]:
+    """What a sum over K costs that does not depend on the tensor-parallel degree."""
+    n, k = model.linears()["o"]
+    for m in ROW_COUNTS:
+        where = f"{model.name} o {n}x{k}, {BLOCKS} blocks"
+        yield _case("row_parallel_linear", where, m, n, k)
+
+
+def _case(operator: str, where: str, m: int, n: int, k: int) -> Case:
+    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+        sets, count = rotating(
+            lambda i: (normal(m, k, seed=i), normal(n, k, seed=i, scale=k**-0.5)), l2_bytes
+        )
+        calls: dict[str, Call] = {"torch.mm": lambda i: torch.mm(sets[i][0], sets[i][1].t())}
+        if operator == "linear" and (product := sglang_matmul()) is not None:
+            calls["sglang"] = lambda i: product(sets[i][0], sets[i][1].t())
+        parallel = RowParallel(blocks=BLOCKS)
+        for name, ops in aligned.items():
+            calls[name] = (
+                (lambda i, ops=ops: ops.linear(*sets[i]))
+                if operator == "linear"
+                else (lambda i, ops=ops: ops.row_parallel_linear(*sets[i], None, parallel))
+            )
+        return calls, count
+
+    fraction = 0.95 if m >= 1024 else 0.9
+    return Case(
+        operator=operator,
+        where=where,
+        rows=m,
+        flops=2.0 * m * n * k,
+        bytes=2.0 * (m * k + n * k + m * n),
+        goal=Goal(fraction, "torch.mm") if operator == "linear" else None,
+        make=make,
+    )
+
+
+def sglang_matmul() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """SGLang's own batch-invariant product, [M, K] x [K, N] -> [M, N]; None if not installed."""
+    try:
+        from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_persistent
+    except ImportError:
+        return None
+    return matmul_persistent
+
+
+def expert_cases(model: ModelShape) -> Iterator[Case]:
+    """Grouped linears with evenly random experts, against torch's grouped GEMM."""
+    for name, (experts, n, k) in model.expert_linears().items():
+        for tokens in (8, 128, 8192):
+            yield _expert_case(model, name, tokens, experts, n, k)
+
+
+def _expert_case(model: ModelShape, name: str, tokens: int, experts: int, n: int, k: int) -> Case:
+    rows = tokens * model.experts_per_token
+
+    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+        generator = torch.Generator().manual_seed(tokens)
+        chosen = torch.randint(experts, (rows,), generator=generator).sort().values
+        offsets = torch.searchsorted(chosen, torch.arange(experts + 1)).to(DEVICE)
+        ends = offsets[1:].to(torch.int32)
+        sets, count = rotating(
+            lambda i: (normal(rows, k, seed=i), normal(experts, n, k, seed=i)), l2_bytes
+        )
+
+        def stock(i: int) -> Tensor:
+            x, weight = sets[i]
+            return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+        calls: dict[str, Call] = {"torch.grouped_mm": stock}
+        for backend, ops in aligned.items():
+            calls[backend] = lambda i, ops=ops: ops.grouped_linear(*sets[i], offsets)
+        return calls, count
+
+    touched = min(experts, rows)
+    return Case(
+        operator="grouped_linear",
+        where=f"{model.name} {name} {experts}x{n}x{k}",
+        rows=rows,
+        flops=2.0 * rows * n * k,
+        bytes=2.0 * (rows * k + touched * n * k + rows * n),
+        goal=Goal(0.95 if tokens >= 1024 else 0.9, "torch.grouped_mm"),
+        make=make,
+    )

@@ -1,0 +1,136 @@
+"""The backends' attention over pages, as a rollout engine's attention backend calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onpolicy.ops import AttentionLayout, Operators
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Queries and keys of B sequences: what FlashAttention-3's `flash_attn_with_kvcache` takes."""
+
+    page_table: Tensor
+    """int32 [B, pages]"""
+
+    cache_seqlens: Tensor
+    """int32 [B]: keys of each sequence, those of its queries included"""
+
+    cu_seqlens_q: Tensor
+    """int32 [B + 1]: first query row of each sequence"""
+
+    max_seqlen_q: int
+
+    page_size: int
+
+    @staticmethod
+    def of(
+        page_table: Tensor, page_size: int, query_lens: list[int], key_lens: list[int]
+    ) -> PagedBatch:
+        """Queries are the last tokens of each sequence; `page_table` has the batch's rows."""
+        starts = torch.tensor([0, *query_lens]).cumsum(0)
+        return PagedBatch(
+            page_table=page_table.to(torch.int32),
+            cache_seqlens=torch.tensor(key_lens, dtype=torch.int32).to(page_table.device),
+            cu_seqlens_q=starts.to(page_table.device, torch.int32),
+            max_seqlen_q=max(query_lens),
+            page_size=page_size,
+        )
+
+
+PagedAttention = Callable[[Tensor, Tensor, Tensor, PagedBatch, float], tuple[Tensor, Tensor | None]]
+"""(q [T, H, D], key store [rows, H_kv, D], value store, batch, scale) -> out, lse float32 [T, H]"""
+
+
+def paged_attention_of(backend: str) -> PagedAttention:
+    """The function that the engine's attention backend calls under a contract of `backend`."""
+    return {"cpu": _on_cpu, "triton": _by_triton, "hopper": _by_flash_attention_3}[backend]
+
+
+def _by_triton(
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
+    from onpolicy.ops.triton.attention import paged_attention
+
+    return paged_attention(
+        q,
+        _pages(k, batch),
+        _pages(v, batch),
+        batch.page_table,
+        batch.cache_seqlens,
+        batch.cu_seqlens_q,
+        batch.max_seqlen_q,
+        scale,
+        batch.page_size,
+    )
+
+
+def _by_flash_attention_3(
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
+    return flash_attention_3(q, k, v, batch, scale, num_splits=1)
+
+
+def flash_attention_3(
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float, num_splits: int
+) -> tuple[Tensor, Tensor]:
+    """SGLang's FlashAttention-3; `num_splits=0` leaves it to the kernel, as stock engines do."""
+    from onpolicy.ops.hopper import flash_attention
+
+    out, lse, *_ = flash_attention.library().flash_attn_with_kvcache(
+        q=q,
+        k_cache=_pages(k, batch),
+        v_cache=_pages(v, batch),
+        page_table=batch.page_table,
+        cache_seqlens=batch.cache_seqlens,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        max_seqlen_q=batch.max_seqlen_q,
+        softmax_scale=scale,
+        causal=True,
+        num_splits=num_splits,
+        return_softmax_lse=True,
+    )
+    return out, lse.t()
+
+
+def _pages(store: Tensor, batch: PagedBatch) -> Tensor:
+    return store.view(-1, batch.page_size, *store.shape[1:])
+
+
+def over_rows(operators: Operators) -> PagedAttention:
+    """Any operators' attention over pages as rows, for what knows no pages and gives no lse."""
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
+    ) -> tuple[Tensor, None]:
+        return operators.attention(q, k, v, _layout(batch), scale), None
+
+    return attend
+
+
+def _layout(batch: PagedBatch) -> AttentionLayout:
+    """The batch's pages as rows; waits for the device."""
+    offsets = torch.arange(batch.page_size, device=batch.page_table.device)
+    rows = batch.page_table[..., None].long() * batch.page_size + offsets
+    return AttentionLayout(
+        query_lens=tuple(batch.cu_seqlens_q.diff().tolist()),
+        key_lens=tuple(batch.cache_seqlens.tolist()),
+        key_rows=rows.flatten(1),
+    )
+
+
+def _on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The CPU operators' attention, for rehearsals."""
+    from onpolicy.ops.cpu.attention import blockwise_attention
+    from onpolicy.ops.cpu.threads import PiecePool
+
+    lse = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
+    out = blockwise_attention(PiecePool(1), q.contiguous(), k, v, _layout(batch), scale, lse)
+    return out, lse[..., 0]

@@ -1,0 +1,172 @@
+"""Norms, activations, rotary embedding and log-probabilities: bound by memory bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from benchmarks.gpu_ops.cases import DEVICE, Aligned, Case, Goal, normal, rotating
+from benchmarks.gpu_ops.shapes import ModelShape
+from benchmarks.gpu_ops.timing import Call
+from onpolicy.ops import Operators
+
+ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
+MAX_LOGIT_ROWS = 1024
+BANDWIDTH = Goal(0.9, "bandwidth")
+BANDWIDTH_BYTES = 1 << 28
+"""From here on a call is bound by bandwidth; below, by its start and its end."""
+EPS = 1e-6
+
+Operands = Callable[[int], tuple[Tensor, ...]]
+
+
+def rowwise_cases(model: ModelShape) -> Iterator[Case]:
+    for m in ROW_COUNTS:
+        yield _rms_norm(model, m)
+        yield _gated(model, m)
+        yield _rotary(model, m)
+        if m <= MAX_LOGIT_ROWS:
+            yield _log_probs(model, m)
+            yield _log_softmax(model, m)
+            yield _sample(model, m)
+
+
+def _case(
+    operator: str,
+    where: str,
+    m: int,
+    bytes_moved: float,
+    operands: Operands,
+    stock: tuple[str, Callable[..., object]],
+    ours: Callable[..., object],
+) -> Case:
+    """`ours` takes the operators first, then the operands; `stock` is a name and a function."""
+
+    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+        sets, count = rotating(operands, l2_bytes)
+        name, function = stock
+        calls: dict[str, Call] = {name: lambda i: function(*sets[i])}
+        for backend, ops in aligned.items():
+            calls[backend] = lambda i, ops=ops: ours(ops, *sets[i])
+        return calls, count
+
+    return Case(
+        operator=operator,
+        where=where,
+        rows=m,
+        flops=0.0,
+        bytes=bytes_moved,
+        goal=BANDWIDTH if bytes_moved >= BANDWIDTH_BYTES else None,
+        make=make,
+    )
+
+
+def _rms_norm(model: ModelShape, m: int) -> Case:
+    size = model.hidden
+
+    def operands(i: int) -> tuple[Tensor, ...]:
+        return normal(m, size, seed=i), normal(size, seed=1)
+
+    def ours(ops: Operators, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x, weight, EPS)
+
+    stock = ("F.rms_norm", lambda x, weight: F.rms_norm(x, (size,), weight, EPS))
+    return _case("rms_norm", f"{model.name} {size}", m, 4.0 * m * size, operands, stock, ours)
+
+
+def _gated(model: ModelShape, m: int) -> Case:
+    size = model.intermediate
+
+    def operands(i: int) -> tuple[Tensor, ...]:
+        return normal(m, size, seed=i), normal(m, size, seed=i + 1)
+
+    def ours(ops: Operators, gate: Tensor, up: Tensor) -> Tensor:
+        return ops.gated(F.silu, gate, up)
+
+    stock = ("F.silu * up", lambda gate, up: F.silu(gate) * up)
+    return _case("gated", f"{model.name} {size}", m, 6.0 * m * size, operands, stock, ours)
+
+
+def _rotary(model: ModelShape, m: int) -> Case:
+    heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
+
+    def operands(i: int) -> tuple[Tensor, ...]:
+        q, k = normal(1, m, heads, dim, seed=i), normal(1, m, kv_heads, dim, seed=i)
+        cos, sin = normal(1, m, dim, seed=1), normal(1, m, dim, seed=2)
+        return q.transpose(1, 2), k.transpose(1, 2), cos, sin
+
+    where = f"{model.name} {heads}+{kv_heads} heads x {dim}"
+    moved = 4.0 * m * (heads + kv_heads) * dim
+    stock = ("transformers", apply_rotary_pos_emb)
+    return _case("rotary", where, m, moved, operands, stock, lambda ops, *x: ops.rotary(*x))
+
+
+def _log_probs(model: ModelShape, m: int) -> Case:
+    """The trainer's: one token of every row."""
+
+    def operands(i: int) -> tuple[Tensor, ...]:
+        targets = torch.arange(m, device=DEVICE) * 131 % model.vocab
+        return normal(m, model.vocab, seed=i), _temperature(m), targets
+
+    def stock(logits: Tensor, temperature: Tensor, targets: Tensor) -> Tensor:
+        return torch.log_softmax(logits.float() / temperature, -1).gather(1, targets[:, None])
+
+    where, moved = f"{model.name} {model.vocab}", 2.0 * m * model.vocab
+    return _case(
+        "gather_log_probs",
+        where,
+        m,
+        moved,
+        operands,
+        ("log_softmax + gather", stock),
+        lambda ops, *x: ops.gather_log_probs(*x),
+    )
+
+
+def _temperature(m: int) -> Tensor:
+    return torch.full((m, 1), 0.7, device=DEVICE)
+
+
+def _log_softmax(model: ModelShape, m: int) -> Case:
+    """The rollout's: the whole distribution, to sample from."""
+
+    def operands(i: int) -> tuple[Tensor, ...]:
+        return normal(m, model.vocab, seed=i), _temperature(m)
+
+    def stock(logits: Tensor, temperature: Tensor) -> Tensor:
+        return torch.log_softmax(logits.float() / temperature, -1)
+
+    where, moved = f"{model.name} {model.vocab}", 6.0 * m * model.vocab
+    return _case(
+        "log_softmax",
+        where,
+        m,
+        moved,
+        operands,
+        ("torch.log_softmax", stock),
+        lambda ops, *x: ops.log_softmax(*x),
+    )
+
+
+def _sample(model: ModelShape, m: int) -> Case:
+    def operands(i: int) -> tuple[Tensor, ...]:
+        log_probs = torch.log_softmax(normal(m, model.vocab, seed=i).float(), -1)
+        return log_probs, torch.linspace(0.01, 0.99, m, dtype=torch.float64, device=DEVICE)
+
+    def stock(log_probs: Tensor, uniform: Tensor) -> Tensor:
+        return torch.multinomial(log_probs.exp(), 1)
+
+    where, moved = f"{model.name} {model.vocab}", 4.0 * m * model.vocab
+    return _case(
+        "sample",
+        where,
+        m,
+        moved,
+        operands,
+        ("torch.multinomial", stock),
+        lambda ops, *x: ops.sample(*x),
+    )

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# As run_qwen3_30b_a3b.sh, with Megatron-core as the trainer: 3 pipeline stages on the first 6 of 8 H200,
+# two GPUs to a stage, each with half of its experts and half of the samples; SGLang on the other 2. Runs
+# from any directory. More flags may follow: run_qwen3_30b_a3b_megatron.sh --num-rollout 5
+#
+#   HF_CHECKPOINT=/models/Qwen3-30B-A3B PROMPT_DATA=/data/dapo-math-17k.jsonl run_qwen3_30b_a3b_megatron.sh
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+: "${HF_CHECKPOINT:?must name a local Hugging Face checkpoint}"
+: "${PROMPT_DATA:?must name a .jsonl or .parquet file of prompts}"
+num_trainers=${NUM_TRAINERS:-6}
+num_engines=${NUM_ENGINES:-2}
+work=${WORK_DIR:-runs/true_on_policy_qwen3_30b_a3b_megatron}
+
+torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train \
+  --custom-config-path "$here/config.yaml" \
+  --hf-checkpoint "$HF_CHECKPOINT" \
+  --prompt-data "$PROMPT_DATA" \
+  --train-backend megatron --megatron-pp 3 --megatron-ep 2 \
+  --rollout-num-engines "$num_engines" \
+  --max-tokens-per-gpu 8192 \
+  --run-dir "$work/run" \
+  --save "$work/checkpoints" --load "$work/checkpoints" \
+  "$@"

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Qwen3-4B on DAPO-Math-17k, true on-policy, on one host with 8 H100 or H200: FSDP2 on the first 4 GPUs,
+# SGLang on the others. Runs from any directory. More flags may follow: run_qwen3_4b.sh --num-rollout 5
+#
+#   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/dapo-math-17k.jsonl run_qwen3_4b.sh
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+: "${HF_CHECKPOINT:?must name a local Hugging Face checkpoint}"
+: "${PROMPT_DATA:?must name a .jsonl or .parquet file of prompts}"
+num_trainers=${NUM_TRAINERS:-4}
+num_engines=${NUM_ENGINES:-4}
+work=${WORK_DIR:-runs/true_on_policy_qwen3_4b}
+
+torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train \
+  --custom-config-path "$here/config.yaml" \
+  --hf-checkpoint "$HF_CHECKPOINT" \
+  --prompt-data "$PROMPT_DATA" \
+  --rollout-num-engines "$num_engines" \
+  --run-dir "$work/run" \
+  --save "$work/checkpoints" --load "$work/checkpoints" \
+  "$@"

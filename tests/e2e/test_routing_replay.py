@@ -1,0 +1,82 @@
+"""Rollout routing replay with the real SGLang, whose stock experts and router are its own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engines_fixture import make_requests, running
+from tiny import make_checkpoint
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.engines import EnginePair
+from onpolicy.models.checkpoint import load_config
+from onpolicy.start import make_contract
+from onpolicy.train import distributed
+from onpolicy.types import TrainSample
+
+pytestmark = pytest.mark.engine
+
+LAYERS, K = 2, 2
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    distributed.init_process_group()
+    path = str(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3-moe"))
+    hf_config = load_config(path)
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=path, dtype="bfloat16"),
+        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
+        engine=groups.EngineConfig(cpu_threads=1),
+        trainer=groups.TrainerConfig(lr=0.0, max_tokens_per_gpu=500),
+        fallback=groups.FallbackConfig(use_rollout_routing_replay=True, get_mismatch_metrics=True),
+        sglang_args=("--chunked-prefill-size", "48"),
+    )
+    contract = make_contract(path, hf_config, dtype="bfloat16", aligned=False)
+    directory = tmp_path_factory.mktemp("run")
+    with running(EnginePair(config, hf_config, contract, directory)) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def rollout(pair):
+    assert pair.replays_routing
+    requests = [
+        replace(request, params=replace(request.params, return_routed_experts=True))
+        for request in make_requests(24, seed=3)
+    ]
+    return requests, pair.generate(requests)
+
+
+def train_samples(requests, completions):
+    return [
+        TrainSample(
+            token_ids=request.token_ids + completion.token_ids,
+            prompt_len=len(request.token_ids),
+            rollout_log_probs=completion.log_probs,
+            advantage=(-1.0) ** i,
+            label=f"prompt {i}",
+            routed_experts=completion.routed_experts,
+        )
+        for i, (request, completion) in enumerate(zip(requests, completions, strict=True))
+    ]
+
+
+def test_every_token_but_the_last_comes_with_its_experts_cached_prefixes_too(rollout):
+    requests, completions = rollout
+    assert any(completion.num_cached_tokens for completion in completions)
+    for request, completion in zip(requests, completions, strict=True):
+        tokens = len(request.token_ids) + len(completion.token_ids)
+        assert completion.routed_experts.shape == (tokens - 1, LAYERS * K)
+        chosen = torch.from_numpy(completion.routed_experts.copy()).view(-1, LAYERS, K)
+        assert (chosen[..., 0] != chosen[..., 1]).all()  # distinct: no row was left unwritten
+
+
+def test_replay_brings_the_engines_closer(pair, rollout):
+    metrics = pair.trainer.train(train_samples(*rollout), step=0)
+    assert 0 < metrics["routing/differing_share"] < 0.5
+    assert metrics["mismatch/k3"] < metrics["routing/k3_without_replay"]
+
+
+def test_without_being_asked_nothing_is_returned(pair):
+    assert all(c.routed_experts is None for c in pair.generate(make_requests(2, seed=4)))

@@ -1,0 +1,180 @@
+"""What is checked of attention: decoding, chunked prefill and training give a query the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from gpu.row_checks import Numbers, check_gradients
+from gpu.tally import Tally
+from torch import Tensor
+
+from benchmarks.gpu_ops.paged_attention import PagedAttention, PagedBatch
+from onpolicy.ops import AttentionLayout, Operators
+
+BORDERS = (1, 2, 63, 64, 65, 80, 112, 127, 128, 129, 160, 175, 176, 177, 255, 256, 257)
+"""Lengths around the blocks of keys in which any of the kernels walks."""
+JUNK = 1e4
+"""What lies on pages that nobody owns, and behind a sequence's last key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of queries and of keys, and their size."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads x {self.dim}"
+
+
+def sequence_lens(longest: int) -> list[int]:
+    return [*(n for n in BORDERS if n < longest), longest]
+
+
+def packed_inputs(heads: Heads, lens: Sequence[int], numbers: Numbers) -> list[Tensor]:
+    """Queries, keys and values of whole sequences, laid end to end."""
+    total = sum(lens)
+    return [
+        numbers(total, heads.heads, heads.dim, seed=1),
+        numbers(total, heads.kv_heads, heads.dim, seed=2),
+        numbers(total, heads.kv_heads, heads.dim, seed=3),
+    ]
+
+
+class PagedSequences:
+    """Sequences whose keys and values lie on pages in random order, amid pages of junk."""
+
+    def __init__(self, inputs: list[Tensor], lens: Sequence[int], page_size: int):
+        self.q, keys, values = inputs
+        self.lens, self.page_size = lens, page_size
+        self.starts = [sum(lens[:i]) for i in range(len(lens))]
+        device, pages = keys.device, -(-max(lens) // page_size)
+        generator = torch.Generator().manual_seed(page_size)
+        count = len(lens) * pages + 3
+        order = torch.randperm(count, generator=generator)[:-3].view(len(lens), pages)
+        self.page_table = order.to(device)
+        shape = (count * page_size, *keys.shape[1:])
+        self.k, self.v = keys.new_full(shape, JUNK), values.new_full(shape, JUNK)
+        offsets = torch.arange(page_size, device=device)
+        rows = (self.page_table[..., None] * page_size + offsets).flatten(1)
+        for owner, start, n in zip(rows, self.starts, lens, strict=True):
+            self.k[owner[:n]] = keys[start : start + n]
+            self.v[owner[:n]] = values[start : start + n]
+
+    def queries(self, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Rows of the packed queries for (sequence, first token, end): int64 [T]"""
+        rows = [torch.arange(self.starts[s] + a, self.starts[s] + b) for s, a, b in spans]
+        return torch.cat(rows).to(self.q.device)
+
+    def attend(
+        self, attention: PagedAttention, spans: Sequence[tuple[int, int, int]], scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Out and lse of the spans' queries, all in one call; what follows them is not there yet."""
+        batch = PagedBatch.of(
+            self.page_table[[s for s, _, _ in spans]],
+            self.page_size,
+            [b - a for _, a, b in spans],
+            [b for _, _, b in spans],
+        )
+        return attention(self.q[self.queries(spans)], self.k, self.v, batch, scale)
+
+
+def check_paged(
+    operators: Operators,
+    attention: PagedAttention,
+    heads: Heads,
+    page_size: int,
+    longest: int,
+    batch_sizes: Sequence[int],
+    numbers: Numbers,
+    tally: Tally,
+) -> None:
+    """Decoding steps, chunks after a cached prefix, and both mixed, against the training forward."""
+    lens, scale = sequence_lens(longest), heads.dim**-0.5
+    inputs = packed_inputs(heads, lens, numbers)
+    layout = AttentionLayout.packed(tuple(lens), numbers.device)
+    training = operators.attention(*inputs, layout, scale)
+    paged = PagedSequences(inputs, lens, page_size)
+    prefill, prefill_lse = paged.attend(attention, [(s, 0, n) for s, n in enumerate(lens)], scale)
+    case = f"{heads}, pages of {page_size}"
+    tally.equal(prefill, training, f"{case}, whole prefill against training")
+    rng = random.Random(page_size)
+
+    def compare(spans: list[tuple[int, int, int]], what: str) -> None:
+        out, lse = paged.attend(attention, spans, scale)
+        rows = paged.queries(spans)
+        tally.equal(out, training[rows], f"{case}, {what}")
+        if lse is not None:
+            tally.equal(lse, prefill_lse[rows], f"{case}, {what}, lse")
+
+    def step(size: int) -> tuple[int, int, int]:
+        s = rng.randrange(len(lens))
+        end = rng.randrange(1, lens[s] + 1)
+        return s, max(0, end - size), end
+
+    compare([(s, n - 1, n) for s, n in enumerate(lens)], "the last token of every sequence")
+    for size in batch_sizes:
+        compare([step(1) for _ in range(size)], f"{size} decoding")
+        compare([step(rng.randrange(2, longest)) for _ in range(min(size, 16))], "chunks")
+        compare([step(rng.choice([1, 1, 7, 64])) for _ in range(size)], f"{size} mixed")
+
+
+def check_packing(
+    operators: Operators, heads: Heads, longest: int, numbers: Numbers, tally: Tally
+) -> None:
+    """A sequence of a packed micro-batch has the bits it has alone, and in another order."""
+    lens = sequence_lens(longest)
+    inputs = packed_inputs(heads, lens, numbers)
+
+    def attend(order: Sequence[int]) -> Sequence[Tensor]:
+        parts = [torch.cat([x.split(lens)[i] for i in order]) for x in inputs]
+        chosen = tuple(lens[i] for i in order)
+        layout = AttentionLayout.packed(chosen, numbers.device)
+        return operators.attention(*parts, layout, heads.dim**-0.5).split(chosen)
+
+    whole = attend(range(len(lens)))
+    backwards = attend(range(len(lens))[::-1])[::-1]
+    for i, n in enumerate(lens):
+        tally.equal(backwards[i], whole[i], f"{heads}, {n} tokens, packed backwards")
+        tally.equal(attend([i])[0], whole[i], f"{heads}, {n} tokens alone")
+
+
+def check_accuracy(
+    operators: Operators, heads: Heads, longest: int, numbers: Numbers, tally: Tally
+) -> None:
+    """Values and gradients against float64 attention, and gradients that repeat."""
+    lens = sequence_lens(longest)[::3]
+    inputs = packed_inputs(heads, lens, numbers)
+    layout, scale = AttentionLayout.packed(tuple(lens), numbers.device), heads.dim**-0.5
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return operators.attention(*inputs, layout, scale)
+
+    def exact(*inputs: Tensor) -> Tensor:
+        return torch.cat(
+            [
+                _attention(*part, scale)
+                for part in zip(*(x.split(lens) for x in inputs), strict=True)
+            ]
+        )
+
+    with torch.no_grad():
+        got, want = attend(*inputs), exact(*(x.double() for x in inputs))
+    tally.close(got, want, 2**-8 * want.abs() + 2**-8, f"{heads} against float64")
+    check_gradients(attend, exact, inputs, tally, str(heads), 2**-5)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One sequence in the dtype of its inputs, written out: [T, H, D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = scale * torch.einsum("thd,shd->hts", q, k)
+    future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+    weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+    return torch.einsum("hts,shd->thd", weights, v)

@@ -1,0 +1,132 @@
+"""The GPU suite: everything the aligned operators promise that only a GPU can break.
+
+`make gpu-test` runs it. Without a GPU every test is skipped by name; `--rehearse cpu` runs the same
+code on a CPU with small sizes, which proves that the tests work and nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu.backends import BACKENDS, make_backend, missing
+from gpu.row_checks import Numbers
+from gpu.setting import GPU, REHEARSAL, Setting
+from gpu.summary import Summary
+from gpu.tally import Tally
+
+from benchmarks.gpu_ops.machine import describe_machine
+from onpolicy.ops import Operators
+from onpolicy.ops.stock import StockOperators
+
+ORDER = (
+    "test_libraries",
+    "test_gemm",
+    "test_rows",
+    "test_attention",
+    "test_end_to_end",
+    "test_tensor_parallel",
+    "test_server",
+    "test_negative_controls",
+)
+"""From the parts to the whole, so that the first failure is the smallest one."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gpu", "the GPU suite (tests/gpu)")
+    group.addoption("--gpu-json", metavar="FILE", help="write what was compared into FILE")
+    group.addoption(
+        "--gpu-models", metavar="NAMES", help="sweep these models alone; commas between"
+    )
+    group.addoption("--rehearse", choices=("cpu", "triton"), help="run the code on a CPU, small")
+
+
+def _option(config: pytest.Config, name: str) -> str | None:
+    return config.getoption(name, default=None)  # unknown when this directory is not an argument
+
+
+def _setting(config: pytest.Config) -> Setting:
+    return REHEARSAL if _option(config, "rehearse") else GPU
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _option(config, "rehearse") == "triton":
+        import triton_interpreter  # noqa: F401 (before anything imports Triton)
+    file = _option(config, "gpu_json")
+    if file and (torch.cuda.is_available() or _option(config, "rehearse")):
+        config.pluginmanager.register(Summary(Path(file)))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    rehearsed = _option(metafunc.config, "rehearse")
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", [rehearsed] if rehearsed else BACKENDS)
+    if "model" in metafunc.fixturenames:
+        models = _setting(metafunc.config).models
+        if names := _option(metafunc.config, "gpu_models"):
+            models = [model for model in models if model.name in names.split(",")]
+        metafunc.parametrize("model", models, ids=lambda model: model.name)
+    if "dim" in metafunc.fixturenames:
+        metafunc.parametrize("dim", _setting(metafunc.config).head_dims)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.gpu)
+        if reason := _obstacle(config):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    places = [place for place, item in enumerate(items) if item in set(ours)]
+    ours.sort(key=lambda item: ORDER.index(item.path.stem))
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
+
+
+def _obstacle(config: pytest.Config) -> str | None:
+    """Why nothing of this suite can run here."""
+    if _option(config, "rehearse"):
+        return None
+    if not torch.cuda.is_available():
+        return "needs a GPU: torch.cuda.is_available() is False"
+    if "triton_interpreter" in sys.modules:
+        return "tests/conftest.py put Triton's interpreter in place of its compiler: make gpu-test"
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if torch.cuda.is_available():
+        terminalreporter.write_line(", ".join(f"{k} {v}" for k, v in describe_machine().items()))
+
+
+@pytest.fixture(scope="session")
+def setting(request: pytest.FixtureRequest) -> Setting:
+    return _setting(request.config)
+
+
+@pytest.fixture
+def numbers(setting: Setting) -> Numbers:
+    return Numbers(torch.bfloat16, setting.device)
+
+
+@pytest.fixture
+def tally(record_property) -> Tally:
+    """What the test compares; goes into the summary."""
+    counts = Tally()
+    record_property("tally", counts)
+    return counts
+
+
+@pytest.fixture
+def operators(backend: str, setting: Setting) -> Operators:
+    """The aligned operators of a backend; skipped by the name of what it needs and is not there."""
+    if setting.device == "cuda" and (problem := missing(backend)):
+        pytest.skip(f"{backend} operators: {problem}")
+    return make_backend(backend, setting)
+
+
+@pytest.fixture
+def stock(setting: Setting) -> Operators:
+    return StockOperators()

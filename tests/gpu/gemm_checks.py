@@ -1,0 +1,155 @@
+"""What is checked of every GEMM: rows, columns, bias, experts, accuracy and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from gpu.row_checks import Numbers, check_gradients, check_rows
+from gpu.tally import Tally
+from torch import Tensor
+
+from onpolicy.ops import Operators
+
+Gemm = Callable[[Tensor, Tensor], Tensor]
+"""`Operators.linear` or `partial_linear`: [M, K], [N, K] -> [M, N]"""
+GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`Operators.grouped_linear` or `grouped_partial_linear`: [S, K], [E, N, K], [E + 1] -> [S, N]"""
+
+DEGREES = (2, 4, 8)
+"""Tensor-parallel degrees whose shards are compared with the whole."""
+
+
+def make_weight(numbers: Numbers, *shape: int) -> Tensor:
+    return numbers(*shape, seed=sum(shape), scale=shape[-1] ** -0.5)
+
+
+def check_row_counts(
+    gemm: Gemm, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally, case: str
+) -> None:
+    """Any number of rows, anywhere in a batch, and rows that lie apart in memory."""
+    weight, x = make_weight(numbers, n, k), numbers(row_counts[-1], k, seed=1)
+    check_rows(lambda rows: gemm(rows, weight), x, row_counts, tally, case)
+    apart = torch.cat([x, x], dim=1)[:, :k]  # a single such row counts as contiguous, two do not
+    for m in (1, row_counts[len(row_counts) // 2]):
+        got, want = gemm(apart[:m], weight), gemm(x[:m], weight)
+        tally.equal(got, want, f"{case}, {m} rows apart in memory")
+
+
+def check_columns(
+    gemm: Gemm, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally, case: str
+) -> None:
+    """A column-parallel shard gives the columns of the whole."""
+    weight = make_weight(numbers, n, k)
+    for m in row_counts:
+        x = numbers(m, k, seed=2)
+        whole = gemm(x, weight)
+        for degree in DEGREES:
+            if n % degree == 0:
+                parts = [gemm(x, shard.clone()) for shard in weight.chunk(degree)]
+                tally.equal(torch.cat(parts, 1), whole, f"{case}, {m} rows, {degree} shards")
+
+
+def check_bias(
+    operators: Operators, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally
+) -> None:
+    case = f"linear with bias {n}x{k}"
+    weight, bias = make_weight(numbers, n, k), numbers(n, seed=3)
+    x = numbers(row_counts[-1], k, seed=1)
+    check_rows(lambda rows: operators.linear(rows, weight, bias), x, row_counts, tally, case)
+    product = x.double() @ weight.double().t()
+    exact = product + bias.double()
+    roundings = torch.finfo(x.dtype).eps * (exact.abs() + product.abs())
+    bound = roundings + _sum_bound(x, weight)
+    tally.close(operators.linear(x, weight, bias), exact, bound, f"{case} against float64")
+
+
+def check_accuracy(
+    gemm: Gemm, n: int, k: int, rows: int, numbers: Numbers, tally: Tally, case: str
+) -> None:
+    """A sum in float32, rounded once: no TF32, no bfloat16 partial sums. Gradients to float32's."""
+    weight, x = make_weight(numbers, n, k), numbers(rows, k, seed=1)
+    with torch.no_grad():
+        got = gemm(x, weight)
+    exact = x.double() @ weight.double().t()
+    bound = torch.finfo(got.dtype).eps / 2 * exact.abs() + _sum_bound(x, weight)
+    tally.close(got, exact, bound, f"{case} against float64")
+    check_gradients(gemm, F.linear, [x, weight], tally, case, _gradient_tolerance(x))
+
+
+def _sum_bound(x: Tensor, weight: Tensor) -> Tensor:
+    """What a float32 sum of products may lose; with TF32 or a bfloat16 sum it would be far more."""
+    return 2**-18 * x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+
+
+def _gradient_tolerance(x: Tensor) -> float:
+    return 2 * torch.finfo(x.dtype).eps + 2**-17
+
+
+def routed_rows(experts: int, rows: int, k: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Rows sorted by their expert, and that expert: [S, K], int64 [S]. Some experts get none."""
+    generator = torch.Generator().manual_seed(experts)
+    popularity = torch.rand(experts, generator=generator) ** 3
+    popularity[1::4] = 0
+    chosen = torch.multinomial(popularity, rows, replacement=True, generator=generator)
+    return numbers(rows, k, seed=4), chosen.sort().values.to(numbers.device)
+
+
+def expert_offsets(chosen: Tensor, experts: int) -> Tensor:
+    """Where each expert's rows begin and end: int64 [S] sorted -> int64 [E + 1]"""
+    return torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device))
+
+
+def check_grouped_rows(
+    gemm: GroupedGemm,
+    shape: tuple[int, int, int],
+    row_counts: Sequence[int],
+    numbers: Numbers,
+    tally: Tally,
+    case: str,
+) -> None:
+    """A row depends on itself and its expert, not on how many rows any expert has, nor on shards."""
+    experts, n, k = shape
+    weight = make_weight(numbers, *shape)
+    x, chosen = routed_rows(experts, row_counts[-1], k, numbers)
+    whole = gemm(x, weight, expert_offsets(chosen, experts))
+    for m in row_counts:
+        some = numbers.order(len(x), seed=m)[:m].sort().values
+        got = gemm(x[some], weight, expert_offsets(chosen[some], experts))
+        tally.equal(got, whole[some], f"{case}, {m} rows")
+    for degree in DEGREES:
+        if n % degree == 0:
+            shards = [shard.clone() for shard in weight.chunk(degree, dim=1)]
+            parts = [gemm(x, shard, expert_offsets(chosen, experts)) for shard in shards]
+            tally.equal(torch.cat(parts, 1), whole, f"{case}, {degree} shards")
+
+
+def check_grouped_accuracy(
+    gemm: GroupedGemm,
+    shape: tuple[int, int, int],
+    rows: int,
+    numbers: Numbers,
+    tally: Tally,
+    case: str,
+) -> None:
+    """Values and gradients against one float64 product per expert."""
+    experts, _, k = shape
+    weight = make_weight(numbers, *shape)
+    x, chosen = routed_rows(experts, rows, k, numbers)
+    offsets = expert_offsets(chosen, experts)
+    sizes = offsets.diff().tolist()
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([F.linear(*pair) for pair in zip(x.split(sizes), weight, strict=True)])
+
+    def grouped(x: Tensor, weight: Tensor) -> Tensor:
+        return gemm(x, weight, offsets)
+
+    with torch.no_grad():
+        got = grouped(x, weight)
+    want = exact(x.double(), weight.double())
+    sums = [_sum_bound(*pair) for pair in zip(x.split(sizes), weight, strict=True)]
+    bound = torch.finfo(got.dtype).eps / 2 * want.abs() + torch.cat(sums)
+    tally.close(got, want, bound, f"{case} against float64")
+    check_gradients(grouped, exact, [x, weight], tally, case, _gradient_tolerance(x))

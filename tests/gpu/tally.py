@@ -1,0 +1,71 @@
+"""Counts what a check compared, so that a green run also says how much it looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+KEPT = 5
+"""Mismatching cases that are described; all of them are counted."""
+
+
+@dataclass
+class Tally:
+    """Comparisons of one test: equality of bits, and errors against a bound."""
+
+    cases: int = 0
+    values: int = 0
+    mismatched_cases: int = 0
+    mismatched_values: int = 0
+    largest_error: float = 0.0
+    """Largest error / bound of the accuracy checks."""
+    first: list[str] = field(default_factory=list)
+    """Descriptions of the first mismatches."""
+
+    def equal(self, got: Tensor, want: Tensor, case: str) -> None:
+        """Compare bit for bit; NaN equals nothing."""
+        self.cases += 1
+        self.values += want.numel()
+        if got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want):
+            return
+        self.mismatched_cases += 1
+        if got.shape != want.shape or got.dtype != want.dtype:
+            self.mismatched_values += want.numel()
+            self._describe(f"{case}: {got.dtype} {tuple(got.shape)}, not {tuple(want.shape)}")
+            return
+        differs = got != want
+        self.mismatched_values += int(differs.sum())
+        largest = (got.double() - want.double()).abs().max().item()
+        self._describe(f"{case}: {int(differs.sum())} of {want.numel()} differ, by up to {largest}")
+
+    def close(self, got: Tensor, exact: Tensor, bound: Tensor | float, case: str) -> None:
+        """Compare with a reference in higher precision: |got - exact| <= bound, elementwise."""
+        self.cases += 1
+        self.values += exact.numel()
+        ratio = ((got.to(exact.dtype) - exact).abs() / bound).max().item()
+        if ratio > self.largest_error or ratio != ratio:
+            self.largest_error = ratio
+        if not ratio <= 1:
+            self.mismatched_cases += 1
+            self.mismatched_values += 1
+            self._describe(f"{case}: error is {ratio:.3g} times its bound")
+
+    def require_none(self) -> None:
+        """Fail unless something was compared and nothing differs."""
+        assert self.cases > 0, "nothing was compared"
+        assert self.mismatched_cases == 0, (
+            f"{self.mismatched_cases} of {self.cases} cases differ: " + "; ".join(self.first)
+        )
+
+    def require_some(self) -> None:
+        """For negative controls: fail unless the check saw a difference."""
+        assert self.mismatched_cases > 0, (
+            f"none of {self.cases} cases differs: this check cannot tell stock kernels from aligned "
+            "ones on this machine, so its green results prove nothing here"
+        )
+
+    def _describe(self, text: str) -> None:
+        if len(self.first) < KEPT:
+            self.first.append(text)

@@ -1,0 +1,107 @@
+"""Row-parallel linears and experts over ranks; lives outside of the tests, for spawned processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpu.backends import make_backend
+from gpu.row_checks import Numbers, check_rows
+from gpu.setting import Setting
+from gpu.tally import Tally
+from torch import Tensor
+
+from onpolicy.ops import Operators
+from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.row_parallel import RowParallel
+
+BLOCKS = 8
+EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 16, 4, 256, 256
+"""Of the experts that are compared."""
+
+
+class _Experts:
+    """A layer of random experts and its router's choices, or one rank's shard of its experts."""
+
+    def __init__(self, numbers: Numbers, rows: int):
+        self.x = numbers(rows, HIDDEN, seed=1)
+        scores = torch.softmax(numbers(rows, EXPERTS, seed=2).float(), -1)
+        self.weights, self.experts = scores.topk(CHOSEN, dim=-1)
+        self.gate = numbers(EXPERTS, INTERMEDIATE, HIDDEN, seed=3, scale=HIDDEN**-0.5)
+        self.up = numbers(EXPERTS, INTERMEDIATE, HIDDEN, seed=4, scale=HIDDEN**-0.5)
+        self.down = numbers(EXPERTS, HIDDEN, INTERMEDIATE, seed=5, scale=INTERMEDIATE**-0.5)
+
+    def mix(
+        self, operators: Operators, rows: Tensor, parallel: RowParallel, rank: int = 0
+    ) -> Tensor:
+        """The layer's output for some of its rows, int64 [M], with this rank's shard of the experts."""
+        gate, up = (w.chunk(parallel.ranks, dim=1)[rank] for w in (self.gate, self.up))
+        return mix_experts(
+            operators,
+            self.x[rows],
+            self.experts[rows],
+            self.weights[rows],
+            torch.cat([gate, up], dim=1),
+            self.down.chunk(parallel.ranks, dim=2)[rank].contiguous(),
+            F.silu,
+            parallel,
+        )
+
+
+def check_expert_rows(
+    operators: Operators, row_counts: Sequence[int], blocks: int, device: str, tally: Tally
+) -> None:
+    """A token's mixture of experts does not depend on the other tokens."""
+    experts = _Experts(Numbers(torch.bfloat16, device), row_counts[-1])
+    rows = torch.arange(row_counts[-1], device=device)
+    parallel = RowParallel(blocks)
+    check_rows(
+        lambda rows: experts.mix(operators, rows, parallel),
+        rows,
+        row_counts,
+        tally,
+        f"experts, {blocks} blocks",
+    )
+
+
+def compare_with_one_rank(
+    rank: int, ranks: int, backend: str, setting: Setting, directory: Path
+) -> None:
+    """What this rank and the others compute together, against all of it on this rank alone."""
+    if setting.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if setting.device == "cuda" else "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=ranks,
+    )
+    tally = Tally()
+    with torch.no_grad():
+        _compare(make_backend(backend, setting), rank, ranks, setting, tally)
+    (directory / f"{rank}.json").write_text(json.dumps(dataclasses.asdict(tally)))
+    dist.destroy_process_group()
+
+
+def _compare(operators: Operators, rank: int, ranks: int, setting: Setting, tally: Tally) -> None:
+    numbers = Numbers(torch.bfloat16, setting.device)
+    alone, together = RowParallel(BLOCKS), RowParallel(BLOCKS, dist.group.WORLD)
+    for m in setting.few_row_counts:
+        x, weight, bias = numbers(m, 512, seed=1), numbers(96, 512, seed=2), numbers(96, seed=3)
+        here = (t.chunk(ranks, dim=-1)[rank].contiguous() for t in (x, weight))
+        tally.equal(
+            operators.row_parallel_linear(*here, bias, together),
+            operators.row_parallel_linear(x, weight, bias, alone),
+            f"linear, {m} rows, {ranks} ranks",
+        )
+        experts, rows = _Experts(numbers, m), torch.arange(m, device=setting.device)
+        tally.equal(
+            experts.mix(operators, rows, together, rank),
+            experts.mix(operators, rows, alone),
+            f"experts, {m} rows, {ranks} ranks",
+        )

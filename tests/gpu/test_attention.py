@@ -1,0 +1,61 @@
+"""Attention: a query has the same bits in decoding, in any chunk of a prefill, and in training."""
+
+import pytest
+import torch
+from gpu import attention_checks
+from gpu.attention_checks import Heads
+
+from benchmarks.gpu_ops.paged_attention import paged_attention_of
+from onpolicy.ops.capability import FLASH_HEAD_DIMS
+
+GROUPS = (1, 4, 8)
+
+
+@pytest.fixture
+def head_dim(dim, backend):
+    if backend == "hopper" and dim not in FLASH_HEAD_DIMS:
+        pytest.skip(f"head_dim={dim}: hopper operators refuse it")
+    return dim
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_decoding_and_chunks_have_the_bits_of_the_training_forward(
+    operators, backend, head_dim, group, setting, numbers, tally
+):
+    heads = Heads(8, 8 // group, head_dim)
+    with torch.no_grad():
+        for page_size in setting.page_sizes:
+            attention_checks.check_paged(
+                operators, paged_attention_of(backend), heads, page_size, setting.longest,
+                setting.batch_sizes, numbers, tally,
+            )  # fmt: skip
+    tally.require_none()
+
+
+def test_the_heads_of_each_model(operators, backend, model, setting, numbers, tally):
+    heads = Heads(model.heads, model.kv_heads, model.head_dim)
+    with torch.no_grad():
+        attention_checks.check_paged(
+            operators, paged_attention_of(backend), heads, setting.page_sizes[-1], setting.longest,
+            setting.batch_sizes, numbers, tally,
+        )  # fmt: skip
+    tally.require_none()
+
+
+def test_a_sequence_does_not_depend_on_its_micro_batch(
+    operators, head_dim, setting, numbers, tally
+):
+    with torch.no_grad():
+        attention_checks.check_packing(
+            operators, Heads(8, 2, head_dim), setting.longest, numbers, tally
+        )
+    tally.require_none()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_results_and_gradients_are_right_and_gradients_repeat(
+    operators, head_dim, group, setting, numbers, tally
+):
+    heads = Heads(8, 8 // group, head_dim)
+    attention_checks.check_accuracy(operators, heads, setting.longest, numbers, tally)
+    tally.require_none()

@@ -1,0 +1,96 @@
+"""Stock kernels fail the very checks that the aligned ones pass: the checks see what they must see."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu import attention_checks, gemm_checks
+from gpu.attention_checks import Heads
+from gpu.backends import make_contract, missing
+from gpu.generation import generate, make_config, random_prompts, score
+from gpu.row_checks import Numbers
+from gpu.test_tensor_parallel import sum_of_ranks
+
+from benchmarks.gpu_ops.paged_attention import PagedBatch, flash_attention_3, over_rows
+from benchmarks.gpu_ops.paged_model import PagedModel, random_policy
+from onpolicy.errors import ContractError
+from onpolicy.models.policy import operator_shapes
+from onpolicy.ops.self_check import self_check
+
+HEADS = Heads(32, 8, 128)
+
+
+def test_cublas_rows_depend_on_the_number_of_rows(stock, model, setting, tally):
+    numbers = Numbers(setting.control_dtype, setting.device)
+    with torch.no_grad():
+        for name, (n, k) in model.linears().items():
+            gemm_checks.check_row_counts(
+                stock.linear, n, k, setting.row_counts, numbers, tally, f"{name} {n}x{k}"
+            )
+    tally.require_some()
+
+
+def test_rounded_parts_of_a_sum_depend_on_the_number_of_ranks(
+    stock, model, setting, numbers, tally
+):
+    n, k = model.linears()["o"]
+    x, bias = numbers(setting.few_row_counts[-1], k, seed=1), numbers(n, seed=3)
+    weight = gemm_checks.make_weight(numbers, n, k)
+    with torch.no_grad():
+        whole = stock.linear(x, weight, bias)
+        for ranks in (2, 4, 8):
+            tally.equal(sum_of_ranks(stock, x, weight, bias, ranks), whole, f"{ranks} ranks")
+    tally.require_some()
+
+
+def test_flash_attention_3_with_free_splits_depends_on_the_batch(setting, numbers, tally):
+    if setting.device != "cuda":
+        pytest.skip("FlashAttention-3 needs a GPU")
+    if problem := missing("hopper"):
+        pytest.skip(f"FlashAttention-3: {problem}")
+
+    def free(q, k, v, batch, scale):
+        return flash_attention_3(q, k, v, batch, scale, num_splits=0)
+
+    def packed(q, k, v, layout, scale):
+        batch = PagedBatch.of(layout.key_rows, 1, list(layout.query_lens), list(layout.key_lens))
+        return free(q, k, v, batch, scale)[0]
+
+    with torch.no_grad():
+        attention_checks.check_paged(
+            SimpleNamespace(attention=packed), free, HEADS, 64, setting.longest,
+            setting.batch_sizes, numbers, tally,
+        )  # fmt: skip
+    tally.require_some()
+
+
+def test_torchs_attention_depends_on_the_number_of_queries(stock, setting, numbers, tally):
+    with torch.no_grad():
+        attention_checks.check_paged(
+            stock, over_rows(stock), HEADS, setting.page_sizes[-1], setting.longest,
+            setting.batch_sizes, numbers, tally,
+        )  # fmt: skip
+    tally.require_some()
+
+
+def test_a_stock_model_samples_with_other_log_probabilities_than_it_trains_with(
+    stock, setting, tally
+):
+    config = make_config("qwen3", setting.small_model)
+    policy = random_policy(config, stock, setting.control_dtype, setting.device)
+    longest = setting.longest_prompt + setting.generated
+    with torch.no_grad():
+        model = PagedModel(policy, over_rows(stock), setting.sequences, longest, 16)
+        prompts = random_prompts(setting, seed=0)
+        rollout = generate(model, prompts, setting.generated, 1.0, seed=0)
+        scored = score(policy, rollout, 1.0, setting.device, seed=7)
+    for i, (got, want) in enumerate(zip(scored, rollout.log_probs, strict=True)):
+        tally.equal(got, want, f"sequence {i}")
+    tally.require_some()
+
+
+def test_the_check_at_start_up_refuses_stock_operators(stock, model, setting):
+    config = make_config("qwen3-moe" if model.experts else "qwen3", model)
+    shapes = operator_shapes(config, row_parallel_blocks=8)
+    with pytest.raises(ContractError, match="row-invariant"):
+        self_check(stock, make_contract("triton", setting, shapes))

@@ -1,0 +1,84 @@
+"""Sums over a sharded K have the bits of one rank: in parts on one GPU, and over ranks on several."""
+
+import json
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from gpu import tensor_parallel
+from gpu.gemm_checks import make_weight
+from gpu.tally import Tally
+
+from onpolicy.ops.row_parallel import RowParallel, tree_sum
+
+BLOCKS = 8
+
+
+def sum_of_ranks(operators, x, weight, bias, ranks):
+    """A row-parallel linear as `ranks` ranks compute it, each with shards of its own memory."""
+    parts = []
+    for shard_x, shard in zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), strict=True):
+        shard_x, shard = shard_x.contiguous(), shard.contiguous()
+        mine = BLOCKS // ranks
+        pairs = zip(shard_x.chunk(mine, -1), shard.chunk(mine, -1), strict=True)
+        parts.append(tree_sum([operators.partial_linear(*pair) for pair in pairs]))
+    return (tree_sum(parts) + bias.float()).to(x.dtype)
+
+
+def test_any_number_of_ranks_adds_up_to_the_bits_of_one(operators, model, setting, numbers, tally):
+    for name in ("o", "down"):
+        n, k = model.linears().get(name, (0, 0))
+        if not k:
+            continue
+        weight, bias = make_weight(numbers, n, k), numbers(n, seed=3)
+        with torch.no_grad():
+            for m in setting.few_row_counts:
+                x = numbers(m, k, seed=1)
+                whole = operators.row_parallel_linear(x, weight, bias, RowParallel(BLOCKS))
+                for ranks in (1, 2, 4, 8):
+                    got = sum_of_ranks(operators, x, weight, bias, ranks)
+                    tally.equal(got, whole, f"{name} {n}x{k}, {m} rows, {ranks} ranks")
+    tally.require_none()
+
+
+def test_row_parallel_linears_are_row_invariant_for_any_number_of_blocks(
+    operators, model, setting, numbers, tally
+):
+    n, k = model.linears()["o"]
+    weight, x = make_weight(numbers, n, k), numbers(setting.few_row_counts[-1], k, seed=1)
+    with torch.no_grad():
+        for blocks in (1, 2, 4, 8):
+            parallel = RowParallel(blocks)
+            whole = operators.row_parallel_linear(x, weight, None, parallel)
+            for m in setting.few_row_counts:
+                got = operators.row_parallel_linear(x[:m], weight, None, parallel)
+                tally.equal(got, whole[:m], f"{blocks} blocks, {m} rows")
+    tally.require_none()
+
+
+def test_experts_are_row_invariant_for_any_number_of_blocks(operators, setting, tally):
+    with torch.no_grad():
+        for blocks in (1, 2, 4, 8):
+            tensor_parallel.check_expert_rows(
+                operators, setting.few_row_counts, blocks, setting.device, tally
+            )
+    tally.require_none()
+
+
+def test_ranks_give_the_bits_of_one(backend, operators, setting, tally, tmp_path):
+    """NCCL on as many GPUs as there are, up to 8; gloo in a rehearsal."""
+    available = torch.cuda.device_count() if setting.device == "cuda" else 2
+    ranks = max((p for p in (2, 4, 8) if p <= available), default=0)
+    if not ranks:
+        pytest.skip(f"needs 2 GPUs, {available} here")
+    mp.spawn(
+        tensor_parallel.compare_with_one_rank,
+        (ranks, backend, setting, tmp_path),
+        nprocs=ranks,
+    )
+    for rank in range(ranks):
+        counts = Tally(**json.loads((tmp_path / f"{rank}.json").read_text()))
+        counts.require_none()
+        tally.cases += counts.cases
+        tally.values += counts.values
+    tally.require_none()
