@@ -24,6 +24,8 @@ from onpolicy.types import Request, SamplingParams, TrainSample
 
 KINDS = ("aligned", "stock")
 
+Backend = Literal["fsdp", "megatron"]
+
 Measure = Callable[[], float]
 """Runs once and returns tokens per second."""
 
@@ -101,12 +103,12 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
     """
     threads = config.cpu_threads or share_of_cores(1)
     backends = config.train_backend
-    sides = [(name, name, "aligned") for name in backends]
+    sides: dict[str, tuple[Backend, str]] = {name: (name, "aligned") for name in backends}
     if len(backends) == 1:
-        sides = [(kind, backends[0], kind) for kind in KINDS]
+        sides = {kind: (backends[0], kind) for kind in KINDS}
     trainers = {
         side: make_trainer(_train_config(config, kind, backend), _contract(config, kind), threads)
-        for side, backend, kind in sides
+        for side, (backend, kind) in sides.items()
     }
     by_tokens = []
     for num_tokens in config.num_tokens:
@@ -170,9 +172,7 @@ def _contract(config: BenchConfig, kind: str) -> NumericsContract:
     )
 
 
-def _train_config(
-    config: BenchConfig, kind: str, backend: Literal["fsdp", "megatron"] = "fsdp"
-) -> TrainConfig:
+def _train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
     is_aligned = kind == "aligned"
     return TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=config.hf_checkpoint, dtype=config.dtype),

@@ -156,7 +156,7 @@ def make_contract(
     backend = "stock"
     if aligned:
         require_shardable(hf_config, shapes, tp_size=tp_size, blocks=row_parallel_blocks)
-        backend = choose_backend(operators, dtype, shapes.head_dim, Machine.here())
+        backend = choose_backend(operators, dtype, shapes, row_parallel_blocks, Machine.here())
         logger.info("aligned operators: %s, %s", backend, dtype)
     return NumericsContract(
         backend=backend,
@@ -243,5 +243,5 @@ def configure_logging() -> None:
     console.setLevel(logging.INFO)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[console], force=True)
     logging.getLogger("onpolicy").setLevel(logging.DEBUG)
-    for noisy in ("httpx", "matplotlib", "pebble"):
+    for noisy in ("httpx", "matplotlib", "megatron", "pebble"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -14,7 +14,11 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
-import onpolicy  # noqa: F401  before transformers: installs what that needs of torchvision
+import onpolicy  # noqa: F401  (installs what transformers needs of torchvision)
+
+# isort: split
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,11 +59,9 @@ class Ranks:
         return [answer for _, answer in answers]
 
     def stop(self):
-        for pipe in self._pipes:
-            pipe.send(None)
         for process in self._processes:
-            process.join(10)
             process.kill()
+            process.join()
 
 
 def _serve(rank, count, port, pipe):
@@ -69,20 +71,15 @@ def _serve(rank, count, port, pipe):
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=100)
     )
-    while (task := _receive(pipe)) is not None:
-        function, args = task
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:  # the tests were ended
+            return
         try:
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
-    dist.destroy_process_group()
-
-
-def _receive(pipe):
-    try:
-        return pipe.recv()
-    except EOFError:  # the tests were ended
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +91,20 @@ class Job:
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     dtype: str = "float32"
     blocks: int = 1
+    replay: bool = False
 
     @property
     def contract(self):
         return make_contract(self.path, self.dtype, self.blocks)
 
     def packed(self, data_rank):
-        return pack(self.batches[data_rank])
+        return self._pack(self.batches[data_rank])
+
+    def _pack(self, sequences):
+        if not self.replay:
+            return pack(sequences)
+        config = AutoConfig.from_pretrained(self.path)
+        return pack(sequences, [random_experts(config, sequence) for sequence in sequences])
 
     def with_batches(self, batches):
         return replace(self, batches=batches)
@@ -109,11 +113,24 @@ class Job:
         """The batch cut into `count` of consecutive sequences."""
         sequences = self.batches[data_rank]
         size = -(-len(sequences) // count)
-        return [pack(sequences[i : i + size]) for i in range(0, len(sequences), size)]
+        return [self._pack(sequences[i : i + size]) for i in range(0, len(sequences), size)]
 
 
-def pack(sequences):
-    return PackedTokens.pack(sequences, [max(1, len(s) // 3) for s in sequences], TEMPERATURE)
+def pack(sequences, experts=()):
+    prompt_lens = [max(1, len(s) // 3) for s in sequences]
+    return PackedTokens.pack(sequences, prompt_lens, TEMPERATURE, routed_experts=experts)
+
+
+def random_experts(config, sequence):
+    """Experts as a rollout would return them for a sequence; some of them are not known."""
+    if len(sequence) % 3 == 0:
+        return None
+    rng = np.random.default_rng(sequence)
+    size = (len(sequence) - 1, config.num_hidden_layers)
+    choices = rng.random((*size, config.num_experts)).argsort(-1)
+    choices[rng.random(size) < 0.3] = -1
+    chosen = choices[..., : config.num_experts_per_tok]
+    return chosen.reshape(len(chosen), -1).astype(np.int32)
 
 
 def make_contract(path, dtype="float32", blocks=1):

@@ -19,6 +19,7 @@ from benchmarks.gpu_ops import __main__ as bench
 from benchmarks.gpu_ops import attention, cases, linears, models, report, rowwise, timing
 from benchmarks.gpu_ops.cases import Case, Goal
 from benchmarks.gpu_ops.machine import write_json
+from benchmarks.gpu_ops.paged_attention import paged_attention_of
 from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.ops.cpu import CpuOperators
 
@@ -86,7 +87,6 @@ def test_every_test_of_the_suite_runs_on_the_cpu_operators(rehearsal):
         "test_sglangs_own_matmul_launches",
         "test_an_experts_row_does_not_depend_on_the_other_rows",  # of a dense model
         "test_results_and_gradients_of_experts_are_right_and_gradients_repeat",
-        "test_a_cuda_graph_of_a_decoding_step_has_the_bits_of_the_step",
         "test_verify_finds_no_mismatch",
         "test_flash_attention_3_with_free_splits_depends_on_the_batch",
     }
@@ -191,13 +191,15 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(attention, "DECODING", ((2, 64),))
     monkeypatch.setattr(attention, "PACKED", ((2, 32),))
     monkeypatch.setattr(models, "PACKED", (2, 16))
+    monkeypatch.setattr(models, "DECODING", (2,))
+    monkeypatch.setattr(models, "_stock_attention", lambda _: ("stock", paged_attention_of("cpu")))
 
 
 def test_every_call_of_the_benchmark_runs(on_a_cpu):
     """Each variant once, on CPU operators; what aligned and replaced operators return is close."""
     kinds = [
         linears.linear_cases, linears.row_parallel_cases, attention.attention_cases,
-        rowwise.rowwise_cases, lambda shape: [models._training(shape)],
+        rowwise.rowwise_cases, models.model_cases,
         lambda shape: linears.expert_cases(replace(shape, experts=4, experts_per_token=2)),
     ]  # fmt: skip
     aligned = {"cpu": CpuOperators(1)}
@@ -211,7 +213,7 @@ def test_every_call_of_the_benchmark_runs(on_a_cpu):
             first, *others = results.values()
             for other in others:
                 torch.testing.assert_close(other, first, rtol=0.05, atol=0.05)
-    assert len(names) == 13
+    assert len(names) == 14
 
 
 CEILINGS = {"flops": 1e15, "bandwidth": 4e12}

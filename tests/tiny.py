@@ -46,7 +46,7 @@ ARCHITECTURES = {
     # Other names in the checkpoint than in the model.
     "mixtral": (
         MixtralConfig,
-        {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72},
+        {"head_dim": 24, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72},
     ),
     # A dense first layer, shared experts, scores by sigmoid and corrected by a buffer, groups.
     "glm4-moe": (

@@ -87,10 +87,9 @@ def _decoding(model: ModelShape, sequences: int) -> Case:
         calls: dict[str, Call] = {}
         for engine, (ops, attention) in engines.items():
             paged = PagedModel(_policy(model, ops), attention, sequences, CONTEXT, PAGE_SIZE)
-            with torch.no_grad():
-                graph = DecodeGraph(paged, sequences)
+            graph = DecodeGraph(paged, sequences)
             graph.lens.fill_(CONTEXT)
-            calls[engine] = lambda i, graph=graph: graph.graph.replay()
+            calls[engine] = lambda i, graph=graph: graph.replay()
         return calls, 1
 
     return _case(

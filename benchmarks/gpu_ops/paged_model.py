@@ -21,7 +21,7 @@ from onpolicy.ops import Operators
 def random_policy(
     config: PretrainedConfig, operators: Operators, dtype: torch.dtype, device: str, seed: int = 0
 ) -> PolicyModel:
-    """A policy with random weights, norms and biases included, made on `device`.
+    """A policy with random weights, norms included, made on `device`.
 
     Rotary frequencies stay float32, as in a loaded checkpoint: only parameters are in `dtype`.
     """
@@ -65,6 +65,7 @@ class PagedModel:
             for _ in range(config.num_hidden_layers)
         ]
 
+    @torch.no_grad()
     def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: PagedBatch) -> Tensor:
         """Hidden states of a batch's tokens, all int64 [T] -> [T, K]; `rows` receive their keys."""
         layers = iter(self.stores)
@@ -81,6 +82,7 @@ class PagedModel:
             attention_function=attend,
         )[0][0]
 
+    @torch.no_grad()
     def log_probs(self, hidden: Tensor, temperature: Tensor) -> Tensor:
         """Of every next token: [M, K], float32 [M, 1] -> float32 [M, V]"""
         operators = self.policy.operators
@@ -110,11 +112,14 @@ class PagedModel:
 
 
 class DecodeGraph:
-    """One decoding step of the first `batch_size` sequences, held in a CUDA graph."""
+    """One decoding step of the first `batch_size` sequences, held in a CUDA graph.
+
+    Capturing it writes keys at position 0 of every sequence, so it comes before the prefill. On a
+    CPU, which has no graphs, a replay is the step itself: for rehearsals.
+    """
 
     def __init__(self, model: PagedModel, batch_size: int):
-        self.model = model
-        device = model.device
+        self.model, device = model, model.device
         self.tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.lens = torch.ones(batch_size, dtype=torch.int32, device=device)
         self.batch = PagedBatch(
@@ -125,8 +130,9 @@ class DecodeGraph:
             page_size=model.page_size,
         )
         self.temperature = torch.ones(batch_size, 1, device=device)
-        self.graph = torch.cuda.CUDAGraph()
-        self._capture()
+        self.graph = torch.cuda.CUDAGraph() if device.type == "cuda" else None
+        if self.graph is not None:
+            self._capture(self.graph)
 
     def step(self) -> Tensor:
         """The step without the graph: log-probabilities float32 [B, V]."""
@@ -135,19 +141,19 @@ class DecodeGraph:
         hidden = self.model.hidden(self.tokens, positions, rows, self.batch)
         return self.model.log_probs(hidden, self.temperature)
 
-    def _capture(self) -> None:
+    def _capture(self, graph: torch.cuda.CUDAGraph) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles everything, outside of the capture
             for _ in range(3):
                 self.step()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(graph):
             self.out = self.step()
 
-    def replay(self, tokens: Tensor, lens: Tensor) -> Tensor:
+    def replay(self) -> Tensor:
         """Decode `tokens`, int64 [B], as the last ones of sequences that are then `lens` long."""
-        self.tokens.copy_(tokens)
-        self.lens.copy_(lens)
+        if self.graph is None:
+            return self.step()
         self.graph.replay()
         return self.out

@@ -27,8 +27,14 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
 
 
 def _gpu_operators(contract: NumericsContract) -> Operators:
-    machine = Machine.here()
-    if problem := refusal(contract.backend, contract.dtype, contract.shapes.head_dim, machine):
+    problem = refusal(
+        contract.backend,
+        contract.dtype,
+        contract.shapes,
+        contract.row_parallel_blocks,
+        Machine.here(),
+    )
+    if problem:
         raise ContractError(f"backend={contract.backend}: {problem}")
     # What no operator stands for, such as the product of positions and rotary frequencies.
     torch.set_float32_matmul_precision("highest")

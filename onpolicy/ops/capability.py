@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError
 
 DISTRIBUTIONS = {"triton": "triton", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
@@ -21,6 +22,9 @@ FLASH_HEAD_DIMS = (96, 128, 192, 256)
 """Head sizes for which FlashAttention-3 sums over keys in blocks of one width, however few queries
 there are, with a page table (kernels of sglang-kernel 0.4.5 and 0.4.7). With 64 it takes blocks of
 192 keys for few queries and of 128 for many; other sizes are padded to one of these."""
+
+GEMM_COLUMNS = 16
+"""DeepGEMM multiplies by weights whose out features are a multiple of this, its narrowest tile."""
 
 OLDEST_TRITON = (3, 6)
 """Comes with torch 2.11, the oldest that a supported SGLang runs on."""
@@ -55,11 +59,13 @@ def _version(module: str) -> str:
         return "unknown"
 
 
-def choose_backend(operators: str, dtype: str, head_dim: int, machine: Machine) -> str:
+def choose_backend(
+    operators: str, dtype: str, shapes: OperatorShapes, row_parallel_blocks: int, machine: Machine
+) -> str:
     """The contract's backend for `--operators`: auto, triton or hopper.
 
-    auto: `cpu` without a GPU; `hopper` on compute capability 9.0 for what its kernels are made for;
-    `triton` otherwise. A package that is missing never changes the choice. Raises ConfigError if
+    auto: `cpu` without a GPU; `hopper` on compute capability 9.0 for models that its kernels are made
+    for; `triton` otherwise. A package that is missing never changes the choice. Raises ConfigError if
     the machine cannot keep the backend.
     """
     if machine.capability is None:
@@ -69,23 +75,22 @@ def choose_backend(operators: str, dtype: str, head_dim: int, machine: Machine) 
                 "own. Leave it out."
             )
         return "cpu"
-    backend = _automatic(dtype, head_dim, machine.capability) if operators == "auto" else operators
-    if problem := refusal(backend, dtype, head_dim, machine):
+    backend = operators
+    if operators == "auto":
+        unfit = _refuse_hopper(dtype, shapes, row_parallel_blocks, machine.capability)
+        backend = "triton" if unfit else "hopper"
+    if problem := refusal(backend, dtype, shapes, row_parallel_blocks, machine):
         raise ConfigError(f"--operators={operators}: {problem}")
     return backend
 
 
-def _automatic(dtype: str, head_dim: int, capability: tuple[int, int]) -> str:
-    fits = capability == (9, 0) and dtype == "bfloat16" and head_dim in FLASH_HEAD_DIMS
-    return "hopper" if fits else "triton"
-
-
-def refusal(backend: str, dtype: str, head_dim: int, machine: Machine) -> str | None:
+def refusal(
+    backend: str, dtype: str, shapes: OperatorShapes, row_parallel_blocks: int, machine: Machine
+) -> str | None:
     """Why `machine` cannot keep a contract of a GPU backend, and what to do; None if it can."""
     if backend == "hopper":
-        return _refuse_hopper(dtype, head_dim, machine) or _refuse_missing(
-            backend, ("sgl_kernel", "deep_gemm", "triton"), machine
-        )
+        unfit = _refuse_hopper(dtype, shapes, row_parallel_blocks, machine.capability)
+        return unfit or _refuse_missing(backend, ("sgl_kernel", "deep_gemm", "triton"), machine)
     return _refuse_triton(machine) or _refuse_missing(backend, ("triton",), machine)
 
 
@@ -98,19 +103,29 @@ def _refuse_triton(machine: Machine) -> str | None:
     return None
 
 
-def _refuse_hopper(dtype: str, head_dim: int, machine: Machine) -> str | None:
+def _refuse_hopper(
+    dtype: str, shapes: OperatorShapes, row_parallel_blocks: int, capability: tuple[int, int] | None
+) -> str | None:
     other = "Choose --operators triton."
-    if machine.capability != (9, 0):
+    if capability != (9, 0):
         return (
-            f"compute capability={_name(machine.capability)}: hopper operators are made for 9.0 "
-            f"(H100, H200). {other}"
+            f"compute capability={_name(capability)}: hopper operators are made for 9.0 (H100, "
+            f"H200). {other}"
         )
     if dtype != "bfloat16":
         return f"dtype={dtype}: hopper operators compute in bfloat16 only. {other}"
-    if head_dim not in FLASH_HEAD_DIMS:
+    if shapes.head_dim not in FLASH_HEAD_DIMS:
         return (
-            f"head_dim={head_dim}: FlashAttention-3 gives a query the same bits in every batch for "
-            f"head sizes {', '.join(map(str, FLASH_HEAD_DIMS))} only. {other}"
+            f"head_dim={shapes.head_dim}: FlashAttention-3 gives a query the same bits in every "
+            f"batch for head sizes {', '.join(map(str, FLASH_HEAD_DIMS))} only. {other}"
+        )
+    # Tensor parallelism shares out columns; the parts must take the kernel that the whole takes.
+    multiple = GEMM_COLUMNS * row_parallel_blocks
+    uneven = [n for n, _, _ in shapes.linear if n % multiple] if row_parallel_blocks > 1 else []
+    if uneven:
+        return (
+            f"out_features={uneven[0]}: with up to {row_parallel_blocks} tensor-parallel ranks "
+            f"DeepGEMM needs multiples of {multiple}. Lower the degree, or choose --operators triton."
         )
     return None
 

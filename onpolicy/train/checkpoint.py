@@ -97,6 +97,7 @@ class _IndexUnpickler(pickle.Unpickler):
     _ALLOWED: ClassVar = {
         "torch.distributed.checkpoint.metadata": re.compile(r"_?[A-Z]\w*"),
         "torch.distributed.checkpoint.filesystem": re.compile(r"_?[A-Z]\w*"),
+        "torch.distributed.checkpoint.planner": re.compile(r"[A-Z]\w*"),
         "torch.serialization": re.compile(r"_get_layout"),
         "torch": re.compile(r"Size|float32|bfloat16|uint8"),
         "pathlib": re.compile(r"\w*Path"),

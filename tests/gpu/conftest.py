@@ -79,7 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.gpu)
         if reason := _obstacle(config):
             item.add_marker(pytest.mark.skip(reason=reason))
-    places = [place for place, item in enumerate(items) if item in set(ours)]
+    here = set(ours)
+    places = [place for place, item in enumerate(items) if item in here]
     ours.sort(key=lambda item: ORDER.index(item.path.stem))
     for place, item in zip(places, ours, strict=True):
         items[place] = item

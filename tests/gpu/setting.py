@@ -22,6 +22,8 @@ class Setting:
     """Numbers of rows M of a call, the largest last: every other one is compared with it."""
     few_row_counts: tuple[int, ...]
     """A few of them, for sweeps over something else."""
+    three_row_counts: tuple[int, ...]
+    """Fewer still, where each one has DeepGEMM compile a kernel for seconds."""
     vocab: int
     norm_sizes: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -38,6 +40,8 @@ class Setting:
     sequences: int
     """Sequences generated at once, end to end."""
     training_steps: int
+    graph_steps: int
+    """Replays of a decoding step held in a CUDA graph; they start at 100 tokens."""
 
 
 def _around_powers_of_two(first: int, last: int) -> set[int]:
@@ -52,6 +56,7 @@ GPU = Setting(
     models=tuple(MODELS.values()),
     row_counts=tuple(sorted({*range(1, 131), 200, 1000, 3000} | _around_powers_of_two(128, 4096))),
     few_row_counts=(1, 2, 7, 16, 33, 64, 100, 128, 129, 256, 1000, 1024),
+    three_row_counts=(1, 64, 1000),
     vocab=151936,
     norm_sizes=(128, 1024, 2048, 2560, 4096),
     head_dims=(64, 128, 256),
@@ -73,6 +78,7 @@ GPU = Setting(
     generated=48,
     sequences=24,
     training_steps=3,
+    graph_steps=40,
 )
 
 REHEARSAL = Setting(
@@ -86,6 +92,7 @@ REHEARSAL = Setting(
     ),
     row_counts=(1, 2, 5, 16, 17, 40),
     few_row_counts=(1, 3, 20),
+    three_row_counts=(1, 20),
     vocab=137,
     norm_sizes=(64,),
     head_dims=(16,),
@@ -100,4 +107,5 @@ REHEARSAL = Setting(
     generated=3,
     sequences=3,
     training_steps=1,
+    graph_steps=2,
 )  # fmt: skip

@@ -18,11 +18,24 @@ from torch import Tensor
 
 from onpolicy.ops import Operators
 from onpolicy.ops.experts import mix_experts
-from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.ops.row_parallel import RowParallel, tree_sum
 
 BLOCKS = 8
 EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 16, 4, 256, 256
 """Of the experts that are compared."""
+
+
+def sum_of_ranks(
+    operators: Operators, x: Tensor, weight: Tensor, bias: Tensor, ranks: int
+) -> Tensor:
+    """A row-parallel linear as `ranks` ranks compute it, each with shards in memory of its own."""
+    parts = []
+    for shards in zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), strict=True):
+        blocks = (shard.contiguous().chunk(BLOCKS // ranks, -1) for shard in shards)
+        parts.append(
+            tree_sum([operators.partial_linear(*pair) for pair in zip(*blocks, strict=True)])
+        )
+    return (tree_sum(parts) + bias.float()).to(x.dtype)
 
 
 class _Experts:

@@ -23,8 +23,10 @@ def test_decoding_and_chunks_have_the_bits_of_the_training_forward(
     operators, backend, head_dim, group, setting, numbers, tally
 ):
     heads = Heads(8, 8 // group, head_dim)
+    # Every size is a kernel that Triton compiles, for each kind of heads.
+    page_sizes = setting.page_sizes if group == 4 else setting.page_sizes[::2]
     with torch.no_grad():
-        for page_size in setting.page_sizes:
+        for page_size in page_sizes:
             attention_checks.check_paged(
                 operators, paged_attention_of(backend), heads, page_size, setting.longest,
                 setting.batch_sizes, numbers, tally,

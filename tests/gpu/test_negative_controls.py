@@ -9,7 +9,7 @@ from gpu.attention_checks import Heads
 from gpu.backends import make_contract, missing
 from gpu.generation import generate, make_config, random_prompts, score
 from gpu.row_checks import Numbers
-from gpu.test_tensor_parallel import sum_of_ranks
+from gpu.tensor_parallel import sum_of_ranks
 
 from benchmarks.gpu_ops.paged_attention import PagedBatch, flash_attention_3, over_rows
 from benchmarks.gpu_ops.paged_model import PagedModel, random_policy
@@ -79,10 +79,10 @@ def test_a_stock_model_samples_with_other_log_probabilities_than_it_trains_with(
     config = make_config("qwen3", setting.small_model)
     policy = random_policy(config, stock, setting.control_dtype, setting.device)
     longest = setting.longest_prompt + setting.generated
+    model = PagedModel(policy, over_rows(stock), setting.sequences, longest, 16)
+    prompts = random_prompts(setting, seed=0)
+    rollout = generate(model, prompts, setting.generated, 1.0, seed=0)
     with torch.no_grad():
-        model = PagedModel(policy, over_rows(stock), setting.sequences, longest, 16)
-        prompts = random_prompts(setting, seed=0)
-        rollout = generate(model, prompts, setting.generated, 1.0, seed=0)
         scored = score(policy, rollout, 1.0, setting.device, seed=7)
     for i, (got, want) in enumerate(zip(scored, rollout.log_probs, strict=True)):
         tally.equal(got, want, f"sequence {i}")

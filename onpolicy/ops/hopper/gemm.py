@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
+from onpolicy.ops.capability import GEMM_COLUMNS
 
 ALIGNMENT = 8
 """bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
-
-LEAST_COLUMNS = 16
-"""Smallest N; the narrowest tile of an output."""
 
 
 @cache
@@ -45,7 +43,7 @@ def library() -> ModuleType:
 def fits(weight: Tensor) -> bool:
     """Whether DeepGEMM can multiply by `weight` [N, K]; decided by its shape, never by the input."""
     N, K = weight.shape
-    return N >= LEAST_COLUMNS and N % ALIGNMENT == 0 and K % ALIGNMENT == 0
+    return N % GEMM_COLUMNS == 0 and K % ALIGNMENT == 0
 
 
 def multiply(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -61,7 +59,7 @@ def multiply(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def readable(matrix: Tensor) -> Tensor:
-    """`matrix`, or a copy, in rows of unit stride that start on 16-byte boundaries.
+    """`matrix`, or a copy, in rows of unit stride that start on 16-byte boundaries, as TMA wants it.
 
     Which kernel runs is decided by the strides that DeepGEMM sees. PyTorch calls any single row
     contiguous, whatever stride it was cut out with, so strides are looked at here and not

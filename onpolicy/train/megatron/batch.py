@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.routing_replay import OWN_CHOICE
 from onpolicy.ops import AttentionLayout
 from onpolicy.train.megatron.config import AlignedConfig
 
@@ -53,6 +54,9 @@ class LocalTokens(PackedSeqParams):
     order: Tensor | None = None
     """int64 [R]: where each token asked for is among the ranks' R' each; None: in order, all here"""
 
+    routed_experts: Tensor | None = None
+    """int64 [T, layers x k]: as in `PackedTokens`; under sequence parallelism of this rank's rows"""
+
     @staticmethod
     def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:
         """What rank `context_rank` of the context-parallel group computes of `batch`."""
@@ -76,7 +80,18 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
         rows=batch.rows,
         targets=batch.targets,
         temperature=batch.temperature,
+        routed_experts=_pad_experts(batch, torch.arange(len(batch.tokens)), filler),
     )
+
+
+def _pad_experts(batch: PackedTokens, rows: Tensor, padding: int) -> Tensor | None:
+    """The tokens' experts at `rows` of as many and `padding` more, where routers choose themselves."""
+    experts = batch.routed_experts
+    if experts is None:
+        return None
+    padded = experts.new_full((len(experts) + padding, experts.shape[1]), OWN_CHOICE)
+    padded[rows.to(experts.device)] = experts
+    return padded
 
 
 def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalTokens:
@@ -97,6 +112,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         order[held] = r * most + torch.arange(len(held))
     held = held_by[rank].to(device)
     missing = most - len(held)
+    experts = _pad_experts(batch, plan.padded_rows, plan.num_tokens - len(batch.tokens))
     return LocalTokens(
         tokens=tokens[mine][None],
         positions=positions[mine][None],
@@ -105,6 +121,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         targets=F.pad(batch.targets[held], (0, missing)),
         temperature=F.pad(batch.temperature[held], (0, missing), value=1.0),
         order=order.to(device),
+        routed_experts=None if experts is None else experts[mine],
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -80,7 +81,9 @@ def _state(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds its process groups to it
-    weights = model.module.sharded_state_dict(metadata=metadata)
+    named = model.module.sharded_state_dict(metadata=metadata)
+    # Without the layers' empty extra states: pickles, which a loader would run.
+    weights = {name: x for name, x in named.items() if not isinstance(x, ShardedObject)}
     return {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata),

@@ -87,7 +87,16 @@ class PolicyGptModel(GPTModel):
         local = LocalTokens.of(batch, self.config, self.cp_group.rank())
         like = torch.empty(0, dtype=self.config.params_dtype, device=batch.tokens.device)
         local.angles = self.rotary(like, local.positions)
+        if self.config.sequence_parallel and local.routed_experts is not None:
+            shares = local.routed_experts.chunk(self.tp_group.size())
+            local.routed_experts = shares[self.tp_group.rank()]
         return local
+
+    def _preprocess(  # type: ignore[override]
+        self, *, packed_seq_params: LocalTokens, **inputs: Any
+    ) -> tuple[Any, ...]:
+        *prepared, _ = super()._preprocess(packed_seq_params=packed_seq_params, **inputs)
+        return (*prepared, packed_seq_params.routed_experts)  # in place of a padding mask
 
     def _postprocess(  # type: ignore[override]
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
@@ -100,9 +109,7 @@ class PolicyGptModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group)
         tied = self.share_embeddings_and_output_weights
-        weight = (
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        )
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert self.config.operators is not None and self.config.hf_config is not None
         log_probs, entropy = token_log_probs(
             self.config.operators,

@@ -6,6 +6,7 @@ expert, and what becomes of the gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from onpolicy.models.experts import Choice
+from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import expert_outputs, mix_outputs
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.dispatch import DISPATCH
@@ -35,12 +38,20 @@ class AlignedMoeLayer(MegatronModule):
         self.router = AlignedRouter(config)
         self.experts = AlignedExperts(config)
 
+    def set_layer_number(self, layer_number: int) -> None:
+        """Megatron's, from 1."""
+        self.layer = layer_number - 1
+
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[T, 1, H], this rank's tokens, to the same."""
+        """[T, 1, H], this rank's tokens, to the same.
+
+        Megatron hands `padding_mask` to the MLPs of all layers, also when it computes them again; here
+        it is `LocalTokens.routed_experts`.
+        """
         x = hidden_states[:, 0]
-        weights, chosen = self.router(x)
+        weights, chosen = self.router(x, self._replay(padding_mask))
         group = parallel_state.get_tensor_model_parallel_group()
         if self.config.sequence_parallel:
             enter = partial(gather_from_sequence_parallel_region, group=group)
@@ -48,6 +59,13 @@ class AlignedMoeLayer(MegatronModule):
         else:
             enter = partial(copy_to_tensor_model_parallel_region, group=group)
         return self.experts(enter(x), enter(weights), chosen).to(x.dtype)[:, None], None
+
+    def _replay(self, routed_experts: Tensor | None) -> Choice | None:
+        if routed_experts is None:
+            return None
+        config = self.config
+        replay = RoutingReplay(routed_experts, config.moe_router_topk)
+        return partial(replay.choose, self.layer, config.num_moe_experts)
 
 
 class AlignedRouter(nn.Module):
@@ -60,12 +78,19 @@ class AlignedRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, H] -> weights [T, k] in the dtype of x, experts int64 [T, k]."""
+    def forward(self, x: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor]:
+        """[T, H] -> weights [T, k] in the dtype of x, experts int64 [T, k].
+
+        `choice` may put other experts in place of the router's own.
+        """
         operators, hf_config = self.config.operators, self.config.hf_config
         assert operators is not None and hf_config is not None
         logits = operators.linear(x, self.weight)
-        weights, chosen = operators.topk(operators.softmax(logits), self.config.moe_router_topk)
+        probabilities = operators.softmax(logits)
+        weights, chosen = operators.topk(probabilities, self.config.moe_router_topk)
+        if choice is not None:
+            chosen = choice(chosen, probabilities.shape[-1])
+            weights = probabilities.gather(-1, chosen)
         if hf_config.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(logits.dtype), chosen
@@ -93,13 +118,15 @@ class AlignedExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """[T, H], [T, k], int64 [T, k] -> float32 [T, H]; under sequence parallelism this rank's T."""
-        if self.group.size() > 1:
-            dispatch = DISPATCH[self.config.expert_dispatch]
-            outputs = dispatch(x, chosen, len(self.gate_up), self._stacked, self.group).unbind(1)
-        else:
+        return mix_outputs(self._results(x, chosen), weights, self.row_parallel)
+
+    def _results(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
+        """Of every token's k choices: float32 [T * k, H] for each of this rank's blocks."""
+        if self.group.size() == 1:
             rows = x[:, None].expand(-1, chosen.shape[1], -1).reshape(-1, x.shape[1])
-            outputs = self._outputs(rows, chosen.reshape(-1))
-        return mix_outputs(outputs, weights, self.row_parallel)
+            return self._outputs(rows, chosen.reshape(-1))
+        dispatch = DISPATCH[self.config.expert_dispatch]
+        return dispatch(x, chosen, len(self.gate_up), self._stacked, self.group).unbind(1)
 
     def _outputs(self, rows: Tensor, experts: Tensor) -> list[Tensor]:
         """[S, H], int64 [S] -> float32 [S, H] for each of this rank's blocks of the sum over I."""

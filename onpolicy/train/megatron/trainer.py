@@ -90,6 +90,7 @@ class MegatronTrainer(PolicyTrainer):
             if gate is not None:
                 gate.check(log_probs, batch)
             total, metrics = policy_loss(log_probs, batch, self.loss_settings)
+            assert batch.shares is not None
             metrics["train/entropy"] = (entropy * batch.shares).sum()
             for name, value in metrics.items():
                 sums[name] += float(value)

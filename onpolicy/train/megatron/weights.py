@@ -76,9 +76,7 @@ def export_buckets(model: nn.Module, max_bytes: int) -> Iterator[WeightBucket]:
     for names in _plan(shapes, max_bytes, dtype.itemsize):
         bucket: dict[str, Tensor] = {}
         if distributed.rank() == 0:
-            bucket = {
-                name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names
-            }
+            bucket = {name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names}
         _collect(bucket, [held for name in names for held in holders[name]], parameters)
         yield list(bucket.items())
 

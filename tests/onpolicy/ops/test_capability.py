@@ -18,6 +18,13 @@ L40 = Machine(capability=(8, 9), packages=PACKAGES)
 B200 = Machine(capability=(10, 0), packages=PACKAGES)
 
 
+def shapes(head_dim=128, vocabulary=151936):
+    return OperatorShapes(
+        linear=((4096, 2560, False), (vocabulary, 2560, False)), heads=1, kv_heads=1,
+        head_dim=head_dim, norm=(), vocab_size=vocabulary,
+    )  # fmt: skip
+
+
 def without(machine, *modules):
     packages = {k: v for k, v in machine.packages.items() if k not in modules}
     return dataclasses.replace(machine, packages=packages)
@@ -39,7 +46,16 @@ def without(machine, *modules):
     ],
 )
 def test_the_choice(operators, dtype, head_dim, machine, backend):
-    assert choose_backend(operators, dtype, head_dim, machine) == backend
+    assert choose_backend(operators, dtype, shapes(head_dim), 1, machine) == backend
+
+
+def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
+    odd = shapes(vocabulary=151664)  # 8 x 18958
+    assert choose_backend("auto", "bfloat16", odd, 1, H200) == "hopper"
+    assert choose_backend("auto", "bfloat16", odd, 4, H200) == "triton"
+    assert choose_backend("auto", "bfloat16", shapes(), 8, H200) == "hopper"
+    with pytest.raises(ConfigError, match=r"out_features=151664: .*multiples of 64.*triton"):
+        choose_backend("hopper", "bfloat16", odd, 4, H200)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +78,18 @@ def test_the_choice(operators, dtype, head_dim, machine, backend):
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_with_a_remedy(operators, dtype, head_dim, machine, message):
     with pytest.raises(ConfigError, match=message):
-        choose_backend(operators, dtype, head_dim, machine)
+        choose_backend(operators, dtype, shapes(head_dim), 1, machine)
 
 
 @pytest.mark.parametrize("module", ["deep_gemm", "sgl_kernel"])
 def test_a_missing_package_never_changes_the_choice(module):
     with pytest.raises(ConfigError, match=module):
-        choose_backend("auto", "bfloat16", 128, without(H200, module))
+        choose_backend("auto", "bfloat16", shapes(), 1, without(H200, module))
 
 
 def test_a_package_without_metadata_counts_as_there():
-    packages = dict.fromkeys(PACKAGES, "unknown")
-    assert refusal("hopper", "bfloat16", 128, dataclasses.replace(H200, packages=packages)) is None
+    machine = dataclasses.replace(H200, packages=dict.fromkeys(PACKAGES, "unknown"))
+    assert refusal("hopper", "bfloat16", shapes(), 1, machine) is None
 
 
 def test_this_machine_is_described_as_it_is():
@@ -85,7 +101,6 @@ def test_this_machine_is_described_as_it_is():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may keep these contracts")
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
-    shapes = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=128, norm=(), vocab_size=1)
-    contract = NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=shapes)
+    contract = NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=shapes())
     with pytest.raises(ContractError, match=rf"backend={backend}: compute capability=none"):
         make_operators(contract)

@@ -27,9 +27,7 @@ def require_equal_log_probs(answers, results):
 )
 def test_log_probs_have_the_bits_of_one_rank(four_ranks, tmp_path, sizes, dtype):
     path = make_checkpoint(tmp_path, "qwen3", num_key_value_heads=4)
-    job = with_blocks(
-        Job(path=path, batches=BATCHES[:1], dtype=dtype), MegatronLayout(**sizes)
-    )
+    job = with_blocks(Job(path=path, batches=BATCHES[:1], dtype=dtype), MegatronLayout(**sizes))
     require_equal_log_probs(four_ranks.run(score, job), reference(job)[0])
 
 

@@ -74,7 +74,9 @@ def test_models_it_does_not_know_are_refused(model_of, changes, message):
 
 
 def test_what_runs_without_cuda_names_says_so():
-    assert not MegatronLayout(tensor_model_parallel_size=2, context_parallel_size=2).needs_cuda_names
+    assert not MegatronLayout(
+        tensor_model_parallel_size=2, context_parallel_size=2
+    ).needs_cuda_names
     assert not MegatronLayout(expert_model_parallel_size=2).needs_cuda_names
     assert MegatronLayout(pipeline_model_parallel_size=2).needs_cuda_names
     assert MegatronLayout(tensor_model_parallel_size=2, sequence_parallel=True).needs_cuda_names

@@ -4,6 +4,8 @@ Nothing here needs CUDA names. Sequences have odd lengths, the vocabulary does n
 several sequences share a micro-batch.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron_ranks import Job, differentiate, random_sequences, reference, score, with_blocks
@@ -79,6 +81,19 @@ def test_gradients_are_those_of_one_rank(two_ranks, model_of, architecture, layo
     results, gradients = reference(job)
     require_equal_scores(answers, results)
     require_close_gradients(answers[0][3], gradients)
+
+
+@pytest.mark.parametrize(
+    "layout", [DATA, TENSOR, CONTEXT, EXPERTS], ids=["data", "tensor", "context", "experts"]
+)
+def test_routers_take_the_rollouts_experts(two_ranks, model_of, layout):
+    own = make_job(model_of("qwen3-moe"), layout, "float32")
+    job = replace(own, replay=True)
+    answers = two_ranks.run(differentiate, job)
+    results, gradients = reference(job)
+    require_equal_scores(answers, results)
+    require_close_gradients(answers[0][3], gradients)
+    assert not torch.equal(results[0][0], reference(own)[0][0][0])
 
 
 def require_close_gradients(got, want):

@@ -15,7 +15,9 @@ def test_the_pinned_version_is_installed_and_accepted():
 
 def test_another_version_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr(version, "version", lambda name: "0.17.0")
-    with pytest.raises(ConfigError, match=rf"megatron-core==0\.17\.0.*pip install.*{MEGATRON_CORE}"):
+    with pytest.raises(
+        ConfigError, match=rf"megatron-core==0\.17\.0.*pip install.*{MEGATRON_CORE}"
+    ):
         require_megatron()
 
 

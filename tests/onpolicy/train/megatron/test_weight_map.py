@@ -1,4 +1,4 @@
-"""Every element of every tensor has one place, under every layout; checkpoints that differ are refused."""
+"""Every element of every tensor has one place under every layout; other checkpoints are refused."""
 
 import itertools
 
@@ -42,7 +42,9 @@ def test_the_ranks_together_hold_every_element_once(path, layout):
     seen = set()
     for stage, tp_rank, ep_rank in places:
         for parameter in weight_map.parameters(stage):
-            parts = list(weight_map.parts(parameter, tp_rank, ep_rank if is_expert(parameter) else 0))
+            parts = list(
+                weight_map.parts(parameter, tp_rank, ep_rank if is_expert(parameter) else 0)
+            )
             assert len({str(part.target) for part in parts}) == len(parts)
             for part in parts:
                 if (part.name, str(part.source)) not in seen:  # copies, as of norms
@@ -70,9 +72,7 @@ def changed(path, directory, change):
         ),
     ],
 )
-def test_a_checkpoint_with_other_tensors_is_refused_by_their_names(
-    path, tmp_path, change, message
-):
+def test_a_checkpoint_with_other_tensors_is_refused_by_their_names(path, tmp_path, change, message):
     reader, shapes = changed(path, tmp_path, change)
     with pytest.raises(ConfigError, match=message):
         reader.require(shapes)

@@ -3,6 +3,8 @@
 The stand-in is active in the ranks only, never in the tests' own process.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron_ranks import (
@@ -28,6 +30,7 @@ MICRO_BATCHES = 2
 DATA = MegatronLayout()
 SEQUENCE = MegatronLayout(tensor_model_parallel_size=2, sequence_parallel=True)
 PIPELINE = MegatronLayout(pipeline_model_parallel_size=2)
+PIPELINE_RECOMPUTED = MegatronLayout(pipeline_model_parallel_size=2, recompute_activations=True)
 CONTEXT = MegatronLayout(context_parallel_size=2)
 EXPERTS = MegatronLayout(expert_model_parallel_size=2, recompute_activations=True)
 
@@ -40,7 +43,9 @@ def make_job(path, layout, dtype="float32"):
 
 def test_the_cpu_stand_in_is_loaded_where_it_is_needed_and_says_so(two_ranks, model_of):
     assert not cpu_stand_in.is_active()
-    for active, messages in two_ranks.run(stand_in_at_start, Job(path=model_of("qwen3"), batches=[])):
+    for active, messages in two_ranks.run(
+        stand_in_at_start, Job(path=model_of("qwen3"), batches=[])
+    ):
         assert active == [False, True]
         assert messages == [
             "No CUDA here: Megatron's CUDA-named calls mean the CPU in this process "
@@ -76,6 +81,19 @@ def test_schedules_with_the_cpu_stand_in_give_the_bits_and_gradients_of_one_rank
     for name, gradient in gradients.items():
         error = (answers[0][3][name].float() - gradient.float()).norm()
         assert error <= tolerance * gradient.float().norm(), name
+
+
+@pytest.mark.parametrize("layout", [SEQUENCE, PIPELINE_RECOMPUTED], ids=["sequence", "pipeline"])
+def test_the_rollouts_experts_with_the_cpu_stand_in_stay_with_their_micro_batch(
+    two_ranks, model_of, layout
+):
+    job = replace(make_job(model_of("qwen3-moe"), layout), replay=True)
+    answers = two_ranks.run(train, job, MICRO_BATCHES)
+    results, gradients = reference(job, MICRO_BATCHES)
+    for _, log_probs, *_ in answers:
+        assert torch.equal(log_probs, results[0][0])
+    for name, gradient in gradients.items():
+        assert (answers[0][3][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied", "qwen3-moe"])
