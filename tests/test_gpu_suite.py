@@ -17,10 +17,12 @@ from gpu.tally import Tally
 
 from benchmarks.gpu_ops import __main__ as bench
 from benchmarks.gpu_ops import attention, cases, linears, models, report, rowwise, timing
+from benchmarks.gpu_ops.backends import make_gpu_operators
 from benchmarks.gpu_ops.cases import Case, Goal
 from benchmarks.gpu_ops.machine import write_json
 from benchmarks.gpu_ops.paged_attention import paged_attention_of
 from benchmarks.gpu_ops.shapes import ModelShape
+from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
 
 ROOT = Path(__file__).parents[1]
@@ -156,6 +158,16 @@ def test_the_benchmark_refuses_a_machine_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--seconds", "1"]) == 2
     assert "torch finds none here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_backends_that_a_machine_cannot_keep_are_named():
+    aligned, lacks = bench.make_aligned(["triton", "hopper"])
+    assert not aligned and set(lacks) == {"triton", "hopper"}
+    for problem in lacks.values():
+        assert "compute capability=none" in problem
+    with pytest.raises(ContractError, match="compute capability=none"):
+        make_gpu_operators("hopper")
 
 
 def test_the_benchmark_has_cases_of_every_kind_and_of_chosen_ones():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_ops.attention import attention_cases
+from benchmarks.gpu_ops.backends import BACKENDS, make_gpu_operators, missing
 from benchmarks.gpu_ops.cases import DEVICE, Case
 from benchmarks.gpu_ops.linears import expert_cases, linear_cases, row_parallel_cases
 from benchmarks.gpu_ops.machine import describe_machine, write_json
@@ -26,11 +27,8 @@ from benchmarks.gpu_ops.report import count_goals, describe, line, markdown
 from benchmarks.gpu_ops.rowwise import rowwise_cases
 from benchmarks.gpu_ops.shapes import MODELS, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
 from benchmarks.gpu_ops.timing import alternate
-from onpolicy.contract import NumericsContract, OperatorShapes
-from onpolicy.ops import Operators, make_operators
-from onpolicy.ops.capability import Machine, refusal
+from onpolicy.ops import Operators
 
-BACKENDS = ("triton", "hopper")
 SECONDS_PER_CASE = 0.5
 """Measuring; making the operands and compiling kernels comes on top."""
 
@@ -60,16 +58,9 @@ def _is_chosen(case: Case, only: list[str], models: list[str]) -> bool:
 
 
 def make_aligned(chosen: list[str]) -> tuple[dict[str, Operators], dict[str, str]]:
-    """The operators of the backends that this machine can keep, and why it cannot keep the others."""
-    aligned, missing = {}, {}
-    shapes = OperatorShapes(linear=(), heads=32, kv_heads=8, head_dim=128, norm=(), vocab_size=1024)
-    for backend in chosen:
-        if problem := refusal(backend, "bfloat16", shapes.head_dim, Machine.here()):
-            missing[backend] = problem
-            continue
-        contract = NumericsContract(backend=backend, device=DEVICE, dtype="bfloat16", shapes=shapes)
-        aligned[backend] = make_operators(contract)
-    return aligned, missing
+    """The operators of the backends that this machine can keep, and what it lacks for the others."""
+    lacks = {backend: problem for backend in chosen if (problem := missing(backend))}
+    return {name: make_gpu_operators(name) for name in chosen if name not in lacks}, lacks
 
 
 def measure_ceilings(l2_bytes: int) -> dict[str, float]:
@@ -114,7 +105,7 @@ def run(
             result["failed"].append({"case": _name(case), "error": str(error)[:500]})
             print(f"[{number + 1}/{len(cases)}] {_name(case)} FAILED: {error}", flush=True)
         result["goals"] = count_goals(result["cases"])
-        calls = None  # frees the operands
+        calls = {}  # frees the operands
         yield result
     yield result
 
@@ -141,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     end = time.perf_counter() + args.seconds
-    aligned, missing = make_aligned(args.backends.split(","))
-    for backend, problem in missing.items():
+    aligned, lacks = make_aligned(_names(args.backends))
+    for backend, problem in lacks.items():
         print(f"without {backend} operators: {problem}", flush=True)
     if not aligned:
         print("no aligned operators to measure", file=sys.stderr)
@@ -150,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = make_cases(_names(args.only), _names(args.models))
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     for result in run(cases, aligned, l2_bytes, end):
-        result["missing"] = missing
+        result["missing"] = lacks
         write_json(args.json, result)
         args.json.with_suffix(".md").write_text(markdown(result))
     print(f"goals: {result['goals']}; {args.json} and {args.json.with_suffix('.md')}")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_ops.cases import DEVICE, Aligned, Case, Goal, normal, rotating
+from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
 from benchmarks.gpu_ops.paged_attention import (
     PagedBatch,
     flash_attention_3,
     paged_attention_of,
 )
 from benchmarks.gpu_ops.shapes import ModelShape
-from benchmarks.gpu_ops.timing import Call
 from onpolicy.ops import AttentionLayout
 
 DECODING = ((1, 8192), (8, 1024), (8, 8192), (32, 2048), (128, 1024), (128, 4096))
@@ -48,8 +49,8 @@ def _decoding(model: ModelShape, sequences: int, length: int, page_size: int) ->
     scale = model.head_dim**-0.5
     stores = (sequences * length, model.kv_heads, model.head_dim)
 
-    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
-        sets, count = rotating(
+    def make(aligned: Aligned, l2_bytes: int) -> Calls:
+        sets = rotating(
             lambda i: (
                 normal(sequences, model.heads, model.head_dim, seed=i),
                 normal(*stores, seed=i + 1),
@@ -59,16 +60,12 @@ def _decoding(model: ModelShape, sequences: int, length: int, page_size: int) ->
         )
         pages = torch.randperm(stores[0] // page_size, device=DEVICE).view(sequences, -1)
         batch = PagedBatch.of(pages, page_size, [1] * sequences, [length] * sequences)
-        dense = [_dense(q, k, v, sequences) for q, k, v in sets]
-        calls: dict[str, Call] = {
-            "SDPA": lambda i: F.scaled_dot_product_attention(*dense[i], enable_gqa=True)
-        }
+        functions: dict[str, Callable[..., object]] = {"SDPA": partial(_sdpa, sequences)}
         if flash_attention_3_is_here(aligned):
-            calls["FA3"] = lambda i: flash_attention_3(*sets[i], batch, scale, num_splits=0)
+            functions["FA3"] = partial(flash_attention_3, batch=batch, scale=scale, num_splits=0)
         for backend in aligned:
-            attention = paged_attention_of(backend)
-            calls[backend] = lambda i, attention=attention: attention(*sets[i], batch, scale)
-        return calls, count
+            functions[backend] = partial(paged_attention_of(backend), batch=batch, scale=scale)
+        return calls_of(functions, sets), len(sets)
 
     keys = float(sequences * length)
     return Case(
@@ -82,9 +79,10 @@ def _decoding(model: ModelShape, sequences: int, length: int, page_size: int) ->
     )
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same sizes without pages, as PyTorch takes them: [S, H, tokens, D]."""
-    return tuple(x.view(sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+def _sdpa(sequences: int, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """PyTorch's attention over sequences of one length, without pages."""
+    q, k, v = (x.view(sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
 
 def _dense_flash_attention_3(
@@ -106,11 +104,19 @@ def _dense_flash_attention_3(
     )
 
 
+@torch.enable_grad()
+def _differentiated(function: Callable[..., Any], *inputs: Tensor) -> None:
+    """Forward and backward."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
 def _training(model: ModelShape, sequences: int, length: int, backward: bool) -> Case:
     scale, tokens = model.head_dim**-0.5, sequences * length
 
-    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
-        sets, count = rotating(
+    def make(aligned: Aligned, l2_bytes: int) -> Calls:
+        sets = rotating(
             lambda i: (
                 normal(tokens, model.heads, model.head_dim, seed=i),
                 normal(tokens, model.kv_heads, model.head_dim, seed=i + 1),
@@ -120,29 +126,18 @@ def _training(model: ModelShape, sequences: int, length: int, backward: bool) ->
         )
         layout = AttentionLayout.packed((length,) * sequences, DEVICE)
         batch = PagedBatch.of(layout.key_rows, 1, [length] * sequences, [length] * sequences)
-
-        def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = _dense(q, k, v, sequences)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        def differentiated(function: object, i: int) -> None:
-            inputs = [x.detach().requires_grad_() for x in sets[i]]
-            out = function(*inputs)
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-        functions = {"SDPA": stock}
+        functions: dict[str, Callable[..., Any]] = {
+            "SDPA": partial(_sdpa, sequences, is_causal=True)
+        }
         for backend, ops in aligned.items():
-            functions[backend] = lambda q, k, v, ops=ops: ops.attention(q, k, v, layout, scale)
-        calls: dict[str, Call] = {}
-        for name, function in functions.items():
-            if backward:
-                calls[name] = lambda i, function=function: differentiated(function, i)
-            else:
-                calls[name] = lambda i, function=function: function(*sets[i])
-        if flash_attention_3_is_here(aligned) and not backward:
-            calls["FA3"] = lambda i: _dense_flash_attention_3(*sets[i], batch, scale)
-            calls["FA3 paged"] = lambda i: flash_attention_3(*sets[i], batch, scale, num_splits=0)
-        return calls, count
+            functions[backend] = partial(ops.attention, layout=layout, scale=scale)
+        if backward:
+            functions = {name: partial(_differentiated, f) for name, f in functions.items()}
+        elif flash_attention_3_is_here(aligned):
+            paged = partial(flash_attention_3, batch=batch, scale=scale, num_splits=0)
+            dense = partial(_dense_flash_attention_3, batch=batch, scale=scale)
+            functions.update({"FA3": dense, "FA3 paged": paged})
+        return calls_of(functions, sets), len(sets)
 
     pairs = sequences * length * (length + 1) / 2
     return Case(

@@ -14,6 +14,12 @@ from onpolicy.ops import Operators
 Aligned = Mapping[str, Operators]
 """The aligned operators by backend. Example: {"triton": ..., "hopper": ...}"""
 
+Calls = tuple[dict[str, Call], int]
+"""Calls by variant, and how many sets of operands they rotate through."""
+
+Sets = list[tuple[Tensor, ...]]
+"""Operands of a call, several times over."""
+
 DEVICE = "cuda"
 
 
@@ -48,17 +54,28 @@ class Case:
 
     goal: Goal | None
 
-    make: Callable[[Aligned, int], tuple[dict[str, Call], int]]
-    """(aligned operators, bytes of the L2 cache) -> calls by variant, and their sets of operands."""
+    make: Callable[[Aligned, int], Calls]
+    """From the aligned operators and the bytes of the L2 cache."""
 
 
-def rotating(
-    make: Callable[[int], tuple[Tensor, ...]], l2_bytes: int
-) -> tuple[list[tuple[Tensor, ...]], int]:
+def calls_of(functions: Mapping[str, Callable[..., object]], sets: Sets) -> dict[str, Call]:
+    """Each function with the operands of a set, without autograd unless it asks for it."""
+    return {name: _call(function, sets) for name, function in functions.items()}
+
+
+def _call(function: Callable[..., object], sets: Sets) -> Call:
+    @torch.no_grad()
+    def call(i: int) -> object:
+        return function(*sets[i])
+
+    return call
+
+
+def rotating(make: Callable[[int], tuple[Tensor, ...]], l2_bytes: int) -> Sets:
     """As many sets of operands as it takes to leave the cache; `make` gets the number of a set."""
     first = make(0)
-    sets = num_sets(sum(x.nbytes for x in first), l2_bytes)
-    return [first, *(make(i) for i in range(1, sets))], sets
+    count = num_sets(sum(x.nbytes for x in first), l2_bytes)
+    return [first, *(make(i) for i in range(1, count))]
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

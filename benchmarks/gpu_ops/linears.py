@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_ops.cases import DEVICE, Aligned, Case, Goal, normal, rotating
+from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
 from benchmarks.gpu_ops.shapes import ModelShape
-from benchmarks.gpu_ops.timing import Call
 from onpolicy.ops.row_parallel import RowParallel
 
 ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
@@ -34,21 +35,20 @@ def row_parallel_cases(model: ModelShape) -> Iterator[Case]:
 
 
 def _case(operator: str, where: str, m: int, n: int, k: int) -> Case:
-    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
-        sets, count = rotating(
+    def make(aligned: Aligned, l2_bytes: int) -> Calls:
+        sets = rotating(
             lambda i: (normal(m, k, seed=i), normal(n, k, seed=i, scale=k**-0.5)), l2_bytes
         )
-        calls: dict[str, Call] = {"torch.mm": lambda i: torch.mm(sets[i][0], sets[i][1].t())}
+        functions: dict[str, Callable[..., object]] = {"torch.mm": lambda x, w: torch.mm(x, w.t())}
         if operator == "linear" and (product := sglang_matmul()) is not None:
-            calls["sglang"] = lambda i: product(sets[i][0], sets[i][1].t())
-        parallel = RowParallel(blocks=BLOCKS)
-        for name, ops in aligned.items():
-            calls[name] = (
-                (lambda i, ops=ops: ops.linear(*sets[i]))
-                if operator == "linear"
-                else (lambda i, ops=ops: ops.row_parallel_linear(*sets[i], None, parallel))
-            )
-        return calls, count
+            functions["sglang"] = lambda x, w: product(x, w.t())
+        for backend, ops in aligned.items():
+            functions[backend] = ops.linear
+            if operator == "row_parallel_linear":
+                functions[backend] = partial(
+                    ops.row_parallel_linear, bias=None, row_parallel=RowParallel(BLOCKS)
+                )
+        return calls_of(functions, sets), len(sets)
 
     fraction = 0.95 if m >= 1024 else 0.9
     return Case(
@@ -81,23 +81,22 @@ def expert_cases(model: ModelShape) -> Iterator[Case]:
 def _expert_case(model: ModelShape, name: str, tokens: int, experts: int, n: int, k: int) -> Case:
     rows = tokens * model.experts_per_token
 
-    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+    def make(aligned: Aligned, l2_bytes: int) -> Calls:
         generator = torch.Generator().manual_seed(tokens)
         chosen = torch.randint(experts, (rows,), generator=generator).sort().values
         offsets = torch.searchsorted(chosen, torch.arange(experts + 1)).to(DEVICE)
         ends = offsets[1:].to(torch.int32)
-        sets, count = rotating(
+        sets = rotating(
             lambda i: (normal(rows, k, seed=i), normal(experts, n, k, seed=i)), l2_bytes
         )
 
-        def stock(i: int) -> Tensor:
-            x, weight = sets[i]
-            return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        def stock(x: Tensor, weight: Tensor) -> Tensor:
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
-        calls: dict[str, Call] = {"torch.grouped_mm": stock}
+        functions: dict[str, Callable[..., object]] = {"torch.grouped_mm": stock}
         for backend, ops in aligned.items():
-            calls[backend] = lambda i, ops=ops: ops.grouped_linear(*sets[i], offsets)
-        return calls, count
+            functions[backend] = partial(ops.grouped_linear, offsets=offsets)
+        return calls_of(functions, sets), len(sets)
 
     touched = min(experts, rows)
     return Case(

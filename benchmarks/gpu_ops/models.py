@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from benchmarks.gpu_ops.attention import flash_attention_3_is_here
-from benchmarks.gpu_ops.cases import DEVICE, Aligned, Case
+from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case
 from benchmarks.gpu_ops.paged_attention import (
     PagedAttention,
     PagedBatch,
@@ -46,8 +46,9 @@ class _StockTrainer(StockOperators):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
     ) -> Tensor:
-        inputs = (x.view(len(layout.key_lens), -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=True)
+        sequences = len(layout.key_lens)
+        q, k, v = (x.view(sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -79,17 +80,15 @@ def _stock_attention(aligned: Aligned) -> tuple[str, PagedAttention]:
 
 
 def _decoding(model: ModelShape, sequences: int) -> Case:
-    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+    def make(aligned: Aligned, l2_bytes: int) -> Calls:
         name, attention = _stock_attention(aligned)
         engines: dict[str, tuple[Operators, PagedAttention]] = {name: (StockOperators(), attention)}
         for backend, ops in aligned.items():
             engines[backend] = (ops, paged_attention_of(backend))
-        calls: dict[str, Call] = {}
+        calls = {}
         for engine, (ops, attention) in engines.items():
             paged = PagedModel(_policy(model, ops), attention, sequences, CONTEXT, PAGE_SIZE)
-            graph = DecodeGraph(paged, sequences)
-            graph.lens.fill_(CONTEXT)
-            calls[engine] = lambda i, graph=graph: graph.replay()
+            calls[engine] = _replays(DecodeGraph(paged, sequences))
         return calls, 1
 
     return _case(
@@ -97,10 +96,15 @@ def _decoding(model: ModelShape, sequences: int) -> Case:
     )
 
 
+def _replays(graph: DecodeGraph) -> Call:
+    graph.lens.fill_(CONTEXT)
+    return lambda _: graph.replay()
+
+
 def _training(model: ModelShape) -> Case:
     sequences, length = PACKED
 
-    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
+    def make(aligned: Aligned, l2_bytes: int) -> Calls:
         rng = random.Random(0)
         tokens = [[rng.randrange(model.vocab) for _ in range(length)] for _ in range(sequences)]
         batch = PackedTokens.pack(tokens, [1] * sequences, 1.0, DEVICE)
@@ -127,7 +131,12 @@ def _training_step(policy: PolicyModel, batch: PackedTokens) -> Call:
 
 
 def _case(
-    model: ModelShape, operator: str, where: str, tokens: int, make: object, passes: float = 2.0
+    model: ModelShape,
+    operator: str,
+    where: str,
+    tokens: int,
+    make: Callable[[Aligned, int], Calls],
+    passes: float = 2.0,
 ) -> Case:
     shapes = model.linears()
     layer = shapes["q"], shapes["kv"], shapes["kv"], shapes["o"], *3 * [shapes["gate_up"]]

@@ -22,7 +22,7 @@ def describe(
     longer, over the time it took.
     """
     least = max(case.flops / ceilings["flops"], case.bytes / ceilings["bandwidth"])
-    variants = {
+    variants: dict[str, Record] = {
         name: {
             "microseconds": 1e6 * s,
             "tflops": 1e-12 * case.flops / s,

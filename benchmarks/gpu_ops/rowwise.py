@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from benchmarks.gpu_ops.cases import DEVICE, Aligned, Case, Goal, normal, rotating
+from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
 from benchmarks.gpu_ops.shapes import ModelShape
-from benchmarks.gpu_ops.timing import Call
 from onpolicy.ops import Operators
 
 ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
@@ -46,13 +46,12 @@ def _case(
 ) -> Case:
     """`ours` takes the operators first, then the operands; `stock` is a name and a function."""
 
-    def make(aligned: Aligned, l2_bytes: int) -> tuple[dict[str, Call], int]:
-        sets, count = rotating(operands, l2_bytes)
-        name, function = stock
-        calls: dict[str, Call] = {name: lambda i: function(*sets[i])}
+    def make(aligned: Aligned, l2_bytes: int) -> Calls:
+        sets = rotating(operands, l2_bytes)
+        functions = dict([stock])
         for backend, ops in aligned.items():
-            calls[backend] = lambda i, ops=ops: ours(ops, *sets[i])
-        return calls, count
+            functions[backend] = partial(ours, ops)
+        return calls_of(functions, sets), len(sets)
 
     return Case(
         operator=operator,

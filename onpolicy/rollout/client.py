@@ -166,9 +166,7 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
     )
 
 
-def _routed_experts(
-    meta: dict[str, Any], request: Request, url: str
-) -> NDArray[np.int32] | None:
+def _routed_experts(meta: dict[str, Any], request: Request, url: str) -> NDArray[np.int32] | None:
     """The experts of each token, if they came and are those that the response was sampled with.
 
     A request that was retracted is computed anew, maybe by other experts than its first tokens were

@@ -21,19 +21,23 @@ class SharedMemoryTransport(Transport):
         # Handles by name, not by file descriptor: the engine is no child of this process.
         torch.multiprocessing.set_sharing_strategy("file_system")
         shared = [(name, tensor.cpu().share_memory_()) for name, tensor in bucket]
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(shared)
-        payload = base64.b64encode(buffer.getvalue()).decode()
 
         def update(engine: Engine) -> None:
             ranks = int(engine.report()["tp_size"])
             engine.post(
                 "/update_weights_from_tensor",
                 {
-                    "serialized_named_tensors": [payload] * ranks,
+                    "serialized_named_tensors": [_handles(shared) for _ in range(ranks)],
                     "flush_cache": False,
                     "weight_version": version,
                 },
             )
 
         on_all(engines, update)
+
+
+def _handles(shared: WeightBucket) -> str:
+    """For one process to open: each handle counts as a reference, which it gives back."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(shared)
+    return base64.b64encode(buffer.getvalue()).decode()

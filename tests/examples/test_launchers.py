@@ -69,3 +69,35 @@ def test_a_launcher_says_what_it_was_not_given(launch, script):
     done = launch(script, HF_CHECKPOINT="")
     assert done.returncode != 0
     assert "HF_CHECKPOINT: must name a local Hugging Face checkpoint" in done.stderr
+
+
+def test_the_megatron_launcher_is_a_valid_run(launch, tmp_path):
+    pytest.importorskip("megatron.core")
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3-moe", max_position_embeddings=16384)
+    (checkpoint / "chat_template.jinja").write_text(template)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "x+y=?", "label": "7"}) + "\n")
+    script = "true_on_policy/run_qwen3_30b_a3b_megatron.sh"
+    argv = ["--dry-run", "--operators", "auto", "--megatron-pp", "2", "--megatron-ep"]
+    given = {"HF_CHECKPOINT": str(checkpoint), "PROMPT_DATA": str(data), "NUM_TRAINERS": "2"}
+    done = launch(script, *argv, "1", **given)
+    assert done.returncode == 0, done.stderr
+    assert '"train_backend": "megatron"' in done.stdout
+    done = launch(script, *argv, "4", **given)
+    assert done.returncode != 0
+    assert "--megatron-ep=4: does not divide num_experts=6" in done.stderr
+
+
+def test_the_megatron_launcher_of_the_corrections_is_a_valid_run(launch, tmp_path):
+    pytest.importorskip("megatron.core")
+    inputs = tmp_path / "inputs"
+    make_checkpoint(inputs / "model")
+    for name in ("data", "eval"):
+        (inputs / f"{name}.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+    done = launch(
+        "mismatch_correction/run_megatron.sh", "--dry-run", "--num-rollout", "3",
+        WORK_DIR=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert '"use_rs": true' in done.stdout and '"megatron_tp": 2' in done.stdout

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.backends import BACKENDS, make_backend, missing
+from gpu.backends import make_backend
 from gpu.row_checks import Numbers
 from gpu.setting import GPU, REHEARSAL, Setting
 from gpu.summary import Summary
 from gpu.tally import Tally
 
+from benchmarks.gpu_ops.backends import BACKENDS, missing
 from benchmarks.gpu_ops.machine import describe_machine
 from onpolicy.ops import Operators
 from onpolicy.ops.stock import StockOperators

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from gpu import gemm_checks
-from gpu.backends import missing
 from gpu.row_checks import Numbers
+
+from benchmarks.gpu_ops.backends import missing
 
 FLOAT32_SHAPE = (96, 320)
 

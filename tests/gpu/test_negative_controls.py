@@ -6,11 +6,12 @@ import pytest
 import torch
 from gpu import attention_checks, gemm_checks
 from gpu.attention_checks import Heads
-from gpu.backends import make_contract, missing
+from gpu.backends import make_contract
 from gpu.generation import generate, make_config, random_prompts, score
 from gpu.row_checks import Numbers
 from gpu.tensor_parallel import sum_of_ranks
 
+from benchmarks.gpu_ops.backends import missing
 from benchmarks.gpu_ops.paged_attention import PagedBatch, flash_attention_3, over_rows
 from benchmarks.gpu_ops.paged_model import PagedModel, random_policy
 from onpolicy.errors import ContractError

@@ -22,9 +22,7 @@ def test_any_number_of_ranks_adds_up_to_the_bits_of_one(operators, model, settin
         with torch.no_grad():
             for m in setting.few_row_counts:
                 x = numbers(m, k, seed=1)
-                whole = operators.row_parallel_linear(
-                    x, weight, bias, RowParallel(tensor_parallel.BLOCKS)
-                )
+                whole = operators.row_parallel_linear(x, weight, bias, alone)
                 for ranks in (1, 2, 4, 8):
                     got = tensor_parallel.sum_of_ranks(operators, x, weight, bias, ranks)
                     tally.equal(got, whole, f"{name} {n}x{k}, {m} rows, {ranks} ranks")

@@ -1,0 +1,24 @@
+"""The aligned operators of a GPU backend, for no model in particular."""
+
+from __future__ import annotations
+
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.ops import Operators, make_operators
+from onpolicy.ops.capability import Machine, refusal
+
+BACKENDS = ("triton", "hopper")
+
+NO_SHAPES = OperatorShapes(linear=(), heads=32, kv_heads=8, head_dim=128, norm=(), vocab_size=1024)
+"""The head size decides whether a backend serves a model."""
+
+
+def missing(backend: str, dtype: str = "bfloat16") -> str | None:
+    """What this machine lacks for the backend, by name; None if nothing."""
+    return refusal(backend, dtype, NO_SHAPES, 1, Machine.here())
+
+
+def make_gpu_operators(backend: str) -> Operators:
+    """The backend's operators; raises ContractError if this machine cannot keep it."""
+    return make_operators(
+        NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=NO_SHAPES)
+    )
