@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,8 +43,13 @@ class PagedBatch:
         )
 
 
-PagedAttention = Callable[[Tensor, Tensor, Tensor, PagedBatch, float], tuple[Tensor, Tensor | None]]
-"""(q [T, H, D], key store [rows, H_kv, D], value store, batch, scale) -> out, lse float32 [T, H]"""
+class PagedAttention(Protocol):
+    """Causal attention of a batch's queries over keys and values on pages, without autograd."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """q [T, H, D], stores [rows, H_kv, D] -> out [T, H, D], lse float32 [T, H] if there is one."""
 
 
 def paged_attention_of(backend: str) -> PagedAttention:

@@ -103,7 +103,7 @@ class Operators(ABC):
 
         q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store.
         Returns [T, H, D_v] in the dtype of `q`; sums are taken in float32. Gradients flow to all
-        three where the layout is packed (every key row used once).
+        three where no key row is used twice, as in packed sequences.
         """
 
     @abstractmethod

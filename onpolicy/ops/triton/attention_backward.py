@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.errors import ContractError
 from onpolicy.ops.base import AttentionLayout
 from onpolicy.ops.triton.attention import (
     Sequences,
@@ -183,8 +182,9 @@ def _key_grad_kernel(
     value_tile = _load(v + kv_head * stride_vh, rows * stride_vr, is_key, VALUE_DIM, VALUE_BLOCK)
     key_total = tl.zeros((KEYS, DIM_BLOCK), dtype=tl.float32)
     value_total = tl.zeros((KEYS, VALUE_BLOCK), dtype=tl.float32)
-    # In whole sequences a token stands at its own position: earlier rows do not see these keys.
-    for tile in range(first_key * GROUP // ROWS, tl.cdiv(query_len * GROUP, ROWS)):
+    # The first query stands at position key_len - query_len; rows before these keys do not see them.
+    first_token = tl.maximum(first_key - (key_len - query_len), 0)
+    for tile in range(first_token * GROUP // ROWS, tl.cdiv(query_len * GROUP, ROWS)):
         tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
         heads = kv_head * GROUP + group
         query_rows = (first_query + tokens).to(tl.int64)
@@ -214,17 +214,11 @@ def attention_backward(
     layout: AttentionLayout,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of whole sequences' attention, from its output and log-sum-exp.
+    """Gradients of attention in which no key row is used twice, from its output and log-sum-exp.
 
     grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32
-    [T, H]. Returns gradients of q, k, v. Raises ContractError if a sequence has a cached prefix.
+    [T, H]. Returns gradients of q, k, v.
     """
-    if layout.query_lens != layout.key_lens:
-        raise ContractError(
-            f"query_lens={layout.query_lens}, key_lens={layout.key_lens}: gradients of attention "
-            "exist for whole sequences only, where both are equal. Pack whole sequences, or call "
-            "it under torch.no_grad()."
-        )
     q, k, v, grad = unit_stride(q), unit_stride(k), unit_stride(v), grad.contiguous()
     sequences = Sequences.of(layout)
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
@@ -247,12 +241,11 @@ def attention_backward(
         "num_stages": 1,
         **UNFUSED,
     }
-    longest = sequences.max_query_len
-    row_tiles = (triton.cdiv(longest * group, size), kv_heads, len(sequences))
+    row_tiles = (triton.cdiv(sequences.max_query_len * group, size), kv_heads, len(sequences))
     _query_grad_kernel[row_tiles](
         *sequences.arguments(), q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
     )
-    key_tiles = (triton.cdiv(longest, size), kv_heads, len(sequences))
+    key_tiles = (triton.cdiv(max(layout.key_lens), size), kv_heads, len(sequences))
     _key_grad_kernel[key_tiles](
         *sequences.arguments(),
         q,

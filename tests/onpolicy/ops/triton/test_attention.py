@@ -1,11 +1,9 @@
 """The attention kernels in Triton's interpreter."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.errors import ContractError
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.stock import StockOperators
 from onpolicy.ops.triton import TritonOperators
@@ -131,12 +129,32 @@ def test_a_sequence_without_queries_is_left_out():
     assert torch.equal(out[8], out[9])
 
 
-def test_gradients_of_a_cached_prefix_are_refused():
-    q, k, v = packed_inputs([9], (2, 1, 16, 16), torch.float32)
-    layout = AttentionLayout(query_lens=(4,), key_lens=(9,), key_rows=torch.arange(9)[None])
-    out = OPERATORS.attention(q[:4].requires_grad_(), k, v, layout, 1.0)
-    with pytest.raises(ContractError, match=r"key_lens=\(9,\).*whole sequences"):
-        out.sum().backward()
+def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequences():
+    """As under context parallelism, where a rank holds some stretches of every sequence."""
+    lens, first = (70, 41), (50, 3)
+    inputs = [x.requires_grad_() for x in packed_inputs(lens, (4, 2, 16, 16), torch.float32)]
+    grad = torch.randn(sum(lens), 4, 16, generator=torch.Generator().manual_seed(0))
+    packed, scale = AttentionLayout.packed(lens), 0.25
+    whole = OPERATORS.attention(*inputs, packed, scale)
+    q, k, v = inputs
+    total = torch.zeros(())
+    for ends, starts in ((first, (0, 0)), (lens, first)):
+        rows = torch.cat(
+            [
+                part[start:end]
+                for part, start, end in zip(
+                    torch.arange(111).split(lens), starts, ends, strict=True
+                )
+            ]
+        )
+        query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        layout = AttentionLayout(query_lens=query_lens, key_lens=ends, key_rows=packed.key_rows)
+        out = OPERATORS.attention(q[rows], k, v, layout, scale)
+        assert torch.equal(out, whole[rows])
+        total = total + (out * grad[rows]).sum()
+    parts = torch.autograd.grad(total, inputs)
+    for ours, full in zip(parts, torch.autograd.grad(whole, inputs, grad), strict=True):
+        torch.testing.assert_close(ours, full, rtol=1e-5, atol=1e-5)
 
 
 def test_splitting_the_keys_of_a_decode_step_is_found():

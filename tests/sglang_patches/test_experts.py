@@ -1,0 +1,83 @@
+"""Experts inside SGLang: where the tensors of a checkpoint go, on one rank and on several.
+
+That a server holds and uses them is tests/e2e/test_verify.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import EXPERT_ARCHITECTURES, make_checkpoint
+from torch import nn
+from transformers import AutoModel
+
+from onpolicy.models.experts import has_usual_experts
+from sglang_patches import experts
+
+
+@pytest.fixture(scope="module", params=EXPERT_ARCHITECTURES)
+def path(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+def engine(path, ranks):
+    """What SGLang's transformers backend holds, before its weights are loaded."""
+    model = AutoModel.from_pretrained(path, dtype=torch.float32)
+    for module in model.modules():
+        if has_usual_experts(module):
+            experts._keep_part(module, ranks)
+            for parameter in module.parameters():
+                nn.init.constant_(parameter, torch.nan)
+    return SimpleNamespace(model=model)
+
+
+def load(model, weights):
+    """Returns what is left for SGLang's own loader."""
+    return experts._load(lambda _, others: dict(others), model, weights.items())
+
+
+def test_experts_are_filled_and_the_rest_has_the_models_own_names(path, monkeypatch):
+    monkeypatch.setattr(experts, "rank", lambda: 0)
+    whole, model = AutoModel.from_pretrained(path, dtype=torch.float32), engine(path, ranks=1)
+    left = load(model, load_file(path / "model.safetensors"))
+    loaded = {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()}
+    assert left.keys() - {"lm_head.weight"} == {n for n in loaded if ".experts." not in n}
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(left.get(f"model.{name}", loaded[f"model.{name}"]), tensor), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_holds_its_part_of_the_intermediate_axis_of_all_experts(
+    path, ranks, monkeypatch
+):
+    whole = AutoModel.from_pretrained(path, dtype=torch.float32).state_dict()
+    for rank in range(ranks):
+        monkeypatch.setattr(experts, "rank", lambda rank=rank: rank)
+        model = engine(path, ranks)
+        load(model, load_file(path / "model.safetensors"))
+        for name, held in model.model.state_dict().items():
+            if name.endswith("experts.gate_up_proj"):
+                gate, up = (part.chunk(ranks, 1)[rank] for part in whole[name].chunk(2, 1))
+                assert torch.equal(held, torch.cat([gate, up], 1))
+            elif name.endswith("experts.down_proj"):
+                assert torch.equal(held, whole[name].chunk(ranks, 2)[rank])
+
+
+def test_what_is_held_goes_by_the_names_of_the_checkpoint(path):
+    model, on_disk = engine(path, ranks=1), load_file(path / "model.safetensors")
+    load(model, on_disk)
+    held = experts.held_tensors(model)
+    assert held.keys() == on_disk.keys() - {"lm_head.weight"}
+    assert all(torch.equal(tensor, on_disk[name]) for name, tensor in held.items())
+
+
+def test_of_sglangs_own_models_nothing_is_known():
+    assert experts.held_tensors(nn.Linear(1, 1)) == {}
+
+
+def test_a_tensor_of_another_size_is_refused(path):
+    model = engine(path, ranks=1)
+    name = next(name for name in experts.held_tensors(model) if ".experts." in name)
+    with pytest.raises(RuntimeError):
+        load(model, {name: torch.ones(1, 1)})
