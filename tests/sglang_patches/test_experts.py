@@ -21,6 +21,17 @@ def path(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
 
+@pytest.fixture(autouse=True)
+def as_rank(monkeypatch):
+    """Rank 0, or the one given: SGLang's own groups exist in a server only."""
+
+    def change(rank):
+        monkeypatch.setattr(experts, "rank", lambda: rank)
+
+    change(0)
+    return change
+
+
 def engine(path, ranks):
     """What SGLang's transformers backend holds, before its weights are loaded."""
     model = AutoModel.from_pretrained(path, dtype=torch.float32)
@@ -37,8 +48,7 @@ def load(model, weights):
     return experts._load(lambda _, others: dict(others), model, weights.items())
 
 
-def test_experts_are_filled_and_the_rest_has_the_models_own_names(path, monkeypatch):
-    monkeypatch.setattr(experts, "rank", lambda: 0)
+def test_experts_are_filled_and_the_rest_has_the_models_own_names(path):
     whole, model = AutoModel.from_pretrained(path, dtype=torch.float32), engine(path, ranks=1)
     left = load(model, load_file(path / "model.safetensors"))
     loaded = {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()}
@@ -48,12 +58,10 @@ def test_experts_are_filled_and_the_rest_has_the_models_own_names(path, monkeypa
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_holds_its_part_of_the_intermediate_axis_of_all_experts(
-    path, ranks, monkeypatch
-):
+def test_every_rank_holds_its_part_of_the_intermediate_axis_of_all_experts(path, ranks, as_rank):
     whole = AutoModel.from_pretrained(path, dtype=torch.float32).state_dict()
     for rank in range(ranks):
-        monkeypatch.setattr(experts, "rank", lambda rank=rank: rank)
+        as_rank(rank)
         model = engine(path, ranks)
         load(model, load_file(path / "model.safetensors"))
         for name, held in model.model.state_dict().items():
