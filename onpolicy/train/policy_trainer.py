@@ -157,7 +157,7 @@ class PolicyTrainer(Trainer):
         replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
         if not replays or not self.corrections.wants_metrics:
             return {}
-        scores = self._score([replace(batch.packed, routed_experts=None) for batch in step])
+        scores = self._score([_with_own_routing(batch.packed) for batch in step])
         return {"routing/k3_without_replay": self.corrections.k3(step, scores)}
 
     @property
@@ -196,7 +196,7 @@ class PolicyTrainer(Trainer):
         for batch, log_probs in zip(batches, old, strict=True):
             batch.old_log_probs = log_probs
         if self.config.algorithm.use_kl_loss and batches[0].ref_log_probs is None:
-            reference = self._score(packed, reference=True)
+            reference = self._score([_with_own_routing(b) for b in packed], reference=True)
             for batch, log_probs in zip(batches, reference, strict=True):
                 batch.ref_log_probs = log_probs
 
@@ -222,3 +222,8 @@ class PolicyTrainer(Trainer):
             mine.update(zip(indices, parts, strict=True))
         results = {i: part for ours in distributed.gather_data(mine) for i, part in ours.items()}
         return [results[i] for i in range(len(sequences))]
+
+
+def _with_own_routing(packed: PackedTokens) -> PackedTokens:
+    """The batch without the rollout's experts."""
+    return replace(packed, routed_experts=None)

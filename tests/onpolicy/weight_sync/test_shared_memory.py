@@ -11,6 +11,7 @@ OPEN = """
 import base64, pickle, sys
 named = pickle.loads(base64.b64decode(sys.stdin.read()))
 print(*(f"{name}={tensor.sum().item()}" for name, tensor in named))
+del named  # and with it this process's references
 """
 
 
