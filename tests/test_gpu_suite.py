@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from benchmarks.gpu_ops import attention, cases, linears, models, report, rowwis
 from benchmarks.gpu_ops.backends import make_gpu_operators
 from benchmarks.gpu_ops.cases import Case, Goal
 from benchmarks.gpu_ops.machine import write_json
-from benchmarks.gpu_ops.paged_attention import paged_attention_of
+from benchmarks.gpu_ops.paged_attention import PagedBatch, paged_attention_of
 from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
@@ -168,6 +169,14 @@ def test_backends_that_a_machine_cannot_keep_are_named():
         assert "compute capability=none" in problem
     with pytest.raises(ContractError, match="compute capability=none"):
         make_gpu_operators("hopper")
+
+
+@pytest.mark.skipif(find_spec("sgl_kernel") is not None, reason="sgl_kernel is installed")
+def test_flash_attention_3_is_asked_of_the_library_that_sglang_calls():
+    q, store = torch.zeros(1, 4, 128), torch.zeros(32, 2, 128)
+    batch = PagedBatch.of(torch.tensor([[1, 0]]), 16, [1], [20])
+    with pytest.raises(ContractError, match="sgl_kernel"):
+        paged_attention_of("hopper")(q, store, store, batch, 1.0)
 
 
 def test_the_benchmark_has_cases_of_every_kind_and_of_chosen_ones():

@@ -7,7 +7,8 @@ of module, each only where the replacement is known to mean the same:
 - RMS norms, recognised by what they compute: a module named `*RMSNorm` that gives, on a probe,
   exactly the bits of transformers' own formula. Another norm (Gemma's 1 + weight) stays as it is,
   in both engines;
-- parameter-free activation functions;
+- parameter-free activation functions; where an MLP multiplies one with another projection, in the
+  words that most models have for it, both are one operator;
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
 Attention goes through transformers' attention interface under the name `onpolicy`.
@@ -15,6 +16,7 @@ Attention goes through transformers' attention interface under the name `onpolic
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +95,8 @@ def align_modules(
                 setattr(parent, name, replacement)
             if isinstance(replacement, AlignedExperts):
                 route_by_operators(parent, operators)
+            if _is_gated_mlp(child):
+                _gate_by_operators(child, operators)
 
 
 def replace_operators(model: nn.Module, operators: Operators) -> None:
@@ -114,6 +118,28 @@ def _aligned(
     if has_usual_experts(module):
         return AlignedExperts(module, operators, row_parallel)
     return None
+
+
+_GATED_MLP = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """Whether the module's forward pass is the line above."""
+    if not hasattr(module, "gate_proj"):
+        return False
+    try:
+        body = inspect.getsource(type(module).forward).split("\n", 1)[1].split()
+    except OSError:  # made at run time
+        return False
+    return " ".join(body) in (f"down_proj = {_GATED_MLP} return down_proj", f"return {_GATED_MLP}")
+
+
+def _gate_by_operators(mlp: Any, operators: Operators) -> None:
+    def forward(x: Tensor) -> Tensor:
+        activation = getattr(mlp.act_fn, "activation", mlp.act_fn)
+        return mlp.down_proj(mlp.operators.gated(activation, mlp.gate_proj(x), mlp.up_proj(x)))
+
+    mlp.operators, mlp.forward = operators, forward
 
 
 _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}

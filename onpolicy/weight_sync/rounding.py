@@ -2,7 +2,7 @@
 
 A linear layer's weight is divided by one scale per output channel, rounded, and multiplied again:
 what an FP8 or INT8 deployment computes with, on machines without such kernels. Embeddings, the
-output projection, norms and biases stay as they are, as deployments have it.
+output projection, routers, norms and biases stay as they are, as deployments have it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onpolicy.weights import WeightBucket
 
-KEPT = ("embed", "lm_head")
+KEPT = ("embed", "lm_head", "gate.weight", "router.weight")
 FP8 = torch.float8_e4m3fn
 LARGEST = {"fp8_e4m3": torch.finfo(FP8).max, "int8": 127.0}
 

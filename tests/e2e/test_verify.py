@@ -87,10 +87,13 @@ def test_no_token_differs_on_two_ranks_in_bfloat16(architecture, tmp_path):
     assert report["num_mismatched_tokens"] == 0
 
 
-def test_no_token_differs_with_a_rollout_on_two_tensor_parallel_ranks(tmp_path, capsys):
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
+def test_no_token_differs_with_a_rollout_on_two_tensor_parallel_ranks(
+    architecture, tmp_path, capsys
+):
     """Blocks for a degree that neither engine has: what runs of other degrees would sum, too."""
     code = main([
-        "verify", "--hf-checkpoint", str(make_checkpoint(tmp_path / "model", "llama")),
+        "verify", "--hf-checkpoint", str(make_checkpoint(tmp_path / "model", architecture)),
         "--num-prompts", "8", "--max-new-tokens", "16", "--cpu-threads", "1",
         "--sglang-tp-size", "2", "--row-parallel-blocks", "4", "--run-dir", str(tmp_path / "run"),
     ])  # fmt: skip

@@ -57,9 +57,7 @@ def test_a_row_with_bias_does_not_depend_on_the_number_of_rows(
     tally.require_none()
 
 
-def test_results_and_gradients_are_right_and_gradients_repeat(
-    operators, model, setting, numbers, tally
-):
+def test_results_and_gradients_are_right_and_gradients_repeat(operators, model, numbers, tally):
     for name, (n, k) in model.linears().items():
         for kind in ("linear", "partial_linear"):
             gemm = getattr(operators, kind)

@@ -80,6 +80,21 @@ def test_every_module_that_has_an_aligned_counterpart_is_replaced(path, architec
     assert not any(kind.__name__.endswith(("RMSNorm", "Experts")) for kind in kinds - ALIGNED)
 
 
+def test_every_gated_mlp_is_one_operator(path):
+    class Counted(CpuOperators):
+        calls = 0
+
+        def gated(self, activation, gate, up):
+            self.calls += 1
+            return super().gated(activation, gate, up)
+
+    operators = Counted(1)
+    got = log_probs(load_policy(path, operators), [[5, 9, 3]], [1])
+    # At least: there may be shared experts beside the others.
+    assert operators.calls >= AutoConfig.from_pretrained(path).num_hidden_layers
+    assert torch.equal(got[0], log_probs(load_policy(path), [[5, 9, 3]], [1])[0])
+
+
 def test_a_norm_that_computes_something_else_stays_as_it_is():
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 

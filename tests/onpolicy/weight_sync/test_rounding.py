@@ -50,13 +50,15 @@ def test_only_linear_layers_are_rounded_and_without_a_format_nothing_is():
     bucket = [
         ("model.embed_tokens.weight", weight),
         ("lm_head.weight", weight),
-        ("model.layers.0.mlp.up_proj.weight", weight),
+        ("model.layers.0.mlp.gate.weight", weight),
+        ("model.layers.0.mlp.shared_expert_gate.weight", weight),
+        ("model.layers.0.mlp.experts.0.gate_proj.weight", weight),
         ("model.layers.0.self_attn.q_proj.bias", weight[0]),
         ("model.norm.weight", weight[0]),
     ]
     (result,) = rounded([bucket], "int8")
     changed = [name for (name, new), (_, old) in zip(result, bucket, strict=True) if new is not old]
-    assert changed == ["model.layers.0.mlp.up_proj.weight"]
+    assert changed == ["model.layers.0.mlp.experts.0.gate_proj.weight"]
     (same,) = rounded([bucket], "")
     assert all(new is old for (_, new), (_, old) in zip(same, bucket, strict=True))
 
