@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.sglang_flags import tensor_parallel_size
@@ -90,9 +90,13 @@ def _rollout_measure(group: Any, prompts: list[list[int]], max_new_tokens: int) 
     return measure
 
 
+def _backends(config: BenchConfig) -> list[Backend]:
+    return cast(list[Backend], config.train_backend.split(","))
+
+
 def check_layouts(config: BenchConfig) -> None:
     """Raise ConfigError if an engine cannot hold the model; starts nothing."""
-    for backend in config.train_backend:
+    for backend in _backends(config):
         check_layout(_train_config(config, "aligned", backend))
 
 
@@ -102,7 +106,7 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
     Of one engine on both kinds of operators, or of two engines on aligned ones.
     """
     threads = config.cpu_threads or share_of_cores(1)
-    backends = config.train_backend
+    backends = _backends(config)
     sides: dict[str, tuple[Backend, str]] = {name: (name, "aligned") for name in backends}
     if len(backends) == 1:
         sides = {kind: (backends[0], kind) for kind in KINDS}

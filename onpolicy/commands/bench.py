@@ -9,13 +9,11 @@ from pathlib import Path
 
 from onpolicy.config import parse
 from onpolicy.config.tools import BenchConfig
-from onpolicy.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print or write the JSON."""
     config = parse(BenchConfig, argv, "onpolicy bench")
-    _require_sides(config)
 
     from onpolicy.bench import bench_rollout, bench_step, check_layouts
     from onpolicy.train import distributed
@@ -29,12 +27,3 @@ def main(argv: Sequence[str]) -> int:
     if config.json:
         Path(config.json).write_text(text + "\n")
     return 0
-
-
-def _require_sides(config: BenchConfig) -> None:
-    backends = config.train_backend
-    if len(set(backends)) != len(backends) or len(backends) not in (1, 2):
-        raise ConfigError(
-            f"--train-backend={' '.join(backends)}: must be one engine, or two different ones to "
-            "compare. Give fsdp, megatron, or both."
-        )

@@ -105,7 +105,7 @@ class BenchConfig:
     max_new_tokens: int = 96
     """Tokens sampled for every prompt, or trained on in every sequence."""
 
-    train_backend: tuple[Literal["fsdp", "megatron"], ...] = ("fsdp",)
+    train_backend: Literal["fsdp", "megatron", "fsdp,megatron"] = "fsdp"
     """step: the training engine; two are measured side by side, both on aligned operators."""
 
     num_tokens: tuple[int, ...] = (2048, 4096, 8192)
