@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -46,6 +47,8 @@ class EngineServer:
             sys.executable,
             "-m",
             "sglang_patches.serve",
+            "--nccl-port",
+            str(_rendezvous_port(self.spec.host)),
             *engine_flags(self.spec, self.port),
         ]
         with self.log_file.open("ab") as log:
@@ -123,6 +126,18 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def _rendezvous_port(host: str) -> int:
+    """A free port below those that systems give to outgoing connections (Linux: from 32768 on).
+
+    SGLang listens on it seconds after it was chosen; by then a connection could have taken another.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 def require_free_port(host: str, port: int) -> None:
