@@ -1,11 +1,26 @@
 """Answers of a server that training cannot use."""
 
+import base64
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.client import _completion
+from onpolicy.types import Request, SamplingParams
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2, stop_token_ids=())
+REQUEST = Request(token_ids=[7], sampling_seed=1, params=PARAMS)
+REPLAYED = replace(REQUEST, params=replace(PARAMS, return_routed_experts=True))
+PAIRS = [(-0.5, 5, None), (-1.5, 6, None)]
+EXPERTS = np.array([[0, 3], [2, 1]], dtype=np.int32)
+ROUTED = {
+    "routed_experts": base64.b64encode(EXPERTS.tobytes()).decode(),
+    "prompt_tokens": 1,
+    "completion_tokens": 2,
+}
 
 
 def answer(pairs, **meta):
@@ -21,7 +36,7 @@ def answer(pairs, **meta):
 
 
 def test_tokens_come_with_their_log_probabilities_and_weight_version():
-    completion = _completion(answer([(-0.5, 5, None), (-1.5, 6, None)]), 200, "http://e")
+    completion = _completion(answer([(-0.5, 5, None), (-1.5, 6, None)]), 200, REQUEST, "http://e")
     assert (completion.token_ids, completion.log_probs) == ([5, 6], [-0.5, -1.5])
     assert completion.weight_version == "3"
 
@@ -39,9 +54,25 @@ def test_tokens_come_with_their_log_probabilities_and_weight_version():
 )
 def test_a_response_without_usable_log_probabilities_is_an_error(pairs, message):
     with pytest.raises(EngineError, match=message):
-        _completion(answer(pairs), 200, "http://e")
+        _completion(answer(pairs), 200, REQUEST, "http://e")
 
 
 def test_a_refused_request_says_the_servers_reason():
     with pytest.raises(ContractError, match=r"HTTP 400.*top_p"):
-        _completion({"error": {"message": "top_p=0.9: not available"}}, 400, "http://e")
+        _completion({"error": {"message": "top_p=0.9: not available"}}, 400, REQUEST, "http://e")
+
+
+def test_experts_come_for_every_token_but_the_last_if_they_were_asked_for():
+    found = _completion(answer(PAIRS, **ROUTED), 200, REPLAYED, "http://e").routed_experts
+    assert np.array_equal(found, EXPERTS)
+    assert _completion(answer(PAIRS, **ROUTED), 200, REQUEST, "http://e").routed_experts is None
+
+
+def test_experts_of_a_retracted_request_are_not_those_it_was_sampled_with():
+    meta = {**ROUTED, "num_retractions": 1}
+    assert _completion(answer(PAIRS, **meta), 200, REPLAYED, "http://e").routed_experts is None
+
+
+def test_experts_that_do_not_come_are_an_error():
+    with pytest.raises(EngineError, match="enable-return-routed-experts"):
+        _completion(answer(PAIRS), 200, REPLAYED, "http://e")
