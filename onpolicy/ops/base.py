@@ -42,8 +42,9 @@ class AttentionLayout:
     @staticmethod
     def packed(lens: tuple[int, ...], device: torch.device | str = "cpu") -> AttentionLayout:
         """The layout of whole sequences laid end to end, keys in the same rows as queries."""
-        starts = torch.tensor([0, *lens[:-1]], device=device).cumsum(0)
-        rows = starts[:, None] + torch.arange(max(lens), device=device)
+        counts = torch.tensor(lens, dtype=torch.int64, device=device)
+        starts = counts.cumsum(0) - counts
+        rows = starts[:, None] + torch.arange(max(lens, default=0), device=device)
         return AttentionLayout(
             query_lens=lens, key_lens=lens, key_rows=rows.clamp_(max=sum(lens) - 1)
         )
@@ -148,7 +149,7 @@ class Operators(ABC):
         """
         log_probs = self.log_softmax(logits, temperature)
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
-        return chosen, -(log_probs.exp() * log_probs).sum(-1)
+        return chosen, -(self.elementwise(torch.exp, log_probs) * log_probs).sum(-1)
 
     def grad_logits(
         self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
@@ -158,7 +159,8 @@ class Operators(ABC):
         Shapes as there; grad: float32 [M] -> [M, V] in the dtype of `logits`.
         """
         scale = grad[:, None] / temperature
-        out = self.log_softmax(logits, temperature).exp_().mul_(-scale)
+        probabilities = self.elementwise(torch.exp, self.log_softmax(logits, temperature))
+        out = probabilities.mul_(-scale)
         return out.scatter_add_(1, targets[:, None], scale).to(logits.dtype)
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ class Operators(ABC):
         log_probs: float32 [B, V]; uniform: float64 [B] in [0, 1) -> int64 [B]: the first token
         whose cumulative probability exceeds `uniform` times the total.
         """
-        cumulative = log_probs.double().exp_().cumsum(-1)
+        cumulative = self.elementwise(torch.exp, log_probs.double()).cumsum(-1)
         threshold = uniform[:, None] * cumulative[:, -1:]
         return (cumulative <= threshold).sum(-1).clamp_(max=log_probs.shape[-1] - 1)
 

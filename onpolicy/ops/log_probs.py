@@ -35,8 +35,13 @@ def token_log_probs(
     return _TokenLogProbs.apply(operators, hidden, weight, bias, targets, temperature, vocabulary)
 
 
+def rows_per_chunk(vocab_size: int) -> int:
+    """How many tokens' logits are alive at a time."""
+    return max(16, LOGITS_PER_CHUNK // vocab_size)
+
+
 def _chunks(hidden: Tensor, vocabulary: VocabParallel) -> list[slice]:
-    rows = max(16, LOGITS_PER_CHUNK // vocabulary.size)
+    rows = rows_per_chunk(vocabulary.size)
     return [slice(r, r + rows) for r in range(0, hidden.shape[0], rows)]
 
 
@@ -71,23 +76,26 @@ class _TokenLogProbs(torch.autograd.Function):
         operators: Operators = ctx.operators  # type: ignore[attr-defined]
         vocabulary: VocabParallel = ctx.vocabulary  # type: ignore[attr-defined]
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        head = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
+        grad_head = [torch.zeros_like(t, dtype=torch.float32) for t in head]
         for rows in _chunks(hidden, vocabulary):
-            logits = vocabulary.gather(operators.linear(hidden[rows], weight, bias))
+            part = hidden[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                mine = operators.linear(part, *head)
+            logits = vocabulary.gather(mine.detach())
             grad_logits = operators.grad_logits(
                 logits, temperature[rows, None], targets[rows], grad[rows]
             )
             grad_logits = vocabulary.take(grad_logits, weight.shape[0])
-            grad_hidden[rows] = operators.linear(grad_logits, weight.t())
-            grad_weight += operators.linear(grad_logits.t(), hidden[rows].t())
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+            grad_hidden[rows], *grads = torch.autograd.grad(mine, (part, *head), grad_logits)
+            for total, of_chunk in zip(grad_head, grads, strict=True):
+                total += of_chunk
+        grad_weight, *grad_bias = (total.to(weight.dtype) for total in grad_head)
         return (
             None,
             grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype),
+            grad_weight,
+            grad_bias[0] if grad_bias else None,
             None,
             None,
             None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,22 @@ def require_equal(name: str, shape: tuple[int, ...], case: str, got: Tensor, wan
         raise ContractError(
             f"operator={name}, shape={shape}, case={case!r}: {int((got != want).sum())} of "
             f"{want.numel()} values differ from the same ones in a larger call, so this machine's "
-            "kernels are not row-invariant and rollout and training cannot agree bit for bit. Run "
-            "without --true-on-policy-mode here, and report the processor and torch version."
+            "kernels are not row-invariant and rollout and training cannot agree bit for bit. If you "
+            "set MKL_CBWR, unset it (onpolicy asks for AUTO,STRICT). Else run without "
+            "--true-on-policy-mode here, and report the processor and torch version."
         )
+
+
+def check_rows(
+    name: str,
+    shape: tuple[int, ...],
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    counts: tuple[int, ...],
+) -> Tensor:
+    """function(x), whose rows must not change when the batch is cut or turned round."""
+    reference = function(x)
+    for rows in counts:
+        require_equal(name, shape, f"{rows} rows", function(x[:rows]), reference[:rows])
+    require_equal(name, shape, "rows in reverse", function(x.flip(0)), reference.flip(0))
+    return reference

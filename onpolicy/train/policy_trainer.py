@@ -20,6 +20,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError, TrainingError
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators, make_operators
+from onpolicy.ops.gradient_check import check_gradients
 from onpolicy.ops.self_check import self_check
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
@@ -53,7 +54,10 @@ class PolicyTrainer(Trainer):
     def _use_contract(self, contract: NumericsContract) -> None:
         self.contract = contract
         self.operators = make_operators(contract, self.num_threads)
-        self.self_check = self_check(self.operators, contract) if contract.is_aligned else {}
+        self.self_check = {}
+        if contract.is_aligned:
+            self.self_check = self_check(self.operators, contract)
+            check_gradients(self.operators, contract)
 
     @abstractmethod
     def _put_operators(self, operators: Operators) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from onpolicy.ops.base import AttentionLayout, Operators
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
+from onpolicy.ops.cpu.layout import on_whole_tensors
 from onpolicy.ops.cpu.linear import (
     COLUMNS,
     AlignedGroupedLinear,
@@ -23,6 +24,8 @@ from onpolicy.ops.cpu.threads import PiecePool
 class CpuOperators(Operators):
     """Row-invariant operators; results do not depend on `num_threads`.
 
+    So are the gradients of their rows: what a row of `x`, or a sequence of q, k and v, gets back. A
+    weight's gradient is a sum over rows, the same for the same rows in the same order.
     Creating them sets torch's own number of threads to 1 (see `PiecePool`).
     """
 
@@ -31,12 +34,14 @@ class CpuOperators(Operators):
     def __init__(self, num_threads: int = 1):
         self.pool = PiecePool(num_threads)
 
+    @on_whole_tensors
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._linear(x, weight, bias, x.dtype)
 
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.blockwise_linear(x, weight, 1)
 
+    @on_whole_tensors
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         return self._linear(x, weight, None, torch.float32, blocks)
 
@@ -55,9 +60,11 @@ class CpuOperators(Operators):
             out = tiled_linear(self.pool, rows, weight, bias, out_dtype, blocks)
         return out.view(*x.shape[:-1], weight.shape[0])
 
+    @on_whole_tensors
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return self._grouped_linear(x, weight, offsets, x.dtype)
 
+    @on_whole_tensors
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return self._grouped_linear(x, weight, offsets, torch.float32)
 
@@ -68,25 +75,29 @@ class CpuOperators(Operators):
             return AlignedGroupedLinear.apply(x, weight, offsets, self.pool, out_dtype)
         return tiled_grouped_linear(self.pool, x, weight, offsets, out_dtype)
 
+    @on_whole_tensors
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if torch.is_grad_enabled():
             return AlignedAttention.apply(q, k, v, layout, scale, self.pool)
         return blockwise_attention(self.pool, q, k, v, layout, scale)
 
+    @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # transformers' formula. On one thread a row's mean does not depend on the other rows.
         rows = x.float()
         rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
         return weight * rows.to(x.dtype)
 
+    @on_whole_tensors
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return whole_vectors(function, x)
 
+    @on_whole_tensors
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, dim=-1, dtype=torch.float32)
 
+    @on_whole_tensors
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return torch.log_softmax(logits.float() / temperature, dim=-1)

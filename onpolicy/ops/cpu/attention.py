@@ -31,6 +31,9 @@ from onpolicy.ops.cpu.threads import PiecePool
 KEY_BLOCK = 64
 ROW_MULTIPLE = 16
 MAX_ROWS = 256
+ROW_BLOCK = 64
+"""Query rows of one product in the backward pass, where keys and values sum over them."""
+
 CHUNK_FLOATS = 1 << 22
 """Upper bound for the gathered keys of one chunk of sequences (16 MiB), unless one is larger."""
 
@@ -233,13 +236,20 @@ def _backward_chunk(
         do = tile.zero_padding(tile.gather(grad_out))
         delta = (do * tile.gather(out)).sum(-1, keepdim=True)
         weights = tile.scores(tile_q, keys).sub_(tile.gather(lse)).exp_()
+        # Rows of zeros, so that every product below has a shape that no other sequence decides.
+        missing = -tile.rows % ROW_BLOCK
+        tile_q, do, delta, weights = (
+            F.pad(x, (0, 0, 0, missing)) for x in (tile_q, do, delta, weights)
+        )
         dq = torch.zeros_like(tile_q)
         for j in range(tile.num_blocks):
-            grad_values[j, :b].baddbmm_(weights[j].transpose(1, 2), do)
             ds = weights[j] * (torch.bmm(do, values[j, :b].transpose(1, 2)) - delta)
             dq.baddbmm_(ds, keys[j, :b])
-            grad_keys[j, :b].baddbmm_(ds.transpose(1, 2), tile_q)
-        tile.scatter(dq * scale, grad_q)
+            for r in range(0, tile_q.shape[1], ROW_BLOCK):
+                rows = slice(r, r + ROW_BLOCK)
+                grad_values[j, :b].baddbmm_(weights[j][:, rows].transpose(1, 2), do[:, rows])
+                grad_keys[j, :b].baddbmm_(ds[:, rows].transpose(1, 2), tile_q[:, rows])
+        tile.scatter(dq[:, : tile.rows] * scale, grad_q)
     chunk.scatter_blocks(grad_keys, grad_k)
     chunk.scatter_blocks(grad_values, grad_v)
 
@@ -266,7 +276,11 @@ def blockwise_attention(
 
 
 class AlignedAttention(torch.autograd.Function):
-    """The forward above, and the usual flash-attention backward from its log-sum-exp."""
+    """The forward above, and the usual flash-attention backward from its log-sum-exp.
+
+    Its sums over query rows go through blocks of 64 that start at the sequence's own rows, so the
+    gradients of a sequence depend on no other one either.
+    """
 
     @staticmethod
     def forward(

@@ -20,5 +20,6 @@ VECTOR = 128
 
 def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function(x)` for a function that maps each element by itself: [...] -> [...]."""
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTOR))
+    flat, missing = x.reshape(-1), -x.numel() % VECTOR
+    flat = F.pad(flat, (0, missing)) if missing else flat
     return function(flat)[: x.numel()].view(x.shape)

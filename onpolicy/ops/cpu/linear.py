@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from onpolicy.ops.cpu.layout import whole
 from onpolicy.ops.cpu.threads import Piece, PiecePool
 
 ROW_MULTIPLE = 16
@@ -84,7 +85,7 @@ def _pieces(
 
 
 def _whole_rows(x: Tensor) -> Tensor:
-    return _pad_rows(x, ROW_MULTIPLE).contiguous().float()
+    return whole(_pad_rows(x, ROW_MULTIPLE).float())
 
 
 def _pad_rows(x: Tensor, multiple: int) -> Tensor:
