@@ -14,7 +14,9 @@ GPU_PYTHON ?= python3
 GPU_TEST_ARGS ?=
 GPU_BENCH_ARGS ?=
 
-.PHONY: setup demo test lint gpu-test gpu-bench
+CPU_SETTINGS ?=
+
+.PHONY: setup demo test test-cpus lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -32,6 +34,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile
+
+# The tests of what decides bits, under the instruction sets of other processors.
+#   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'
+test-cpus: setup
+	$(BIN)/python tests/instruction_sets.py $(CPU_SETTINGS)
 
 lint: setup
 	$(BIN)/ruff check .

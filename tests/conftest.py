@@ -14,6 +14,7 @@ from hypothesis import settings
 
 # Deterministic, and never a failure because a shared machine is slow.
 settings.register_profile("onpolicy", deadline=None, derandomize=True, max_examples=80)
+settings.register_profile("few", settings.get_profile("onpolicy"), max_examples=15)
 settings.load_profile("onpolicy")
 
 

@@ -1,7 +1,7 @@
-"""Megatron's and PyTorch's own modules in place of ours, one at a time.
+"""One of our Megatron modules at a time, broken so that it differs on every CPU.
 
-Linears and activations are called as in a decode step, a row at a time: in one batch on one thread
-PyTorch's own happen to give these rows the same bits.
+Most give the next larger number everywhere, the smallest violation there is. Megatron's own modules
+are no controls: whether their kernels round otherwise is up to the machine.
 """
 
 from __future__ import annotations
@@ -9,49 +9,43 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
-
-from onpolicy.ops.stock import StockOperators
+from violations import next_up
 
 
 def column_linear():
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
     from onpolicy.train.megatron.linears import AlignedColumnLinear
 
-    def by_rows(self, input, *args, **kwargs):
-        stock = ColumnParallelLinear._forward_impl
-        return torch.cat([stock(self, row, *args, **kwargs) for row in input.split(1)])
-
-    return patch.object(AlignedColumnLinear, "_forward_impl", by_rows)
+    return _off_by_one_bit(AlignedColumnLinear, "_forward_impl")
 
 
 def row_linear():
-    from megatron.core.tensor_parallel import RowParallelLinear
-
     from onpolicy.train.megatron.linears import AlignedRowLinear
 
-    def by_rows(self, input):
-        outputs = [RowParallelLinear.forward(self, row)[0] for row in input.split(1)]
-        return torch.cat(outputs), None
+    return _off_by_one_bit(AlignedRowLinear)
 
-    return patch.object(AlignedRowLinear, "forward", by_rows)
+
+def rounded_parts():
+    """Every rank's part of a sum over K is rounded to bfloat16, as an all-reduce would have it."""
+    from onpolicy.ops.row_parallel import RowParallel
+
+    right = RowParallel.sum
+
+    def rounded(self, partials):
+        return right(self, [partial.bfloat16().float() for partial in partials])
+
+    return patch.object(RowParallel, "sum", rounded)
 
 
 def norm():
     from onpolicy.train.megatron.norm import AlignedNorm
 
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    return patch.object(AlignedNorm, "forward", forward)
+    return _off_by_one_bit(AlignedNorm)
 
 
 def attention():
     from onpolicy.train.megatron.attention import AlignedAttention
 
-    stock = StockOperators(1).attention
-    return patch.object(AlignedAttention, "forward", _with(AlignedAttention, "attention", stock))
+    return _off_by_one_bit(AlignedAttention)
 
 
 def rotary():
@@ -71,58 +65,35 @@ def rotary():
 def activation():
     from onpolicy.train.megatron.config import AlignedConfig
 
-    def by_rows(self, x):
-        return torch.cat([self.activation(row) for row in x.split(1)])
-
-    return patch.object(AlignedConfig, "_activate", by_rows)
+    return _off_by_one_bit(AlignedConfig, "_activate")
 
 
 def output_layer():
-    """Megatron's cross entropy over a shared vocabulary: sums of the ranks' sums."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
     from onpolicy.train.megatron import model
 
-    def log_probs(operators, hidden, weight, bias, targets, temperature, vocabulary):
-        columns = torch.arange(len(weight)) + vocabulary.group.rank() * len(weight)
-        logits = operators.linear(hidden, weight) / temperature[:, None]
-        logits = logits.masked_fill(columns >= vocabulary.size, float("-inf"))
-        loss = vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0]
-        return -loss, torch.zeros_like(loss)
-
-    return patch.object(model, "token_log_probs", log_probs)
+    return _off_by_one_bit(model, "token_log_probs")
 
 
 def router():
     from onpolicy.train.megatron.moe import AlignedRouter
 
-    def by_rows(x, weight, bias=None):
-        return torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
-
-    return patch.object(AlignedRouter, "forward", _with(AlignedRouter, "linear", by_rows))
+    return _off_by_one_bit(AlignedRouter)
 
 
 def experts():
-    """Hugging Face's own loop over experts, which adds up a token's in the order of the experts."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
     from onpolicy.train.megatron.moe import AlignedExperts
 
-    def forward(self, x, weights, chosen):
-        stock = Qwen3MoeExperts(self.config.hf_config)
-        stock.gate_up_proj.data = self.gate_up.data.flatten(1, 2)
-        stock.down_proj.data = self.down.data
-        return Qwen3MoeExperts.forward.__wrapped__(stock, x, chosen, weights)
-
-    return patch.object(AlignedExperts, "forward", forward)
+    return _off_by_one_bit(AlignedExperts)
 
 
-def _with(kind, operator, function):
-    """The method `forward` of a class, while one of the operators is another function."""
-    forward = kind.forward
+def _off_by_one_bit(owner, name="forward"):
+    """A function, or a method of all instances, whose (first) result is rounded up."""
+    right = getattr(owner, name)
 
-    def changed(self, *args, **kwargs):
-        with patch.object(self.config.operators, operator, function):
-            return forward(self, *args, **kwargs)
+    def broken(*args, **kwargs):
+        result = right(*args, **kwargs)
+        if isinstance(result, tuple):
+            return next_up(result[0]), *result[1:]
+        return next_up(result)
 
-    return changed
+    return patch.object(owner, name, broken)

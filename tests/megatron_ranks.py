@@ -219,8 +219,8 @@ def score(job):
     return data_rank(), log_probs, entropy
 
 
-def score_without(job, name):
-    """As `score`, with a module of Megatron's or PyTorch's in place of ours."""
+def score_broken(job, name):
+    """As `score`, with one of our modules broken (megatron_controls.py)."""
     import megatron_controls
 
     with getattr(megatron_controls, name)():

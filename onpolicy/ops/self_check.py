@@ -10,7 +10,6 @@ are part of what an engine reports: two processes whose operators are each invar
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -51,23 +50,25 @@ def self_check(operators: Operators, contract: NumericsContract) -> dict[str, st
     Raises ContractError that names the operator, its shape and the batch at which a row changed.
     """
     with torch.no_grad():
+        digests = _digests(_rowwise(operators, contract))
         if contract.device == "cpu" and contract.dtype == "bfloat16":
             # The CPU operators sum in float32 there too, and rounding hides most that a sum does.
-            for _ in _products(operators, replace(contract, dtype="float32")):
-                pass
-        results = itertools.chain(_products(operators, contract), _rowwise(operators, contract))
-        return {
-            f"{name} {'x'.join(map(str, shape))}": _digest(result)
-            for name, shape, result in results
-        }
+            _digests(_products(operators, replace(contract, dtype="float32")))
+        return digests | _digests(_products(operators, contract))
+
+
+Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
+
+
+def _digests(results: Results) -> dict[str, str]:
+    return {
+        f"{name} {'x'.join(map(str, shape))}": _digest(result) for name, shape, result in results
+    }
 
 
 def _digest(result: Tensor) -> str:
     values = result.contiguous().cpu().view(torch.uint8).numpy()
     return hashlib.sha256(values.tobytes()).hexdigest()[:8]
-
-
-Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
 
 
 def _products(operators: Operators, contract: NumericsContract) -> Results:

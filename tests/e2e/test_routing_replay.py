@@ -1,4 +1,7 @@
-"""Rollout routing replay with the real SGLang, whose stock experts and router are its own."""
+"""Rollout routing replay with the real SGLang, whose stock experts and router are its own.
+
+Whether stock routers differ is up to the machine's kernels, so the engine's have other weights here.
+"""
 
 from dataclasses import replace
 
@@ -13,6 +16,8 @@ from onpolicy.models.checkpoint import load_config
 from onpolicy.start import make_contract
 from onpolicy.train import distributed
 from onpolicy.types import TrainSample
+from onpolicy.weight_sync import push_weights
+from onpolicy.weight_sync.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.engine
 
@@ -41,11 +46,24 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rollout(pair):
     assert pair.replays_routing
+    buckets = with_other_routers(pair.trainer.weight_buckets(1 << 20))
+    push_weights(buckets, pair.rollout.clients, SharedMemoryTransport(), "other routers")
     requests = [
         replace(request, params=replace(request.params, return_routed_experts=True))
         for request in make_requests(24, seed=3)
     ]
     return requests, pair.generate(requests)
+
+
+def with_other_routers(buckets):
+    """A tenth of their weights' spread away: enough for some tokens to go to other experts."""
+    generator = torch.Generator().manual_seed(0)
+    for bucket in buckets:
+        for i, (name, tensor) in enumerate(bucket):
+            if name.endswith("mlp.gate.weight"):
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+                bucket[i] = name, tensor + 0.1 * tensor.std() * noise
+        yield bucket
 
 
 def train_samples(requests, completions):

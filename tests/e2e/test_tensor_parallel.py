@@ -11,7 +11,7 @@ from engines_fixture import make_engines, make_requests, running
 
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.align import AlignedLinear
-from onpolicy.ops.row_parallel import WHOLE
+from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
 from onpolicy.weight_sync import push_weights
 from onpolicy.weight_sync.shared_memory import SharedMemoryTransport
@@ -47,10 +47,22 @@ def test_no_token_differs(engines):
     assert count_mismatches(engines, seed=30) == 0
 
 
-def test_a_trainer_that_sums_in_one_block_differs(engines, monkeypatch):
-    for module in engines.trainer.model.modules():
-        if isinstance(module, AlignedLinear):
-            monkeypatch.setattr(module, "row_parallel", WHOLE)
+class Rounded(RowParallel):
+    """Rounds every rank's part before the sum, as an all-reduce in bfloat16 does."""
+
+    def sum(self, partials):
+        return super().sum([partial.bfloat16().float() for partial in partials])
+
+
+def test_a_trainer_that_rounds_the_parts_of_a_sum_differs(engines, monkeypatch):
+    cut = [
+        module
+        for module in engines.trainer.model.modules()
+        if isinstance(module, AlignedLinear) and module.row_parallel.blocks > 1
+    ]
+    assert len(cut) == 4
+    for module in cut:
+        monkeypatch.setattr(module, "row_parallel", Rounded(module.row_parallel.blocks))
     assert count_mismatches(engines, seed=31) > 0
 
 

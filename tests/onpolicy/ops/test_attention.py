@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from violations import break_gradient
 
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.cpu import attention as module
-from onpolicy.ops.stock import StockOperators
 
 OPERATORS = CpuOperators(1)
 
@@ -127,20 +127,47 @@ def test_results_and_gradients_are_close_to_scaled_dot_product_attention(lens, s
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def gradients(inputs, grad, lens, operators=OPERATORS):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = operators.attention(*inputs, AttentionLayout.packed(tuple(lens)), 0.3)
+    return torch.autograd.grad(out, inputs, grad)
+
+
+def require_same_gradients(inputs, grad, lens, alone, operators=OPERATORS):
+    """A sequence's queries, keys and values get back alone what they get back among the others."""
+    together = gradients(inputs, grad, lens, operators)
+    parts = [x.split(lens)[alone] for x in inputs]
+    ours = gradients(parts, grad.split(lens)[alone], [lens[alone]], operators)
+    for name, got, want in zip("qkv", ours, together, strict=True):
+        assert torch.equal(got, want.split(lens)[alone]), f"gradient of {name}"
+
+
 @given(lens, heads, st.data())
 def test_gradients_of_a_sequence_do_not_depend_on_the_others(lens, shape, data):
     inputs = packed_inputs(lens, shape, torch.float32)
     grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    require_same_gradients(inputs, grad, lens, data.draw(st.integers(0, len(lens) - 1)))
 
-    def gradients(inputs, grad, lens):
-        inputs = [x.clone().requires_grad_() for x in inputs]
-        out = OPERATORS.attention(*inputs, AttentionLayout.packed(tuple(lens)), 0.3)
-        return torch.autograd.grad(out, inputs, grad)
 
-    together = gradients(inputs, grad, lens)
-    i = data.draw(st.integers(0, len(lens) - 1))
-    alone = gradients([x.split(lens)[i] for x in inputs], grad.split(lens)[i], [lens[i]])
-    assert torch.equal(alone[0], together[0].split(lens)[i])
+def test_gradients_that_depend_on_the_batch_are_found():
+    inputs, lens = packed_inputs([40, 9], (4, 2, 16), torch.float32), [40, 9]
+    grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    require_same_gradients(inputs, grad, lens, 1)
+    with pytest.raises(AssertionError, match="gradient of q"):
+        broken = break_gradient(CpuOperators(), "attention")
+        require_same_gradients(inputs, grad, lens, 1, broken)
+
+
+@given(lens, heads)
+def test_threads_do_not_change_gradients(lens, shape):
+    """They share out sequences, and what shares a piece of work must not matter."""
+    inputs = packed_inputs(lens, shape, torch.float32)
+    grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onpolicy.ops.cpu.threads.MIN_PARALLEL_FLOPS", 0)
+        three = gradients(inputs, grad, lens, CpuOperators(3))
+    for got, want in zip(three, gradients(inputs, grad, lens), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_queries_see_no_later_key():
@@ -168,11 +195,3 @@ def test_value_heads_may_have_another_size():
     q, k, _ = packed_inputs([30], (4, 2, 16), torch.float32)
     v = torch.randn(30, 2, 24)
     assert attend(q, k, v, AttentionLayout.packed((30,))).shape == (30, 4, 24)
-
-
-def test_stock_attention_changes_with_the_number_of_queries():
-    q, k, v = packed_inputs([200], (4, 2, 64), torch.float32)
-    stock = StockOperators()
-    whole = attend(q, k, v, AttentionLayout.packed((200,)), stock)
-    decode = AttentionLayout(query_lens=(1,), key_lens=(200,), key_rows=torch.arange(200)[None])
-    assert not torch.equal(attend(q[-1:], k, v, decode, stock), whole[-1:])

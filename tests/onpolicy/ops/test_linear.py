@@ -3,9 +3,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from invariance import require_row_invariance, require_same_bits
+from violations import break_operator, next_up
 
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.stock import StockOperators
 
 ONE_THREAD, THREE_THREADS = CpuOperators(1), CpuOperators(3)
 
@@ -24,30 +25,25 @@ def operands(rows, columns, inner, dtype, has_bias):
 @given(st.integers(2, 400), sizes, sizes, dtypes, st.booleans(), st.data())
 def test_rows_do_not_depend_on_the_rest_of_the_batch(rows, columns, inner, dtype, has_bias, data):
     x, weight, bias = operands(rows, columns, inner, dtype, has_bias)
-    whole = ONE_THREAD.linear(x, weight, bias)
-    cut = data.draw(st.integers(1, rows - 1))
-    parts = [ONE_THREAD.linear(part, weight, bias) for part in (x[:cut], x[cut:])]
-    assert torch.equal(torch.cat(parts), whole)
-    order = torch.tensor(data.draw(st.permutations(range(rows))))
-    assert torch.equal(ONE_THREAD.linear(x[order], weight, bias), whole[order])
+    require_row_invariance(lambda i: ONE_THREAD.linear(x[i], weight, bias), rows, data)
+
+
+def require_column_invariance(linear, x, weight, bias, cut):
+    """As tensor parallelism shares them out: any part of the columns, and at any place."""
+    whole, columns = linear(x, weight, bias), len(weight)
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(cut)).tolist()
+    for part in map(torch.tensor, (range(cut), range(cut, columns), order)):
+        got = linear(x, weight[part], None if bias is None else bias[part])
+        assert torch.equal(got, whole[:, part]), f"{len(part)} of {columns} columns"
 
 
 @given(
     st.integers(1, 300), st.integers(2, 700), st.integers(1, 2500), dtypes, st.booleans(), st.data()
 )
 def test_columns_do_not_depend_on_the_others(rows, columns, inner, dtype, has_bias, data):
-    """As tensor parallelism shares them out: any part of the columns, and at any place."""
     x, weight, bias = operands(rows, columns, inner, dtype, has_bias)
-    whole = ONE_THREAD.linear(x, weight, bias)
-
-    def columns_of(chosen):
-        return ONE_THREAD.linear(x, weight[chosen], None if bias is None else bias[chosen])
-
     cut = data.draw(st.integers(1, columns - 1))
-    parts = [columns_of(slice(0, cut)), columns_of(slice(cut, columns))]
-    assert torch.equal(torch.cat(parts, dim=1), whole)
-    order = torch.randperm(columns, generator=torch.Generator().manual_seed(cut))
-    assert torch.equal(columns_of(order), whole[:, order])
+    require_column_invariance(ONE_THREAD.linear, x, weight, bias, cut)
 
 
 @pytest.mark.parametrize("rows", range(16, 257, 48))
@@ -104,35 +100,38 @@ def test_gradients_are_close_to_autograd(rows, columns, inner, has_bias):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@given(st.integers(2, 100), st.integers(1, 200), st.integers(1, 200), dtypes, st.data())
-def test_input_gradient_rows_do_not_depend_on_the_rest_of_the_batch(
+@given(st.integers(2, 300), st.integers(1, 1500), st.integers(1, 300), dtypes, st.data())
+def test_gradients_of_rows_do_not_depend_on_the_rest_of_the_batch(
     rows, columns, inner, dtype, data
 ):
     x, weight, _ = operands(rows, columns, inner, dtype, False)
-    grad = torch.randn(rows, columns).to(dtype)
-    cut = data.draw(st.integers(1, rows - 1))
+    grad = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
 
-    def input_gradient(x, grad):
-        x = x.clone().requires_grad_()
-        return torch.autograd.grad(ONE_THREAD.linear(x, weight), x, grad)[0]
+    def of_rows(i):
+        leaf = x[i].requires_grad_()
+        return torch.autograd.grad(ONE_THREAD.linear(leaf, weight), leaf, grad[i])[0]
 
-    parts = [input_gradient(x[:cut], grad[:cut]), input_gradient(x[cut:], grad[cut:])]
-    assert torch.equal(torch.cat(parts), input_gradient(x, grad))
+    require_row_invariance(of_rows, rows, data)
 
 
-def test_stock_linear_is_not_row_invariant():
-    torch.set_num_threads(1)
-    x, weight, _ = operands(64, 768, 256, torch.float32, False)
-    stock = StockOperators()
-    assert not torch.equal(stock.linear(x[:1], weight), stock.linear(x, weight)[:1])
+def test_rows_that_depend_on_their_number_are_found():
+    x, weight, _ = operands(64, 30, 40, torch.float32, False)
+    linear = break_operator(CpuOperators(), "linear").linear
+    parts = [range(16, 64), range(9)]
+    require_same_bits(lambda i: ONE_THREAD.linear(x[i], weight), 64, parts)
+    with pytest.raises(AssertionError, match="9 of 64 rows"):
+        require_same_bits(lambda i: linear(x[i], weight), 64, parts)
 
 
-def test_stock_linear_is_not_column_invariant():
-    torch.set_num_threads(1)
-    x, weight, _ = operands(64, 416, 1000, torch.float32, False)
-    stock = StockOperators()
-    parts = torch.cat([stock.linear(x, part) for part in weight.chunk(4)], dim=1)
-    assert not torch.equal(parts, stock.linear(x, weight))
+def test_columns_that_depend_on_their_number_are_found():
+    def linear(x, weight, bias):
+        out = ONE_THREAD.linear(x, weight, bias)
+        return next_up(out) if len(weight) < 30 else out
+
+    operands_ = operands(5, 100, 40, torch.float32, True)
+    require_column_invariance(ONE_THREAD.linear, *operands_, cut=29)
+    with pytest.raises(AssertionError, match="29 of 100 columns"):
+        require_column_invariance(linear, *operands_, cut=29)
 
 
 def test_more_than_one_torch_thread_is_refused():

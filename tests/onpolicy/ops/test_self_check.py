@@ -2,30 +2,15 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_contract import CONTRACT, SHARED
 from torch import Tensor
+from violations import break_operator, few
 
-from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ContractError
 from onpolicy.ops import make_operators
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.probe import probe
 from onpolicy.ops.self_check import self_check
-from onpolicy.ops.stock import StockOperators
-
-CONTRACT = NumericsContract(
-    backend="cpu",
-    device="cpu",
-    dtype="float32",
-    shapes=OperatorShapes(
-        linear=((208, 96, False), (137, 96, True), (600, 512, False)),
-        heads=6,
-        kv_heads=2,
-        head_dim=48,
-        norm=(48, 96),
-        vocab_size=137,
-        experts=((6, 72, 96, 2),),
-    ),
-)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -59,30 +44,38 @@ def test_digests_tell_different_operators_apart():
         ("linear", "linear"),
         ("attention", "attention"),
         ("elementwise", "silu"),
+        ("rms_norm", "rms_norm"),
+        ("softmax", "softmax"),
+        ("log_softmax", "log_softmax"),
         ("grouped_linear", "experts"),
         ("grouped_partial_linear", "experts"),
     ],
 )
-def test_one_stock_operator_is_found_and_named(operator, name):
-    operators = CpuOperators()
-    setattr(operators, operator, getattr(StockOperators(), operator))
+def test_an_operator_that_depends_on_the_batch_is_found_and_named(operator, name):
     with pytest.raises(ContractError, match=rf"operator={name}, shape=\(.*not row-invariant"):
-        self_check(operators, CONTRACT)
+        self_check(break_operator(CpuOperators(), operator), CONTRACT)
+
+
+def test_sums_are_checked_before_bfloat16_rounds_their_differences_away():
+    class Fragile(CpuOperators):
+        """Wrong by 2^-20 for few rows: far less than bfloat16 resolves."""
+
+        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            exact = super().linear(
+                x.float(), weight.float(), None if bias is None else bias.float()
+            )
+            return (exact * (1 + 2**-20) if few(len(x)) else exact).to(x.dtype)
+
+    contract = dataclasses.replace(CONTRACT, dtype="bfloat16")
+    self_check(CpuOperators(), contract)
+    with pytest.raises(ContractError, match="operator=linear"):
+        self_check(Fragile(), contract)
 
 
 def test_probe_is_the_same_whatever_is_asked_after():
     assert torch.equal(probe(4, 8, seed=1).view(-1), probe(32, seed=1))
     assert not torch.equal(probe(32, seed=1), probe(32, seed=2))
     assert probe(100, seed=3).abs().max() <= 1
-
-
-SHARED = dataclasses.replace(
-    CONTRACT,
-    row_parallel_blocks=4,
-    shapes=dataclasses.replace(
-        CONTRACT.shapes, row_linear=((96, 208, True), (96, 1504, False)), kv_heads=6
-    ),
-)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

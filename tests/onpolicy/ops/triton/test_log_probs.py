@@ -5,6 +5,7 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from violations import next_up
 
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
@@ -87,11 +88,12 @@ def test_masked_logits_have_no_weight_and_invalid_ones_show():
     torch.testing.assert_close(entropy[0].item(), math.log(2))
 
 
-def test_a_stock_log_softmax_of_the_rollout_would_be_found():
-    """The negative control: PyTorch's sum over the vocabulary is grouped in another way."""
-    logits, temperature, _ = inputs(30, 9001, torch.float32)
-    stock = torch.log_softmax(logits / temperature, -1)
-    assert not torch.equal(OPERATORS.log_softmax(logits, temperature), stock)
+def test_a_log_softmax_off_by_one_bit_is_found():
+    """The negative control: what the rollout returns against what the trainer gathers."""
+    logits, temperature, targets = inputs(30, 9001, torch.float32)
+    theirs = OPERATORS.log_softmax(logits, temperature).gather(1, targets[:, None])[:, 0]
+    ours, _ = OPERATORS.gather_log_probs(logits, temperature, targets)
+    assert torch.equal(ours, theirs) and not torch.equal(ours, next_up(theirs))
 
 
 @few

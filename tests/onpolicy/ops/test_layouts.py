@@ -1,0 +1,171 @@
+"""Where tensors lie in memory changes no bit: of results, and of gradients in any layout too."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import LAYOUTS, strided, transposed
+
+from onpolicy.ops import AttentionLayout
+from onpolicy.ops.cpu import CpuOperators
+
+OPERATORS = CpuOperators(1)
+
+sizes = st.integers(1, 40) | st.sampled_from([96, 256, 300])
+
+
+def expert_rows(x, experts):
+    """Where each expert's rows begin: int64 [E + 1]."""
+    return torch.linspace(0, len(x), experts + 1).long()
+
+
+def split_in_three(tokens):
+    cuts = sorted({0, tokens // 5, tokens // 2, tokens})
+    return AttentionLayout.packed(tuple(b - a for a, b in itertools.pairwise(cuts)))
+
+
+def temperature(x):
+    return x.float().abs() + 0.5
+
+
+def targets(logits):
+    return torch.arange(len(logits)) % logits.shape[1]
+
+
+def matrices(m, n, k):
+    return (m, k), (n, k)
+
+
+def heads(m, n, k):
+    return (m, 4, k % 40 + 1), (m, 2, k % 40 + 1), (m, 2, n % 40 + 1)
+
+
+def angles(m, n, k):
+    return *((2, h, m, 2 * k) for h in (3, 1)), *[(2, m, 2 * k)] * 2
+
+
+def rows(m, n, k):
+    return ((m, k),)
+
+
+def rows_with_numbers(m, n, k):
+    return (m, k), (m, 1)
+
+
+# Operator: (its call, the shapes of its tensors for three sizes).
+DIFFERENTIABLE = {
+    "linear": (OPERATORS.linear, lambda m, n, k: (*matrices(m, n, k), (n,))),
+    "partial_linear": (OPERATORS.partial_linear, matrices),
+    "blockwise_linear": (
+        lambda x, w: OPERATORS.blockwise_linear(x, w, 2),
+        lambda m, n, k: matrices(m, n, 2 * k),
+    ),
+    "grouped_linear": (
+        lambda x, w: OPERATORS.grouped_linear(x, w, expert_rows(x, 3)),
+        lambda m, n, k: ((m, k), (3, n, k)),
+    ),
+    "grouped_partial_linear": (
+        lambda x, w: OPERATORS.grouped_partial_linear(x, w, expert_rows(x, 3)),
+        lambda m, n, k: ((m, k), (3, n, k)),
+    ),
+    "attention": (lambda q, k, v: OPERATORS.attention(q, k, v, split_in_three(len(q)), 0.3), heads),
+    "rms_norm": (lambda x, w: OPERATORS.rms_norm(x, w, 1e-6), lambda m, n, k: ((m, k), (k,))),
+    "elementwise": (lambda x: OPERATORS.elementwise(F.silu, x), rows),
+    "gated": (lambda x, y: OPERATORS.gated(F.gelu, x, y), lambda m, n, k: ((m, k), (m, k))),
+    "rotary": (lambda *x: torch.cat([y.flatten() for y in OPERATORS.rotary(*x)]), angles),
+    "softmax": (OPERATORS.softmax, rows),
+    "topk": (lambda x: OPERATORS.topk(x, 1)[0], rows),
+    "log_softmax": (lambda x, t: OPERATORS.log_softmax(x, temperature(t)), rows_with_numbers),
+}
+OTHERS = {
+    "gather_log_probs": (
+        lambda x, t: torch.cat(OPERATORS.gather_log_probs(x, temperature(t), targets(x))),
+        rows_with_numbers,
+    ),
+    "grad_logits": (
+        lambda x, t: OPERATORS.grad_logits(x, temperature(t), targets(x), t[:, 0].float()),
+        rows_with_numbers,
+    ),
+    "sample": (
+        lambda x, u: OPERATORS.sample(x.float(), u[:, 0].double().abs() % 1),
+        rows_with_numbers,
+    ),
+}
+
+
+def test_every_operator_is_here():
+    public = {name for name in dir(CpuOperators) if not name.startswith("_")}
+    row_parallel = {"row_parallel_linear"}  # one of the linears, and sums over ranks
+    assert public - row_parallel - {"column_tile"} == {*DIFFERENTIABLE, *OTHERS}
+
+
+def normal(shape, dtype):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def result_and_gradients(call, tensors, layout):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = call(*leaves)
+    grad = layout(normal(out.shape, out.dtype))
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad, allow_unused=True)]
+
+
+def require_equal(got, want):
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+layouts = st.sampled_from(LAYOUTS)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@settings(max_examples=50)
+@given(sizes, sizes, sizes, st.sampled_from([torch.float32, torch.bfloat16]), st.data())
+def test_results_and_gradients_do_not_depend_on_the_layout(name, m, n, k, dtype, data):
+    call, shapes = DIFFERENTIABLE[name]
+    tensors = [data.draw(layouts)(normal(shape, dtype)) for shape in shapes(m, n, k)]
+    layout = data.draw(layouts)
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+    want = result_and_gradients(call, copies, lambda grad: layout(grad).contiguous())
+    require_equal(result_and_gradients(call, tensors, layout), want)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@given(sizes, sizes, st.data())
+def test_results_do_not_depend_on_the_layout(name, m, k, data):
+    call, shapes = OTHERS[name]
+    tensors = [data.draw(layouts)(normal(shape, torch.float32)) for shape in shapes(m, 1, k)]
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+    assert torch.equal(call(*tensors), call(*copies))
+
+
+@pytest.mark.parametrize("name", [*DIFFERENTIABLE, *OTHERS])
+def test_no_rows_give_no_rows(name):
+    call, shapes = (DIFFERENTIABLE | OTHERS)[name]
+    if name == "attention":
+        call = lambda *x: OPERATORS.attention(*x, AttentionLayout.packed(()), 0.3)  # noqa: E731
+    tensors = [torch.randn(shape) for shape in shapes(0, 7, 9)]
+    assert call(*tensors).numel() == 0
+    if name in DIFFERENTIABLE:
+        _, *grads = result_and_gradients(call, tensors, lambda grad: grad)
+        assert not any(grad is not None and grad.any() for grad in grads)
+
+
+class ReadsStrides(CpuOperators):
+    """Rounds up what does not lie row after row, as a library's other kernel might."""
+
+    def softmax(self, x):
+        out = super().softmax(x)
+        return out if x.is_contiguous() else torch.nextafter(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("layout", [strided, transposed])
+def test_an_operator_that_depends_on_the_layout_is_found(layout):
+    x = normal((6, 8), torch.float32)
+    results = [result_and_gradients(ReadsStrides().softmax, [y], layout) for y in (x, layout(x))]
+    with pytest.raises(AssertionError):
+        require_equal(*results)

@@ -1,0 +1,32 @@
+"""Engine and trainer run under one instruction set, whatever chose it."""
+
+import os
+
+import psutil
+import pytest
+
+from onpolicy.contract import CONTRACT_VARIABLE
+
+pytestmark = pytest.mark.engine
+
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    "LD_PRELOAD",
+)
+
+
+def chosen(environment):
+    return {name: environment[name] for name in VARIABLES if name in environment}
+
+
+def test_every_process_of_an_engine_inherits_what_chose_the_trainers_kernels(engines):
+    children = [p.environ() for p in psutil.Process().children(recursive=True)]
+    of_engines = [environment for environment in children if CONTRACT_VARIABLE in environment]
+    assert len(of_engines) > 1  # the server and its scheduler at least
+    for environment in of_engines:
+        assert chosen(environment) == chosen(os.environ)
+    assert "MKL_CBWR" in os.environ
+    assert engines.rollout.clients[0].report()["self_check"] == engines.trainer.self_check

@@ -1,0 +1,90 @@
+"""Operators that break their promise by construction: what negative controls must find, on every CPU.
+
+How a library's own kernels round is an accident of the machine (docs/bitwise_parity.md records some).
+A violation here is the smallest there is: the next larger number, whenever few rows share a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onpolicy.ops import Operators
+from onpolicy.ops.cpu import CpuOperators
+
+FEW = 16
+"""Rows; fewer of them are computed otherwise, as matrix-vector kernels do."""
+
+ROW_OPERATORS = (
+    "linear",
+    "partial_linear",
+    "grouped_linear",
+    "grouped_partial_linear",
+    "attention",
+    "rms_norm",
+    "elementwise",
+    "softmax",
+    "log_softmax",
+)
+
+
+def next_up(x: Tensor) -> Tensor:
+    """Every element's successor, one unit in the last place away."""
+    return torch.nextafter(x, torch.full_like(x, torch.inf))
+
+
+def few(rows: int) -> bool:
+    return rows < FEW
+
+
+def always(rows: int) -> bool:
+    return True
+
+
+def break_operator(operators: Operators, name: str, when: Callable[[int], bool] = few) -> Operators:
+    """Let the operator `name` of `operators` round up for such numbers of rows."""
+    right = getattr(operators, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Tensor:
+        out = right(*args, **kwargs)
+        return next_up(out) if when(_rows(name, _first_tensor(args))) else out
+
+    setattr(operators, name, broken)
+    return operators
+
+
+def break_gradient(operators: Operators, name: str) -> Operators:
+    """Let the gradient of the first tensor of the operator `name` round up when it has few rows."""
+    right = getattr(operators, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Tensor:
+        x = _first_tensor(args)
+        if not (x.requires_grad and few(_rows(name, x))):
+            return right(*args, **kwargs)
+        watched = x.view_as(x)
+        watched.register_hook(next_up)
+        return right(*(watched if a is x else a for a in args), **kwargs)
+
+    setattr(operators, name, broken)
+    return operators
+
+
+def few_rows_differ() -> Operators:
+    """The CPU operators, all of them broken; and parts of a sum are rounded to the dtype of `x`."""
+    operators = CpuOperators()
+    partial = operators.partial_linear
+    operators.partial_linear = lambda x, weight: partial(x, weight).to(x.dtype).float()  # type: ignore[method-assign]
+    for name in ROW_OPERATORS:
+        break_operator(operators, name)
+    return operators
+
+
+def _first_tensor(args: tuple[Any, ...]) -> Tensor:
+    return next(argument for argument in args if isinstance(argument, Tensor))
+
+
+def _rows(name: str, x: Tensor) -> int:
+    return len(x) if name == "attention" else x.shape[:-1].numel()
