@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS, strided, transposed
+from layouts import LAYOUTS, whole
 
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.cpu import CpuOperators
@@ -114,33 +114,39 @@ def result_and_gradients(call, tensors, layout):
     return [out.detach(), *torch.autograd.grad(out, leaves, grad, allow_unused=True)]
 
 
-def require_equal(got, want):
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours is theirs is None or torch.equal(ours, theirs)
+def result(call, tensors, _):
+    return [call(*tensors)]
 
 
-layouts = st.sampled_from(LAYOUTS)
+def require_layouts_not_to_matter(compute, call, tensors):
+    """Every tensor in every layout, the others whole; and the result's gradient too."""
+    for i, layout in itertools.product(range(len(tensors) + 1), LAYOUTS):
+        others = [layout(x) if i == j else x for j, x in enumerate(tensors)]
+        of_grad = layout if i == len(tensors) else whole
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in others]
+        want = compute(call, copies, lambda grad, layout=of_grad: layout(grad).contiguous())
+        for got, theirs in zip(compute(call, others, of_grad), want, strict=True):
+            assert got is theirs is None or torch.equal(got, theirs), f"{layout.__name__} {i}"
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-@settings(max_examples=50)
-@given(sizes, sizes, sizes, st.sampled_from([torch.float32, torch.bfloat16]), st.data())
-def test_results_and_gradients_do_not_depend_on_the_layout(name, m, n, k, dtype, data):
+@settings(max_examples=8)
+@given(sizes, sizes, sizes, st.sampled_from([torch.float32, torch.bfloat16]))
+@example(37, 300, 257, torch.float32)
+def test_results_and_gradients_do_not_depend_on_the_layout(name, m, n, k, dtype):
     call, shapes = DIFFERENTIABLE[name]
-    tensors = [data.draw(layouts)(normal(shape, dtype)) for shape in shapes(m, n, k)]
-    layout = data.draw(layouts)
-    copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-    want = result_and_gradients(call, copies, lambda grad: layout(grad).contiguous())
-    require_equal(result_and_gradients(call, tensors, layout), want)
+    tensors = [normal(shape, dtype) for shape in shapes(m, n, k)]
+    require_layouts_not_to_matter(result_and_gradients, call, tensors)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@given(sizes, sizes, st.data())
-def test_results_do_not_depend_on_the_layout(name, m, k, data):
+@settings(max_examples=8)
+@given(sizes, sizes)
+@example(37, 257)
+def test_results_do_not_depend_on_the_layout(name, m, k):
     call, shapes = OTHERS[name]
-    tensors = [data.draw(layouts)(normal(shape, torch.float32)) for shape in shapes(m, 1, k)]
-    copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-    assert torch.equal(call(*tensors), call(*copies))
+    tensors = [normal(shape, torch.float32) for shape in shapes(m, 1, k)]
+    require_layouts_not_to_matter(result, call, tensors)
 
 
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, *OTHERS])
@@ -163,9 +169,8 @@ class ReadsStrides(CpuOperators):
         return out if x.is_contiguous() else torch.nextafter(out, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("layout", [strided, transposed])
-def test_an_operator_that_depends_on_the_layout_is_found(layout):
-    x = normal((6, 8), torch.float32)
-    results = [result_and_gradients(ReadsStrides().softmax, [y], layout) for y in (x, layout(x))]
-    with pytest.raises(AssertionError):
-        require_equal(*results)
+def test_an_operator_that_depends_on_the_layout_is_found():
+    tensors = [normal((6, 8), torch.float32)]
+    require_layouts_not_to_matter(result_and_gradients, OPERATORS.softmax, tensors)
+    with pytest.raises(AssertionError, match="strided 0"):
+        require_layouts_not_to_matter(result_and_gradients, ReadsStrides().softmax, tensors)

@@ -114,6 +114,19 @@ def test_gradients_of_rows_do_not_depend_on_the_rest_of_the_batch(
     require_row_invariance(of_rows, rows, data)
 
 
+@pytest.mark.parametrize("columns", [384, 1000, 2048, 4096])
+def test_gradients_of_rows_do_not_depend_on_their_number(columns):
+    """A gradient is a sum over the columns; some kernels split a long one for few rows."""
+    x, weight, _ = operands(256, columns, 300, torch.float32, False)
+    grad = torch.randn(256, columns, generator=torch.Generator().manual_seed(1))
+
+    def of_rows(i):
+        leaf = x[i].requires_grad_()
+        return torch.autograd.grad(ONE_THREAD.linear(leaf, weight), leaf, grad[i])[0]
+
+    require_same_bits(of_rows, 256, [range(m) for m in range(16, 256, 16)])
+
+
 def test_rows_that_depend_on_their_number_are_found():
     x, weight, _ = operands(64, 30, 40, torch.float32, False)
     linear = break_operator(CpuOperators(), "linear").linear
