@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def intel_kernels(directory: str) -> dict[str, str]:
     """The variable under which MKL takes this processor for one of Intel's."""
     if "GenuineIntel" in Path("/proc/cpuinfo").read_text():
         return {}
+    assert shutil.which("cc"), "no C compiler for tests/intel_kernels.c: apt-get install gcc"
     library = str(Path(directory, "intel_kernels.so"))
     source = str(Path(__file__).with_name("intel_kernels.c"))
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes, as PyTorch allocates; MKL promises the same sums again only for operands that keep it."""
+"""Bytes. PyTorch allocates so, and MKL's guide asks for it where results are to be reproducible."""
 
 
 def whole(x: Tensor) -> Tensor:
