@@ -23,13 +23,11 @@ from onpolicy.ops.experts import mix_experts
 from onpolicy.ops.log_probs import rows_per_chunk
 from onpolicy.ops.probe import check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
+from onpolicy.ops.self_check import MAX_EXPERTS, ROWS
 
-ROWS = 300
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
 FEW_ROW_COUNTS = (1, 7, 64, 299)
-"""For what has no matrix product in its backward pass."""
-
-MAX_EXPERTS = 3
+"""For what has no matrix product, and for experts, of which these make products of many sizes."""
 
 
 def check_gradients(operators: Operators, contract: NumericsContract) -> None:
@@ -56,6 +54,7 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
     for function in (F.silu, F.gelu, torch.sigmoid):
         _check(function.__name__, (37,), partial(operators.elementwise, function), 37)
     for sizes in shapes.experts:
+        _check("softmax", sizes[:1], operators.softmax, sizes[0])
         _check_experts(operators, sizes, row_parallel)
     _check_attention(operators, shapes)
     _check_log_probs(operators, shapes.vocab_size)
