@@ -21,18 +21,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = (
-    "tests/onpolicy/ops",
-    "--ignore=tests/onpolicy/ops/triton",  # an interpreter in numpy, and
-    "--ignore=tests/onpolicy/ops/hopper",  # calls that are recorded
-    "tests/onpolicy/models/test_policy.py",
-    "tests/parity",
-    "tests/e2e/test_verify.py::test_no_token_differs_in_float32[qwen3-moe]",
-)
-PYTEST = (
-    *("-m", "pytest", "--numprocesses=2", "--dist=loadfile", "--hypothesis-profile=few"),
-    *("--durations=0", "--durations-min=20", "-p", "no:cacheprovider"),
-)
+TESTS = {
+    "operators": (
+        "tests/onpolicy/ops",
+        "--ignore=tests/onpolicy/ops/triton",  # an interpreter in numpy, and
+        "--ignore=tests/onpolicy/ops/hopper",  # calls that are recorded
+        "tests/onpolicy/models/test_policy.py",
+    ),
+    "engines": (
+        "tests/parity",
+        "-k=not experts and not router",  # verify has them
+        "tests/e2e/test_verify.py::test_no_token_differs_in_float32[qwen3-moe]",
+    ),
+}
+"""What run side by side."""
+
+PYTEST = ("-m", "pytest", "--hypothesis-profile=few", "--durations=3", "-p", "no:cacheprovider")
 AVX2, AVX512 = "Intel(R) Advanced Vector Extensions 2", "Intel(R) AVX-512"
 
 
@@ -95,8 +99,26 @@ def run(setting: Setting, directory: str) -> str | None:
     said = in_force(environment)
     if setting.says not in said:
         return f"not in force: {setting.says!r} is not in\n{said}"
-    done = subprocess.run([sys.executable, *PYTEST, *TESTS], env=environment, cwd=ROOT)
-    return f"tests failed (exit code {done.returncode})" if done.returncode else None
+    logs = {name: Path(directory, f"{name}.log") for name in TESTS}
+    processes = {name: _start(tests, logs[name], environment) for name, tests in TESTS.items()}
+    failed = [name for name, process in processes.items() if process.wait()]
+    for name, log in logs.items():
+        lines = log.read_text().splitlines()
+        print(f"{name}:", *(lines if name in failed else lines[-1:]), sep="\n  ", flush=True)
+    return f"{' and '.join(failed)} failed" if failed else None
+
+
+def _start(
+    tests: tuple[str, ...], log: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *PYTEST, *tests],
+            env=environment,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def main(arguments: list[str]) -> int:
