@@ -155,6 +155,16 @@ class TrainSample:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class RunTotals:
+    """What a run has come to, from its first rollout on, however often it was resumed."""
+
+    first_reward: float = 0.0
+    last_reward: float = 0.0
+    num_compared_tokens: int = 0
+    num_mismatched_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RunSummary:
     """What a run ends with."""
 
@@ -164,7 +174,6 @@ class RunSummary:
     """Equal for two runs whose samples, rewards, losses and weights are the same bits."""
 
     rollouts: int
-    first_reward: float
-    last_reward: float
-    num_compared_tokens: int
-    num_mismatched_tokens: int
+    """Of the whole run, before a resume too."""
+
+    totals: RunTotals
