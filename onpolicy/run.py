@@ -84,7 +84,7 @@ class Run:
             self._continue(resumed.state)
         run_dir = Path(config.output.run_dir)
         self.engines = EnginePair(config, self.inputs.hf_config, self.ladder.contract, run_dir)
-        distributed.run_on_rank_zero(self._open_directory)
+        distributed.run_on_rank_zero(lambda: self._open_directory(resumed))
         logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)
         self.engines.start()
@@ -100,7 +100,7 @@ class Run:
         save = self.config.output.save
         if save:
             self._on_exit.enter_context(locked(Path(save), "--save"))
-        found = saving.find(self.config)
+        found = saving.find(self.config, self.inputs.prompts.prompts)
         if save:
             saving.require_room(self.config, self.inputs.hf_config)
         return found
@@ -110,9 +110,8 @@ class Run:
         self.run_hash, self.totals = RunHash(state.run_hash), state.totals
         self.ladder.load_state_dict(state.governor)
 
-    def _open_directory(self) -> None:
-        output = self.config.output
-        self._directory = RunDirectory(output.run_dir, self.first_step > 0, _paths(self.config))
+    def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
+        self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
         self._on_exit.callback(self._directory.close)
         remove_leftovers(self._directory.path)
         self._directory.write_records(self.config, self.ladder.contract, self.first_step)
@@ -122,10 +121,8 @@ class Run:
         config = self.config
         self._scorer = Scorer(config.reward)
         self._on_exit.callback(self._scorer.close)
-        with self._directory.writing():
-            self._sinks = self._directory.sinks(config, self.first_step)
-        for sink in self._sinks:
-            self._on_exit.callback(_close, sink)
+        opened = self._directory.opened_sinks(config, self.first_step)
+        self._sinks = self._on_exit.enter_context(opened)
         self._progress = Progress(config.rollout.num_rollout, self.first_step)
         self._on_exit.callback(self._progress.close)
         self.engines.on_progress = self._progress.on_response
@@ -228,7 +225,7 @@ class Run:
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
         self.rollouts_done += 1
-        self.totals = _added(self.totals, metrics, is_first=step == 0)
+        self.totals = self.totals.plus(metrics, is_first=step == 0)
         loss = metrics.get("train/loss", 0.0)
         self.run_hash.add_step(groups, loss, self.engines.weight_digest)
         self._log(step, metrics)
@@ -249,6 +246,7 @@ class Run:
                 run_hash=self.run_hash.value,
                 totals=self.totals,
                 governor=self.ladder.state_dict(),
+                prompts=saving.digest_prompts(self.inputs.prompts.prompts),
             )
             saving.save(self.config, self.engines, state)
 
@@ -269,36 +267,6 @@ class Run:
             plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
         except OSError as error:  # no reason to lose a finished run's summary
             logger.warning("the plot could not be written (%s)", error)
-
-
-def _paths(config: TrainConfig) -> dict[str, str]:
-    """What the run reads or writes outside its directory, by flag."""
-    paths = {
-        "--hf-checkpoint": config.model.hf_checkpoint,
-        "--ref-checkpoint": config.algorithm.ref_checkpoint,
-        "--prompt-data": config.data.prompt_data,
-        "--save": config.output.save,
-    }
-    return {flag: path for flag, path in paths.items() if path}
-
-
-def _close(sink: Sink) -> None:
-    try:
-        sink.close()
-    except OSError as error:
-        logger.warning("%s did not finish writing (%s)", type(sink).__name__, error)
-
-
-def _added(totals: RunTotals, metrics: Metrics, is_first: bool) -> RunTotals:
-    reward = metrics.get("rollout/raw_reward", 0.0)
-    compared = int(metrics.get("parity/num_compared_tokens", 0))
-    mismatched = int(metrics.get("parity/num_mismatched_tokens", 0))
-    return RunTotals(
-        first_reward=reward if is_first else totals.first_reward,
-        last_reward=reward,
-        num_compared_tokens=totals.num_compared_tokens + compared,
-        num_mismatched_tokens=totals.num_mismatched_tokens + mismatched,
-    )
 
 
 def _rewards(group: SampleGroup) -> list[float]:

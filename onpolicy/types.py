@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,18 @@ class RunTotals:
     last_reward: float = 0.0
     num_compared_tokens: int = 0
     num_mismatched_tokens: int = 0
+
+    def plus(self, metrics: Mapping[str, float], is_first: bool) -> RunTotals:
+        """With one more rollout."""
+        reward = metrics.get("rollout/raw_reward", 0.0)
+        compared = metrics.get("parity/num_compared_tokens", 0)
+        mismatched = metrics.get("parity/num_mismatched_tokens", 0)
+        return RunTotals(
+            first_reward=reward if is_first else self.first_reward,
+            last_reward=reward,
+            num_compared_tokens=self.num_compared_tokens + int(compared),
+            num_mismatched_tokens=self.num_mismatched_tokens + int(mismatched),
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -9,10 +9,12 @@ from typing import Any
 from onpolicy.config import TrainConfig, groups
 from onpolicy.engines import EnginePair
 from onpolicy.models.checkpoint import load_config
-from onpolicy.saving import RunState
+from onpolicy.saving import RunState, digest_prompts
 from onpolicy.start import make_contract
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import RunTotals
+from onpolicy.types import Prompt, RunTotals
+
+PROMPTS = [Prompt(index=i, token_ids=[i + 2], label="x", text="a") for i in range(3)]
 
 
 def make_config(checkpoint: Path, directory: Path, **output: Any) -> TrainConfig:
@@ -38,7 +40,13 @@ def make_run(checkpoint: Path, directory: Path, **output: Any) -> tuple[TrainCon
 
 def state_after(rollouts_done: int) -> RunState:
     totals = RunTotals(first_reward=0.25, last_reward=0.5, num_compared_tokens=90)
-    return RunState(rollouts_done=rollouts_done, run_hash="hash", totals=totals, governor={})
+    return RunState(
+        rollouts_done=rollouts_done,
+        run_hash="hash",
+        totals=totals,
+        governor={},
+        prompts=digest_prompts(PROMPTS),
+    )
 
 
 def changed(config: TrainConfig, **values: Any) -> TrainConfig:

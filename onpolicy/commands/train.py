@@ -25,7 +25,7 @@ def _dry_run(config: TrainConfig) -> int:
         return 0
     check_layout(config)
     inputs = read_inputs(config, Scorer(config.reward))
-    saving.find(config)
+    saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())
     print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.ladder.contract.fingerprint}")

@@ -55,6 +55,12 @@ def changes(recorded: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     ]
 
 
+def same_run(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two `to_dict`s may be of one run, which may have been made longer on the way."""
+    deciding = (a.keys() & b.keys()) - DECIDE_NO_RESULT - {"num_rollout"}
+    return all(_text(a[name]) == _text(b[name]) for name in deciding)
+
+
 def require_known(names: Sequence[str], config: TrainConfig) -> None:
     """Raise ConfigError for a name in --allow-changed-settings that is no setting."""
     known = config.to_dict()

@@ -230,6 +230,14 @@ def _require_companions(config: TrainConfig) -> None:
                 f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
                 "does nothing without the other. Give both, or neither."
             )
+    output = config.output
+    if output.keep_checkpoints and not output.save:
+        _refuse(
+            "keep_checkpoints", output.keep_checkpoints, "deletes what --save wrote", "Add --save."
+        )
+    if output.allow_changed_settings and not output.load:
+        names = " ".join(output.allow_changed_settings)
+        _refuse("allow_changed_settings", names, "is about what --load resumes", "Add --load.")
 
 
 def _require_corrections(config: TrainConfig) -> None:

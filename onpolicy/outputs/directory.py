@@ -20,10 +20,13 @@ from typing import Any
 
 from onpolicy import files
 from onpolicy.config import TrainConfig
+from onpolicy.config.settings import same_run
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, OutputError
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink, drop_from
+
+logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -33,8 +36,8 @@ PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors
 class RunDirectory:
     """Made at the start of a run, on rank 0, and its own until `close`.
 
-    `needed` are paths that the run works with, by their flags; an earlier run's directory is not
-    moved aside with one of them in it.
+    An earlier run there is moved aside, unless this one resumes it, but not with one of the paths
+    in it that this one works with: `needed`, by their flags.
     """
 
     def __init__(self, path: str, resumes: bool, needed: Mapping[str, str] | None = None):
@@ -47,6 +50,13 @@ class RunDirectory:
         with self.writing():
             self.logs.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
+
+    @classmethod
+    def of(cls, config: TrainConfig, resumed: Mapping[str, Any] | None) -> RunDirectory:
+        """Of a run that goes on from a checkpoint of such a configuration, or from none."""
+        path, now = config.output.run_dir, config.to_dict()
+        resumes = resumed is not None and _holds_one_of(Path(path), resumed, now)
+        return cls(path, resumes, _paths(config))
 
     def close(self) -> None:
         """Let other runs write there."""
@@ -112,6 +122,16 @@ class RunDirectory:
             with suppress(OSError):  # it has said so
                 handler.close()
 
+    @contextmanager
+    def opened_sinks(self, config: TrainConfig, first_step: int) -> Iterator[list[Sink]]:
+        with self.writing():
+            sinks = self.sinks(config, first_step)
+        try:
+            yield sinks
+        finally:
+            for sink in sinks:
+                _close(sink)
+
     def sinks(self, config: TrainConfig, first_step: int) -> list[Sink]:
         """metrics.jsonl always; the others if asked for."""
         sinks: list[Sink] = [JsonlSink(self.metrics_file, first_step)]
@@ -145,6 +165,32 @@ def versions() -> Mapping[str, Any]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def _close(sink: Sink) -> None:
+    try:
+        sink.close()
+    except OSError as error:  # the run has ended, and with what it has to say
+        logger.warning("%s did not finish writing (%s)", type(sink).__name__, error)
+
+
+def _holds_one_of(directory: Path, *configs: Mapping[str, Any]) -> bool:
+    try:
+        recorded = json.loads((directory / "config.json").read_bytes())
+        return any(same_run(recorded, config) for config in configs)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _paths(config: TrainConfig) -> dict[str, str]:
+    """What a run needs besides its directory, by flag."""
+    paths = {
+        "--hf-checkpoint": config.model.hf_checkpoint,
+        "--ref-checkpoint": config.algorithm.ref_checkpoint,
+        "--prompt-data": config.data.prompt_data,
+        "--save": config.output.save,
+    }
+    return {flag: path for flag, path in paths.items() if path}
 
 
 def _move_aside(path: Path, needed: Mapping[str, str]) -> None:

@@ -14,9 +14,9 @@ Only directories of exactly such a name are looked at. Nothing is loaded from on
 files have been found to be the bytes that were written.
 """
 
-from onpolicy.saving.checkpoint import Checkpoint, RunState
+from onpolicy.saving.checkpoint import Checkpoint, RunState, digest_prompts
 from onpolicy.saving.resume import find
 from onpolicy.saving.room import require_room
 from onpolicy.saving.write import save
 
-__all__ = ["Checkpoint", "RunState", "find", "require_room", "save"]
+__all__ = ["Checkpoint", "RunState", "digest_prompts", "find", "require_room", "save"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import xxhash
 
 from onpolicy.errors import CheckpointError
+from onpolicy.outputs.directory import versions
 from onpolicy.saving import digests
-from onpolicy.types import RunTotals
+from onpolicy.types import Prompt, RunTotals
 
 STATE = "state.json"
 SHOWN = 10
@@ -33,6 +35,9 @@ class RunState:
     governor: dict[str, Any]
     """Of `Ladder.state_dict`."""
 
+    prompts: str
+    """Of `digest_prompts`: the rollouts done say how far the run has come in them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -44,8 +49,22 @@ class Checkpoint:
     config: dict[str, Any]
     """Of `TrainConfig.to_dict`, of the run that wrote it."""
 
-    versions: dict[str, Any]
-    """Of `outputs.directory.versions`, and the number of the trainer's ranks."""
+    made_with: dict[str, Any]
+    """Of `made_with`."""
+
+
+def made_with() -> dict[str, Any]:
+    """Versions and ranks that this process has."""
+    return {**versions(), "trainer_ranks": int(os.environ.get("WORLD_SIZE", "1"))}
+
+
+def digest_prompts(prompts: Sequence[Prompt]) -> str:
+    """Of everything that was read of them."""
+    digest = xxhash.xxh3_128()
+    for prompt in prompts:
+        read = (prompt.token_ids, prompt.label, prompt.text, prompt.metadata)
+        digest.update(repr(read).encode())
+    return digest.hexdigest()
 
 
 def name_of(rollouts_done: int) -> str:
@@ -97,11 +116,12 @@ def _checkpoint(directory: Path, record: dict[str, Any]) -> Checkpoint:
         run_hash=record["run_hash"],
         totals=RunTotals(**record["totals"]),
         governor=record["governor"],
+        prompts=record["prompts"],
     )
     if number_of(directory) not in (None, state.rollouts_done):
         raise CheckpointError(f"{STATE}: is that of {name_of(state.rollouts_done)}")
     return Checkpoint(
-        directory=directory, state=state, config=record["config"], versions=record["versions"]
+        directory=directory, state=state, config=record["config"], made_with=record["made_with"]
     )
 
 

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from onpolicy.config import TrainConfig, settings
 from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import CheckpointError, ConfigError
-from onpolicy.outputs.directory import versions
-from onpolicy.saving.checkpoint import STATE, Checkpoint, checkpoints, number_of, read
+from onpolicy.saving.checkpoint import (
+    STATE,
+    Checkpoint,
+    checkpoints,
+    digest_prompts,
+    made_with,
+    number_of,
+    read,
+)
+from onpolicy.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 
-def find(config: TrainConfig) -> Checkpoint | None:
+def find(config: TrainConfig, prompts: Sequence[Prompt]) -> Checkpoint | None:
     """The checkpoint that --load means, every byte of it checked; None for a run from scratch.
 
     Raises ConfigError if there is none, if it is damaged, if it was made under other settings than
-    may change, or if the run would write among the checkpoints of another.
+    may change or with other prompts, or if the run would write among the checkpoints of another.
     """
     output = config.output
     directory = _asked_for(output)
     found = None if directory is None else _read_whole(directory)
     if found is not None:
         _require_same_settings(found, config)
+        _require_same_prompts(found, config, prompts)
+        _report_other_surroundings(found)
     if output.save:
         _require_own(Path(output.save), found)
     return found
@@ -89,9 +100,25 @@ def _require_same_settings(found: Checkpoint, config: TrainConfig) -> None:
         logger.warning("%s goes on under a changed setting: %s", found.directory, change)
     for name in sorted(found.config.keys() - config.to_dict().keys()):
         logger.warning("%s was made with a setting that is gone: %s", found.directory, name)
-    for name, version in versions().items():
-        if version != (before := found.versions.get(name)):
-            logger.warning("%s was made with %s %s, now %s", found.directory, name, before, version)
+
+
+def _require_same_prompts(
+    found: Checkpoint, config: TrainConfig, prompts: Sequence[Prompt]
+) -> None:
+    same = found.state.prompts == digest_prompts(prompts)
+    if not same and "prompt_data" not in config.output.allow_changed_settings:
+        raise ConfigError(
+            f"--prompt-data={config.data.prompt_data}: its prompts are others than when "
+            f"{found.directory} was made, which says how far a run has come in them. Give the same, or "
+            "add --allow-changed-settings prompt_data"
+        )
+
+
+def _report_other_surroundings(found: Checkpoint) -> None:
+    """They are no settings, but bits may depend on them."""
+    for name, now in made_with().items():
+        if now != (before := found.made_with.get(name)):
+            logger.warning("%s was made with %s=%s, now %s", found.directory, name, before, now)
 
 
 def _require_own(save: Path, found: Checkpoint | None) -> None:

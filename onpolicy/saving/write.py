@@ -11,8 +11,14 @@ from onpolicy.config import TrainConfig
 from onpolicy.engines import EnginePair
 from onpolicy.errors import CheckpointError
 from onpolicy.models.export import export_checkpoint
-from onpolicy.outputs.directory import versions
-from onpolicy.saving.checkpoint import STATE, RunState, checkpoints, make_record, name_of
+from onpolicy.saving.checkpoint import (
+    STATE,
+    RunState,
+    checkpoints,
+    made_with,
+    make_record,
+    name_of,
+)
 from onpolicy.saving.room import free_bytes, gib
 from onpolicy.train import distributed
 
@@ -69,8 +75,7 @@ def _export(config: TrainConfig, engines: EnginePair, directory: Path) -> None:
 
 def _commit(config: TrainConfig, state: RunState, partial: Path, final: Path) -> None:
     """Put everything on disk, then give the directory its name."""
-    about = {**versions(), "trainer_ranks": distributed.world_size()}
-    record = make_record(partial, state, config=config.to_dict(), versions=about)
+    record = make_record(partial, state, config=config.to_dict(), made_with=made_with())
     (partial / STATE).write_text(record)
     for path in [*partial.rglob("*"), partial]:
         files.sync(path)

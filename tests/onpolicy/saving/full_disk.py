@@ -7,7 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
-from unstarted_run import make_run, state_after
+from unstarted_run import PROMPTS, make_run, state_after
 
 from onpolicy import saving
 from onpolicy.errors import CheckpointError
@@ -50,7 +50,7 @@ write._export = then_limit(export, 1000)  # in the record
 fail()
 
 print(sorted(path.name for path in Path(config.output.save).iterdir()))
-engines.trainer.load(saving.find(config).directory)
-print("resumes after", saving.find(config).state.rollouts_done)
+engines.trainer.load(saving.find(config, PROMPTS).directory)
+print("resumes after", saving.find(config, PROMPTS).state.rollouts_done)
 saving.save(config, engines, state_after(4))
-print("with space, saves", saving.find(config).state.rollouts_done)
+print("with space, saves", saving.find(config, PROMPTS).state.rollouts_done)

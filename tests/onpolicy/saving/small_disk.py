@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from unstarted_run import make_run, state_after
+from unstarted_run import PROMPTS, make_run, state_after
 
 from onpolicy import saving
 from onpolicy.errors import CheckpointError
@@ -14,4 +14,4 @@ try:
         saving.save(config, engines, state_after(done))
 except CheckpointError as error:
     print(error)
-print("resumes after", saving.find(config).state.rollouts_done)
+print("resumes after", saving.find(config, PROMPTS).state.rollouts_done)

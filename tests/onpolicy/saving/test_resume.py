@@ -6,11 +6,15 @@ import re
 import shutil
 
 import pytest
-from unstarted_run import changed, make_config, state_after
+from unstarted_run import PROMPTS, changed, make_config, state_after
 
 from onpolicy import saving
 from onpolicy.errors import ConfigError
-from onpolicy.saving.checkpoint import STATE
+from onpolicy.saving.checkpoint import STATE, _digest
+
+
+def find(config, prompts=PROMPTS):
+    return saving.find(config, prompts)
 
 
 def loads(config, path):
@@ -25,7 +29,7 @@ def flip_a_bit(file):
 
 def test_a_run_resumes_from_the_latest_of_a_directory(run):
     config, save = run
-    found = saving.find(config)
+    found = find(config)
     assert (found.directory, found.state) == (save / "step_000004", state_after(4))
     assert found.config["hf_checkpoint"] == config.model.hf_checkpoint
 
@@ -35,7 +39,7 @@ def test_a_run_resumes_from_one_checkpoint(run, tmp_path, name):
     config, save = run
     (save / "step_000002").rename(tmp_path / name)
     config = changed(config, load=str(tmp_path / name), save=str(tmp_path / "new"))
-    assert saving.find(config).state == state_after(2)
+    assert find(config).state == state_after(2)
 
 
 def test_what_only_looks_like_a_checkpoint_is_left_alone(run):
@@ -43,7 +47,7 @@ def test_what_only_looks_like_a_checkpoint_is_left_alone(run):
     shutil.copytree(save / "step_000002", save / "step_000008.bak")
     (save / "step_notes.txt").write_text("tried lr 3e-4")
     (save / ".partial_step_000006").mkdir()
-    assert saving.find(config).state == state_after(4)
+    assert find(config).state == state_after(4)
 
 
 @pytest.mark.parametrize("missing", ["", "other"])
@@ -53,7 +57,7 @@ def test_a_directory_without_a_checkpoint_is_an_error(run, tmp_path, missing):
     config = loads(config, tmp_path / (missing or "typo"))
     rule = "holds no checkpoint" if missing else "no such directory"
     with pytest.raises(ConfigError, match=rf"^--load=.*: {rule}\. Give a directory of checkp"):
-        saving.find(config)
+        find(config)
 
 
 def test_a_run_that_is_simply_started_again_starts_from_scratch_the_first_time(
@@ -61,8 +65,8 @@ def test_a_run_that_is_simply_started_again_starts_from_scratch_the_first_time(
 ):
     config = make_config(checkpoint, tmp_path)
     with caplog.at_level("INFO"):
-        assert saving.find(config) is None
-        assert saving.find(loads(config, f"{tmp_path}/x/../save/")) is None
+        assert find(config) is None
+        assert find(loads(config, f"{tmp_path}/x/../save/")) is None
     assert caplog.text.count("no checkpoint there yet, so the run starts from scratch") == 2
 
 
@@ -71,8 +75,8 @@ def test_a_run_without_load_starts_from_scratch_unless_it_would_replace_another(
     with pytest.raises(
         ConfigError, match=r"--save=.*: holds checkpoints of another run \(up to st"
     ):
-        saving.find(loads(config, ""))
-    assert saving.find(changed(config, load="", save=str(tmp_path / "new"))) is None
+        find(loads(config, ""))
+    assert find(changed(config, load="", save=str(tmp_path / "new"))) is None
 
 
 def damage_one_file(step):
@@ -111,7 +115,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_named(run, dam
     flip_a_bit(save / "step_000004" / "numbers.json")
     problem = damage(save / "step_000006")
     with pytest.raises(ConfigError) as refused:
-        saving.find(config)
+        find(config)
     message = str(refused.value)
     assert re.match(rf"--load: .*step_000006: {problem}", message)
     assert message.endswith(f"resume from that with --load {save}/step_000002.")
@@ -122,13 +126,13 @@ def test_without_a_whole_one_before_it_that_is_said(run):
     empty_it(save / "step_000004")
     shutil.rmtree(save / "step_000002")
     with pytest.raises(ConfigError, match=r"There is no whole one before it\.$"):
-        saving.find(config)
+        find(config)
 
 
 def test_after_a_damaged_checkpoint_the_run_goes_on_from_an_earlier_one(run, caplog):
     config, save = run
     empty_it(save / "step_000004")
-    assert saving.find(loads(config, save / "step_000002")).state == state_after(2)
+    assert find(loads(config, save / "step_000002")).state == state_after(2)
     assert "step_000004 is damaged; it is set aside when the run comes to it" in caplog.text
 
 
@@ -138,15 +142,15 @@ def test_a_whole_later_checkpoint_is_not_replaced(run, tmp_path):
     with pytest.raises(
         ConfigError, match=r"holds step_000004, which is later than --load=.*step_00"
     ):
-        saving.find(earlier)
-    assert saving.find(changed(earlier, save=str(tmp_path / "new"))).state == state_after(2)
+        find(earlier)
+    assert find(changed(earlier, save=str(tmp_path / "new"))).state == state_after(2)
 
 
 def test_a_run_does_not_write_among_the_checkpoints_of_another(run, tmp_path):
     config, save = run
     shutil.copytree(save, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"--save=.*other: holds checkpoints of another run"):
-        saving.find(changed(config, save=str(tmp_path / "other")))
+        find(changed(config, save=str(tmp_path / "other")))
 
 
 FREE = {
@@ -165,7 +169,7 @@ FREE = {
 
 def test_what_decides_no_result_may_change(run):
     config, _ = run
-    assert saving.find(changed(config, **FREE)).state == state_after(4)
+    assert find(changed(config, **FREE)).state == state_after(4)
 
 
 REFUSED = {
@@ -190,16 +194,16 @@ def test_what_decides_results_may_not_change_unless_it_is_named(run, name, caplo
         rf"made under other settings.*\n  --{flag}=.*, was .*\n.*--allow-changed-settings {name}$"
     )
     with pytest.raises(ConfigError, match=message):
-        saving.find(config)
+        find(config)
     allowed = changed(config, allow_changed_settings=("lr", name))
-    assert saving.find(allowed).state == state_after(4)
+    assert find(allowed).state == state_after(4)
     assert f"goes on under a changed setting: --{flag}=" in caplog.text
 
 
 def test_all_changes_are_named_at_once_with_old_and_new_value(run):
     config = changed(run[0], lr=0.5, seed=3, rollout_temperature=0.7, run_dir="/x")
     with pytest.raises(ConfigError) as refused:
-        saving.find(config)
+        find(config)
     lines = str(refused.value).split("\n")
     assert lines[1:-1] == [
         "  --rollout-temperature=0.7, was 1.0", "  --lr=0.5, was 1e-06", "  --seed=3, was 0",
@@ -210,7 +214,7 @@ def test_all_changes_are_named_at_once_with_old_and_new_value(run):
 def test_a_longer_run_is_another_run_if_its_learning_rate_goes_by_its_length(run):
     config = changed(run[0], num_rollout=10, lr_decay_style="linear")
     with pytest.raises(ConfigError, match=r"--num-rollout=10, was 9\n  --lr-decay-style"):
-        saving.find(config)
+        find(config)
 
 
 def rewritten(save, change):
@@ -219,28 +223,39 @@ def rewritten(save, change):
     record = json.loads(file.read_text())
     change(record)
     record.pop("digest")
-    file.write_text(json.dumps({**record, "digest": saving.checkpoint._digest(record)}))
+    file.write_text(json.dumps({**record, "digest": _digest(record)}))
 
 
 def test_a_flag_that_the_record_lacks_meant_its_default(run):
     config, save = run
     rewritten(save, lambda record: record["config"].pop("lr"))
-    assert saving.find(config)
+    assert find(config)
     with pytest.raises(ConfigError, match=r"--lr=0.1, was 1e-06"):
-        saving.find(changed(config, lr=0.1))
+        find(changed(config, lr=0.1))
 
 
 def test_what_else_is_another_than_before_is_logged(run, caplog):
     config, save = run
     rewritten(save, lambda record: record["config"].update(old_flag=1))
-    rewritten(save, lambda record: record["versions"].update(torch="1.0"))
-    assert saving.find(config)
+    rewritten(save, lambda record: record["made_with"].update(torch="1.0", trainer_ranks=2))
+    assert find(config)
     assert "was made with a setting that is gone: old_flag" in caplog.text
-    assert re.search(r"was made with torch 1.0, now 2", caplog.text)
+    assert re.search(r"was made with torch=1.0, now 2", caplog.text)
+    assert "was made with trainer_ranks=2, now 1" in caplog.text
 
 
-def test_every_flag_is_of_a_group(run):
-    """So that `changed` above changes something."""
+@pytest.mark.parametrize(
+    "other", [{"token_ids": [4]}, {"label": "y"}, {"text": "b"}, {"metadata": {"level": 2}}]
+)
+def test_other_prompts_are_refused_unless_that_is_allowed(run, other):
+    config, _ = run
+    prompts = [dataclasses.replace(PROMPTS[0], **other), *PROMPTS[1:]]
+    with pytest.raises(ConfigError, match=r"--prompt-data=.*: its prompts are others than when"):
+        find(config, prompts)
+    allowed = changed(config, allow_changed_settings=("prompt_data",))
+    assert find(allowed, prompts).state == state_after(4)
+
+
+def test_the_tests_above_change_something(run):
     for name, value in (FREE | REFUSED).items():
-        config = changed(run[0], **{name: value})
-        assert config != run[0] or dataclasses.asdict(config)[name] == value
+        assert changed(run[0], **{name: value}) != run[0]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from unstarted_run import changed, make_run, state_after
+from unstarted_run import PROMPTS, changed, make_run, state_after
 
 from onpolicy import saving
 from onpolicy.errors import ConfigError
@@ -78,7 +78,7 @@ def test_the_newest_checkpoints_are_kept(run):
     for done in (2, 4, 6, 8):
         saving.save(config, engines, state_after(done))
     assert sorted(path.name for path in save.iterdir()) == ["step_000006", "step_000008"]
-    assert saving.find(config).state == state_after(8)
+    assert saving.find(config, PROMPTS).state == state_after(8)
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_is_complete(run, monkeypatch):
@@ -88,7 +88,7 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_is_complete(run, monkeypat
     monkeypatch.setattr(write, "_export", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         saving.save(config, engines, state_after(4))
-    assert saving.find(config).state == state_after(2)
+    assert saving.find(config, PROMPTS).state == state_after(2)
     monkeypatch.undo()
     saving.save(config, engines, state_after(4))
     assert list(checkpoints(save)) == [4]
@@ -98,7 +98,7 @@ def test_checkpoints_that_a_run_was_resumed_from_elsewhere_are_kept(run, saved, 
     config, engines, save = run
     other = shutil.copytree(saved, tmp_path / "other")
     config = changed(config, load=str(other), keep_checkpoints=1)
-    assert saving.find(config).state == state_after(4)
+    assert saving.find(config, PROMPTS).state == state_after(4)
     saving.save(config, engines, state_after(6))
     assert list(checkpoints(other)) == [2, 4]
     assert list(checkpoints(save)) == [6]
@@ -118,7 +118,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_half_there(run, m
         saving.save(config, engines, state_after(4))
     monkeypatch.undo()
     assert {path.name for path in save.iterdir()} == {".partial_step_000002", "step_000004"}
-    assert saving.find(config).state == state_after(4)
+    assert saving.find(config, PROMPTS).state == state_after(4)
     saving.save(config, engines, state_after(6))
     assert [path.name for path in save.iterdir()] == ["step_000006"]
 
@@ -128,10 +128,10 @@ def test_a_damaged_checkpoint_in_the_way_is_set_aside(run):
     for done in (2, 4):
         saving.save(config, engines, state_after(done))
     (save / "step_000004" / "numbers.json").write_text("{}")
-    saving.find(changed(config, load=str(save / "step_000002")))
+    saving.find(changed(config, load=str(save / "step_000002")), PROMPTS)
     saving.save(config, engines, state_after(4))
     assert (save / "step_000004.damaged1" / "numbers.json").read_text() == "{}"
-    assert saving.find(config).state == state_after(4)
+    assert saving.find(config, PROMPTS).state == state_after(4)
 
 
 def test_all_files_may_be_read_by_those_who_may_read_their_neighbours(run, checkpoint, tmp_path):
@@ -153,7 +153,7 @@ def test_a_checkpoint_says_what_it_was_made_with(run):
     saving.save(config, engines, state_after(2))
     found = read(save / "step_000002")
     assert found.config["num_rollout"] == 9
-    assert found.versions["trainer_ranks"] == 1 and found.versions["torch"]
+    assert found.made_with["trainer_ranks"] == 1 and found.made_with["torch"]
 
 
 def test_a_checkpoint_that_cannot_fit_is_refused_with_the_sum(unstarted, monkeypatch, tmp_path):
