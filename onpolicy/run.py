@@ -98,12 +98,15 @@ class Run:
     def _find_checkpoint(self) -> saving.Checkpoint | None:
         """With --save this run's alone from here on, and known to have room."""
         save = self.config.output.save
-        if save:
-            self._on_exit.enter_context(locked(Path(save), "--save"))
+        self._hold_save()
         found = saving.find(self.config, self.inputs.prompts.prompts)
         if save:
             saving.require_room(self.config, self.inputs.hf_config)
         return found
+
+    def _hold_save(self) -> None:
+        if save := self.config.output.save:
+            self._on_exit.enter_context(locked(Path(save), "--save"))
 
     def _continue(self, state: saving.RunState) -> None:
         self.first_step = self.rollouts_done = state.rollouts_done
@@ -113,6 +116,7 @@ class Run:
     def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
         self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
         self._on_exit.callback(self._directory.close)
+        self._hold_save()  # an empty one in an earlier run's directory has gone aside with it
         remove_leftovers(self._directory.path)
         self._directory.write_records(self.config, self.ladder.contract, self.first_step)
         self._on_exit.enter_context(self._directory.log_file())

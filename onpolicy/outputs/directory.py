@@ -56,7 +56,14 @@ class RunDirectory:
         """Of a run that goes on from a checkpoint of such a configuration, or from none."""
         path, now = config.output.run_dir, config.to_dict()
         resumes = resumed is not None and _holds_one_of(Path(path), resumed, now)
-        return cls(path, resumes, _paths(config))
+        needed = {
+            "--hf-checkpoint": config.model.hf_checkpoint,
+            "--ref-checkpoint": config.algorithm.ref_checkpoint,
+            "--prompt-data": config.data.prompt_data,
+        }
+        if resumed is not None:
+            needed |= {"--load": config.output.load, "--save": config.output.save}
+        return cls(path, resumes, {flag: place for flag, place in needed.items() if place})
 
     def close(self) -> None:
         """Let other runs write there."""
@@ -124,6 +131,7 @@ class RunDirectory:
 
     @contextmanager
     def opened_sinks(self, config: TrainConfig, first_step: int) -> Iterator[list[Sink]]:
+        """And closed at the end, whatever the disk says to that."""
         with self.writing():
             sinks = self.sinks(config, first_step)
         try:
@@ -180,17 +188,6 @@ def _holds_one_of(directory: Path, *configs: Mapping[str, Any]) -> bool:
         return any(same_run(recorded, config) for config in configs)
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _paths(config: TrainConfig) -> dict[str, str]:
-    """What a run needs besides its directory, by flag."""
-    paths = {
-        "--hf-checkpoint": config.model.hf_checkpoint,
-        "--ref-checkpoint": config.algorithm.ref_checkpoint,
-        "--prompt-data": config.data.prompt_data,
-        "--save": config.output.save,
-    }
-    return {flag: path for flag, path in paths.items() if path}
 
 
 def _move_aside(path: Path, needed: Mapping[str, str]) -> None:

@@ -69,7 +69,7 @@ def _read_whole(directory: Path) -> Checkpoint:
             if older
             else "There is no whole one before it."
         )
-        raise ConfigError(f"--load: {directory}: {error}. {remedy}") from error
+        raise ConfigError(f"--load={directory}: {error}. {remedy}") from error
 
 
 def _newest_whole_before(directory: Path) -> Path | None:
@@ -93,7 +93,7 @@ def _require_same_settings(found: Checkpoint, config: TrainConfig) -> None:
         lines = "\n".join(f"  {change}" for change in refused)
         names = " ".join(change.name for change in refused)
         raise ConfigError(
-            f"--load: {found.directory} was made under other settings, and a resumed run is the same "
+            f"--load={found.directory}: was made under other settings, and a resumed run is the same "
             f"run:\n{lines}\nGive it the same, or add --allow-changed-settings {names}"
         )
     for change in changes:

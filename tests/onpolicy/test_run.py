@@ -119,6 +119,29 @@ def test_a_resumed_run_goes_on_in_its_own_directory_and_moves_anothers_aside(
     assert lines.read_text() == '{"step": 3}\n{"step": 4}\n'
 
 
+def test_a_command_that_is_given_again_starts_though_it_saves_inside_its_run_directory(
+    start, tmp_path
+):
+    save = tmp_path / "run" / "save"
+    argv = ["--save", save, "--load", save, "--save-interval", 2]
+    for number in (1, 2):
+        with pytest.raises(EnginesStarted):
+            start(*argv)
+        assert save.is_dir() and len(list(tmp_path.glob("run.*"))) == number - 1
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+
+
+def test_a_checkpoint_is_not_moved_aside_with_another_runs_directory(start, resumable, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    load = resumable.rename(run / "save")
+    with pytest.raises(
+        ConfigError, match=r"holds an earlier run, which .* aside with --load in it"
+    ):
+        start("--load", load, "--allow-changed-settings", *ANOTHER_RECIPE)
+
+
 def test_other_settings_than_the_checkpoints_are_refused(start, resumable):
     with pytest.raises(ConfigError) as refused:
         start("--load", resumable)

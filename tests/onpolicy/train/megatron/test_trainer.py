@@ -137,9 +137,9 @@ def test_two_runs_give_the_same_weights(ranks, job):
 
 
 @pytest.mark.parametrize("size", [50, 20_000, 500_000])
-def test_a_full_disk_is_an_error_of_every_rank(ranks, job, tmp_path, size):
+def test_a_full_disk_is_an_error(alone, job, tmp_path, size):
     """In a checkpoint's common state, index, or tensors."""
-    assert all(ranks.run(save_on_a_full_disk, job, tmp_path, size))
+    assert all(alone.run(save_on_a_full_disk, job, tmp_path, size))
 
 
 CRAFTED = {**ATTACKS, in_the_common_state: r"\(common.pt holds more than data\)"}
