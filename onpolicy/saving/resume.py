@@ -60,6 +60,7 @@ def _asked_for(output: OutputConfig) -> Path | None:
 
 
 def _read_whole(directory: Path) -> Checkpoint:
+    logger.info("checking every byte of %s", directory)
     try:
         return read(directory)
     except CheckpointError as error:
