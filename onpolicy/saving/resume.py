@@ -68,7 +68,7 @@ def _read_whole(directory: Path) -> Checkpoint:
         remedy = (
             f"The newest whole one before it is {older}: resume from that with --load {older}."
             if older
-            else "There is no whole one before it."
+            else "There is no whole one before it: start the run again, with another --save."
         )
         raise ConfigError(f"--load={directory}: {error}. {remedy}") from error
 

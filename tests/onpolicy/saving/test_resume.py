@@ -125,7 +125,7 @@ def test_without_a_whole_one_before_it_that_is_said(run):
     config, save = run
     empty_it(save / "step_000004")
     shutil.rmtree(save / "step_000002")
-    with pytest.raises(ConfigError, match=r"There is no whole one before it\.$"):
+    with pytest.raises(ConfigError, match=r"There is no whole one before it: start the run again"):
         find(config)
 
 
