@@ -21,7 +21,7 @@ def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     model = empty_causal_lm(hf_config, config.model.trust_remote_code)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     computed = getattr(torch, config.model.dtype).itemsize
-    trained = MASTER + (computed if config.trainer.train_backend == "megatron" else 0)
+    trained = MASTER + (computed if _saves_computed_weights(config) else 0)
     needed = parameters * (trained + computed)
     free = free_bytes(Path(config.output.save))
     if needed > free:
@@ -30,6 +30,13 @@ def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             f"bytes of training state + {computed} of exported weights) = {gib(needed)}, and "
             f"{gib(free)} are free there. Make room, or choose another directory."
         )
+
+
+def _saves_computed_weights(config: TrainConfig) -> bool:
+    """Megatron does, besides the master weights, where they are not the same tensors."""
+    distributed = config.megatron.megatron_distributed_optimizer
+    others = distributed or config.model.dtype != "float32"
+    return config.trainer.train_backend == "megatron" and others
 
 
 def free_bytes(directory: Path) -> int:

@@ -182,3 +182,27 @@ def test_the_room_asked_for_is_what_a_checkpoint_takes(unstarted, saved, monkeyp
         else:
             with pytest.raises(ConfigError):
                 saving.require_room(config, engines.hf_config)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "distributed_optimizer", "trained"),
+    [
+        ("fsdp", "bfloat16", True, 12),
+        ("megatron", "bfloat16", True, 14),  # measured: 14.5 bytes per parameter, 16.5 and 12.4
+        ("megatron", "float32", True, 16),
+        ("megatron", "float32", False, 12),
+    ],
+)
+def test_the_room_asked_for_is_that_of_the_training_engine(
+    unstarted, monkeypatch, backend, dtype, distributed_optimizer, trained
+):
+    config, engines = unstarted
+    config = changed(
+        config,
+        train_backend=backend,
+        dtype=dtype,
+        megatron_distributed_optimizer=distributed_optimizer,
+    )
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
+    with pytest.raises(ConfigError, match=rf"parameters x \({trained} bytes of training state"):
+        saving.require_room(config, engines.hf_config)
