@@ -21,12 +21,14 @@ CPU_SETTINGS ?=
 
 setup: $(INSTALLED)
 
-$(INSTALLED): requirements/cpu.txt requirements/cpu-no-deps.txt pyproject.toml
+$(INSTALLED): $(wildcard requirements/*) pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH_ARGS) torch==2.13.0
 	$(BIN)/pip install --quiet --requirement requirements/cpu.txt
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu-no-deps.txt
 	$(BIN)/pip install --quiet --no-deps --editable .
+	cp requirements/torchvision_beside_cpu_torch.* \
+	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
 demo: setup

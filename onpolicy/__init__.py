@@ -2,9 +2,6 @@
 
 import os
 
-from onpolicy import torchvision_ops
-
 # Without its strict mode MKL sums in another order for few rows on Intel CPUs (from AVX2 on). It asks
 # once, before its first product; engines inherit the variable.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-torchvision_ops.install()

@@ -40,7 +40,7 @@ class EnginePair:
         self.on_progress: Progress = lambda done, tokens: None
         self._logs = directory / "logs"
         self.rollout = self._make_rollout()
-        self._transport = make_transport(config.sync.weight_sync, directory / "weights")
+        self._transport = make_transport(config.sync.weight_sync, directory)
         self.weight_version = ""
         self.weight_digest = ""
 

@@ -33,5 +33,9 @@ class CheckpointError(OnPolicyError, OSError):
     """A checkpoint that could not be written completely, or cannot be read back."""
 
 
+class OutputError(OnPolicyError, OSError):
+    """A file of the run directory that could not be written."""
+
+
 class TrainingError(OnPolicyError, ArithmeticError):
     """An optimizer step that cannot be taken, such as one with gradients that are not finite."""

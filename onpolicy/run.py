@@ -19,6 +19,7 @@ from onpolicy import saving
 from onpolicy.config import TrainConfig
 from onpolicy.engines import EnginePair
 from onpolicy.outputs.directory import RunDirectory
+from onpolicy.outputs.lock import locked
 from onpolicy.outputs.metrics import Sink
 from onpolicy.outputs.plot import plot_run
 from onpolicy.outputs.progress import Progress
@@ -33,7 +34,15 @@ from onpolicy.rollout.statistics import (
 )
 from onpolicy.start import Inputs
 from onpolicy.train import distributed
-from onpolicy.types import Prompt, RunSummary, SampleGroup, SamplingParams, TrainSample
+from onpolicy.types import (
+    Prompt,
+    RunSummary,
+    RunTotals,
+    SampleGroup,
+    SamplingParams,
+    TrainSample,
+)
+from onpolicy.weight_sync.disk import remove_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +52,16 @@ Metrics = dict[str, float]
 class Run:
     """One training run, as every rank sees it. Rank 0 also scores, logs and draws."""
 
+    engines: EnginePair
+
     def __init__(self, config: TrainConfig, inputs: Inputs):
         self.config, self.inputs = config, inputs
         self.is_main = distributed.rank() == 0
         self.ladder = inputs.ladder
-        self._resumed = resumed = saving.find(config)
-        self.first_step, self.run_hash = 0, RunHash()
-        if resumed is not None:
-            state = resumed.state
-            self.first_step, self.run_hash = state.rollouts_done, RunHash(state.run_hash)
-            self.ladder.load_state_dict(state.governor)
-        directory = Path(config.output.run_dir)
-        self.engines = EnginePair(config, inputs.hf_config, self.ladder.contract, directory)
-        self.history: list[Metrics] = []
+        self.first_step = self.rollouts_done = 0
+        self.run_hash, self.totals = RunHash(), RunTotals()
         self._sinks: list[Sink] = []
         self._on_exit = ExitStack()
-
-    @property
-    def rollouts_done(self) -> int:
-        return self.first_step + len(self.history)
 
     def __enter__(self) -> Self:
         try:
@@ -77,29 +77,56 @@ class Run:
         self._on_exit.close()
 
     def _start(self) -> None:
-        torch.manual_seed(self.config.seed)
-        if self.is_main:
-            config = self.config
-            self._directory = RunDirectory(config.output.run_dir, resumes=self.first_step > 0)
-            self._directory.write_records(config, self.ladder.contract, self.first_step)
-            self._on_exit.enter_context(self._directory.log_file())
-        logger.debug("starts after %d rollouts; %s", self.first_step, self.config.batch_equation())
+        config = self.config
+        torch.manual_seed(config.seed)
+        resumed = distributed.run_on_rank_zero(self._find_checkpoint)
+        if resumed is not None:
+            self._continue(resumed.state)
+        run_dir = Path(config.output.run_dir)
+        self.engines = EnginePair(config, self.inputs.hf_config, self.ladder.contract, run_dir)
+        distributed.run_on_rank_zero(lambda: self._open_directory(resumed))
+        logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)
         self.engines.start()
         self._use_ladder()
-        if self._resumed is not None:
-            self.engines.trainer.load(self._resumed.directory)
-            logger.info("resumed from %s", self._resumed.directory)
+        if resumed is not None:
+            self.engines.trainer.load(resumed.directory)
+            logger.info("resumed from %s", resumed.directory)
         if self.is_main:
             self._open_outputs()
+
+    def _find_checkpoint(self) -> saving.Checkpoint | None:
+        """With --save this run's alone from here on, and known to have room."""
+        save = self.config.output.save
+        self._hold_save()
+        found = saving.find(self.config, self.inputs.prompts.prompts)
+        if save:
+            saving.require_room(self.config, self.inputs.hf_config)
+        return found
+
+    def _hold_save(self) -> None:
+        if save := self.config.output.save:
+            self._on_exit.enter_context(locked(Path(save), "--save"))
+
+    def _continue(self, state: saving.RunState) -> None:
+        self.first_step = self.rollouts_done = state.rollouts_done
+        self.run_hash, self.totals = RunHash(state.run_hash), state.totals
+        self.ladder.load_state_dict(state.governor)
+
+    def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
+        self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
+        self._on_exit.callback(self._directory.close)
+        self._hold_save()  # an empty one in an earlier run's directory has gone aside with it
+        remove_leftovers(self._directory.path)
+        self._directory.write_records(self.config, self.ladder.contract, self.first_step)
+        self._on_exit.enter_context(self._directory.log_file())
 
     def _open_outputs(self) -> None:
         config = self.config
         self._scorer = Scorer(config.reward)
         self._on_exit.callback(self._scorer.close)
-        self._sinks = self._directory.sinks(config, self.first_step)
-        for sink in self._sinks:
-            self._on_exit.callback(sink.close)
+        opened = self._directory.opened_sinks(config, self.first_step)
+        self._sinks = self._on_exit.enter_context(opened)
         self._progress = Progress(config.rollout.num_rollout, self.first_step)
         self._on_exit.callback(self._progress.close)
         self.engines.on_progress = self._progress.on_response
@@ -200,8 +227,9 @@ class Run:
         self.engines.use(ladder.contract, ladder.fallback, ladder.lr_scale)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
-        """Log a finished step, and add it to the run's hash."""
-        self.history.append(metrics)
+        """Log a finished step, and add it to the run's hash and totals."""
+        self.rollouts_done += 1
+        self.totals = self.totals.plus(metrics, is_first=step == 0)
         loss = metrics.get("train/loss", 0.0)
         self.run_hash.add_step(groups, loss, self.engines.weight_digest)
         self._log(step, metrics)
@@ -210,7 +238,8 @@ class Run:
 
     def _log(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
-            sink.log(step, metrics)
+            with self._directory.writing():
+                sink.log(step, metrics)
 
     def save_if_due(self) -> None:
         """Write a checkpoint after every k-th rollout, and after the last."""
@@ -219,29 +248,29 @@ class Run:
             state = saving.RunState(
                 rollouts_done=done,
                 run_hash=self.run_hash.value,
+                totals=self.totals,
                 governor=self.ladder.state_dict(),
+                prompts=saving.digest_prompts(self.inputs.prompts.prompts),
             )
             saving.save(self.config, self.engines, state)
 
     def summary(self) -> RunSummary:
         """The run in a few numbers; draws the plot."""
         if self.is_main:
-            plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
+            self._draw()
         logger.debug("finished; run hash %s", self.run_hash.value)
-        history = self.history or [{}]
         return RunSummary(
             run_dir=self.config.output.run_dir,
             run_hash=self.run_hash.value,
-            rollouts=len(self.history),
-            first_reward=history[0].get("rollout/raw_reward", 0.0),
-            last_reward=history[-1].get("rollout/raw_reward", 0.0),
-            num_compared_tokens=_total(history, "parity/num_compared_tokens"),
-            num_mismatched_tokens=_total(history, "parity/num_mismatched_tokens"),
+            rollouts=self.rollouts_done,
+            totals=self.totals,
         )
 
-
-def _total(history: Sequence[Metrics], name: str) -> int:
-    return int(sum(metrics.get(name, 0) for metrics in history))
+    def _draw(self) -> None:
+        try:
+            plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
+        except OSError as error:  # no reason to lose a finished run's summary
+            logger.warning("the plot could not be written (%s)", error)
 
 
 def _rewards(group: SampleGroup) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,28 @@ class TrainSample:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class RunTotals:
+    """What a run has come to, from its first rollout on, however often it was resumed."""
+
+    first_reward: float = 0.0
+    last_reward: float = 0.0
+    num_compared_tokens: int = 0
+    num_mismatched_tokens: int = 0
+
+    def plus(self, metrics: Mapping[str, float], is_first: bool) -> RunTotals:
+        """With one more rollout."""
+        reward = metrics.get("rollout/raw_reward", 0.0)
+        compared = metrics.get("parity/num_compared_tokens", 0)
+        mismatched = metrics.get("parity/num_mismatched_tokens", 0)
+        return RunTotals(
+            first_reward=reward if is_first else self.first_reward,
+            last_reward=reward,
+            num_compared_tokens=self.num_compared_tokens + int(compared),
+            num_mismatched_tokens=self.num_mismatched_tokens + int(mismatched),
+        )
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RunSummary:
     """What a run ends with."""
 
@@ -164,7 +187,6 @@ class RunSummary:
     """Equal for two runs whose samples, rewards, losses and weights are the same bits."""
 
     rollouts: int
-    first_reward: float
-    last_reward: float
-    num_compared_tokens: int
-    num_mismatched_tokens: int
+    """Of the whole run, before a resume too."""
+
+    totals: RunTotals

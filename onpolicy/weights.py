@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 WeightBucket = list[tuple[str, torch.Tensor]]
 """Some whole parameters: (Hugging Face name, tensor in the engine's dtype)."""
+
+
+def write_weights(bucket: WeightBucket, file: Path) -> None:
+    """As safetensors. Raises OSError, where the library has an error of its own for a full disk."""
+    file.touch()
+    mode = file.stat().st_mode
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in bucket}
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from error
+    file.chmod(mode)  # the library takes away what others may read
 
 
 class WeightDigest:

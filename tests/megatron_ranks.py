@@ -14,10 +14,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
-import onpolicy  # noqa: F401  (installs what transformers needs of torchvision)
-
-# isort: split
-
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import random
+import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.errors import CheckpointError, ParityError
+from onpolicy.errors import ParityError
 from onpolicy.models.checkpoint import load_config
 from onpolicy.start import make_contract
 from onpolicy.train import distributed, make_trainer
@@ -121,21 +122,51 @@ def train_on_a_wrong_one(job):
     return error, metrics, before, weights(trainer)
 
 
-class _Evil:
-    def __reduce__(self):
-        return print, ("run!",)
+def save_on_a_full_disk(job, directory, size):
+    """The error where the system refuses files over some bytes."""
+    trainer = make(job)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        trainer.save(directory)
+    except (OSError, RuntimeError) as error:  # what a run makes a message of
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return None
 
 
-def load_with_hidden_code(job, directory):
-    """The error, of a checkpoint that was saved before any step."""
+def load_crafted(job, directory, attack):
+    """(error, whether code ran) of a checkpoint with code hidden in it.
+
+    Where torch was told to unpickle everything, as some do for old checkpoints.
+    """
     trainer = make(job)
     trainer.save(directory)
-    (directory / "sharded" / ".metadata").write_bytes(pickle.dumps(_Evil()))
-    try:
-        trainer.load(directory)
-    except CheckpointError as refused:
-        return str(refused)
-    return None
+    attack(directory / "sharded", directory / "trace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        try:
+            trainer.load(directory)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", (directory / "trace").exists()
+    return None, (directory / "trace").exists()
+
+
+def load_crafted_with_megatrons_readers(job, directory, attack):
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+
+    from onpolicy.train.megatron import checkpoint
+
+    with pytest.MonkeyPatch.context() as patch:
+        reader = strategies.CachedMetadataFileSystemReader
+        patch.setattr(
+            strategies, "_get_filesystem_reader", lambda path, cache_metadata: reader(path)
+        )
+        patch.setattr(checkpoint, "IndexReader", reader)
+        patch.setattr(checkpoint, "_CommonStrategy", TorchCommonLoadStrategy)
+        return load_crafted(job, directory, attack)
 
 
 def equal(a, b):

@@ -20,6 +20,11 @@ def run_hash(output):
     return re.search(r"run hash\s+│\s+(\w{32})", output).group(1)
 
 
+def summary(output):
+    """The rows of the table at the end."""
+    return dict(re.findall(r"│ ([\w, ]+?)\s+│ (.*?)\s+│", output.split("onpolicy run")[-1]))
+
+
 def exported_weights(save, done=ROLLOUTS):
     return (save / f"step_{done:06d}" / "hf" / "model-00000.safetensors").read_bytes()
 

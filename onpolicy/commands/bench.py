@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
+from onpolicy.commands.output import write_output
 from onpolicy.config import parse
 from onpolicy.config.tools import BenchConfig
 
@@ -25,5 +25,5 @@ def main(argv: Sequence[str]) -> int:
     text = json.dumps(result, indent=2)
     print(text)
     if config.json:
-        Path(config.json).write_text(text + "\n")
+        write_output("--json", config.json, text + "\n")
     return 0

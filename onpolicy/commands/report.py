@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import tyro
 
+from onpolicy.commands.output import write_output
 from onpolicy.config.tools import ReportConfig
 from onpolicy.errors import ConfigError
 
@@ -21,15 +21,6 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.outputs.report_runs import read_runs
 
     runs = read_runs(config.runs)
-    _write(config.output, render(runs))
+    write_output("--output", config.output, render(runs))
     print(f"{config.output}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
     return 0
-
-
-def _write(output: str, page: str) -> None:
-    try:
-        Path(output).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--output={output}: cannot be written ({error.strerror}). Give another path."
-        ) from error

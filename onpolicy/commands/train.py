@@ -17,6 +17,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dry_run(config: TrainConfig) -> int:
+    from onpolicy import saving
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.start import check_layout, read_inputs
 
@@ -24,6 +25,7 @@ def _dry_run(config: TrainConfig) -> int:
         return 0
     check_layout(config)
     inputs = read_inputs(config, Scorer(config.reward))
+    saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())
     print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.ladder.contract.fingerprint}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+from onpolicy.commands.output import write_output
 from onpolicy.config import parse, sglang_flags
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.config.train import require_mode_for_operators
@@ -29,5 +29,5 @@ def main(argv: Sequence[str]) -> int:
         text = json.dumps(report, indent=2)
         print(text)
         if config.json:
-            Path(config.json).write_text(text + "\n")
+            write_output("--json", config.json, text + "\n")
     return 0 if passes(report, config) else 1

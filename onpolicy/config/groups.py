@@ -417,8 +417,15 @@ class OutputConfig:
     save_interval: int = 0
     """Save after every so many rollouts, and after the last; 0: never."""
 
+    keep_checkpoints: int = 0
+    """Keep the newest so many, deleting an older one when a new one is complete; 0: all."""
+
     load: str = ""
-    """Directory of checkpoints to resume from: its latest complete one, if there is any."""
+    """Resume from this directory of checkpoints, at its latest one, or from this checkpoint. The
+    same directory as --save may be empty yet: a run that is started again goes on."""
+
+    allow_changed_settings: tuple[str, ...] = ()
+    """Settings, by their names in config.json, that may be others than the resumed checkpoint's."""
 
     use_tensorboard: bool = False
     """Also write TensorBoard files into the run directory."""

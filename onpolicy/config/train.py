@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import groups, sglang_flags, tensor_parallel
+from onpolicy.config import groups, settings, sglang_flags, tensor_parallel
 from onpolicy.errors import ConfigError
 
 Flat = tyro.conf.OmitArgPrefixes
@@ -114,6 +114,7 @@ def validate(config: TrainConfig) -> None:
     _require_companions(config)
     _require_engines(config)
     _require_corrections(config)
+    settings.require_known(config.output.allow_changed_settings, config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
     config.count_row_parallel_blocks()
     require_mode_for_operators(config.parity.operators, aligned=config.may_align)
@@ -130,7 +131,8 @@ _AT_LEAST: dict[str, float] = {
     "kl_loss_coef": 0, "tis_upper_bound": 0, "governor_lr_scale": 0, "length_decay_floor": 0,
     "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
     "clip_grad": 0, "update_weight_buffer_size": 1, "eval_interval": 0,
-    "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "seed": 0,
+    "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "keep_checkpoints": 0,
+    "seed": 0,
 }  # fmt: skip
 
 
@@ -228,6 +230,14 @@ def _require_companions(config: TrainConfig) -> None:
                 f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
                 "does nothing without the other. Give both, or neither."
             )
+    output = config.output
+    if output.keep_checkpoints and not output.save:
+        _refuse(
+            "keep_checkpoints", output.keep_checkpoints, "deletes what --save wrote", "Add --save."
+        )
+    if output.allow_changed_settings and not output.load:
+        names = " ".join(output.allow_changed_settings)
+        _refuse("allow_changed_settings", names, "is about what --load resumes", "Add --load.")
 
 
 def _require_corrections(config: TrainConfig) -> None:

@@ -7,10 +7,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from onpolicy.models.checkpoint import INDEX
-from onpolicy.weights import WeightBucket
+from onpolicy.weights import WeightBucket, write_weights
 
 
 def export_checkpoint(
@@ -22,15 +20,14 @@ def export_checkpoint(
     total_size = 0
     for number, bucket in enumerate(buckets):
         name = f"model-{number:05d}.safetensors"
-        tensors = {key: tensor.contiguous().cpu() for key, tensor in bucket}
-        save_file(tensors, directory / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        total_size += sum(tensor.nbytes for tensor in tensors.values())
+        write_weights(bucket, directory / name)
+        weight_map.update(dict.fromkeys((key for key, _ in bucket), name))
+        total_size += sum(tensor.nbytes for _, tensor in bucket)
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=2))
     for file in source.iterdir():
         if file.is_file() and "safetensors" not in file.name and file.suffix != ".bin":
-            shutil.copy(file, directory)
+            shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))

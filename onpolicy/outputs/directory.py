@@ -1,6 +1,9 @@
 """The directory of a run: everything one needs to look at it later, or to repeat it.
 
 config.json  versions.json  contract.json  metrics.jsonl  logs/  plots/  [tensorboard/ wandb/]
+
+One run writes there at a time. What it writes is there as a whole or not at all, but for logs; a
+disk that runs full ends the run with an error that says how to go on.
 """
 
 from __future__ import annotations
@@ -8,16 +11,22 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from onpolicy import files
 from onpolicy.config import TrainConfig
+from onpolicy.config.settings import same_run
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, OutputError
+from onpolicy.outputs.lock import locked
 from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink, drop_from
+
+logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -25,17 +34,40 @@ PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors
 
 
 class RunDirectory:
-    """Created at the start of a run, on rank 0."""
+    """Made at the start of a run, on rank 0, and its own until `close`.
 
-    def __init__(self, path: str, resumes: bool):
+    An earlier run there is moved aside, unless this one resumes it, but not with one of the paths
+    in it that this one works with: `needed`, by their flags.
+    """
+
+    def __init__(self, path: str, resumes: bool, needed: Mapping[str, str] | None = None):
         self.path = Path(path)
+        self._held = ExitStack()
+        self._held.enter_context(locked(self.path, "--run-dir"))
         if self.metrics_file.exists() and not resumes:
-            _move_aside(self.path)
-        try:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            _move_aside(self.path, needed or {})
+            self._held.enter_context(locked(self.path, "--run-dir"))
+        with self.writing():
+            self.logs.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--run-dir={path}: cannot be written ({error.strerror}).") from error
+
+    @classmethod
+    def of(cls, config: TrainConfig, resumed: Mapping[str, Any] | None) -> RunDirectory:
+        """Of a run that goes on from a checkpoint of such a configuration, or from none."""
+        path, now = config.output.run_dir, config.to_dict()
+        resumes = resumed is not None and _holds_one_of(Path(path), resumed, now)
+        needed = {
+            "--hf-checkpoint": config.model.hf_checkpoint,
+            "--ref-checkpoint": config.algorithm.ref_checkpoint,
+            "--prompt-data": config.data.prompt_data,
+        }
+        if resumed is not None:
+            needed |= {"--load": config.output.load, "--save": config.output.save}
+        return cls(path, resumes, {flag: place for flag, place in needed.items() if place})
+
+    def close(self) -> None:
+        """Let other runs write there."""
+        self._held.close()
 
     @property
     def metrics_file(self) -> Path:
@@ -49,34 +81,64 @@ class RunDirectory:
     def plots(self) -> Path:
         return self.path / "plots"
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around whatever writes there: raises OutputError for a full disk, and the like."""
+        try:
+            yield
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"--run-dir={self.path}: {error.filename or 'a file there'} could not be written "
+                f"({error.strerror or error}). Nothing that was written before is lost, nor any "
+                "checkpoint. Free some space and start again, with --load if there are checkpoints."
+            ) from error
+
     def write_records(
         self, config: TrainConfig, contract: NumericsContract, first_step: int = 0
     ) -> None:
         """Write down what the run was started with; a resumed run repeats moves after its start."""
-        drop_from(self.path / "governor.jsonl", first_step)
         records = {
             "config": config.to_dict(),
             "contract": {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint},
             "versions": versions(),
         }
-        for name, record in records.items():
-            (self.path / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+        with self.writing():
+            drop_from(self.path / "governor.jsonl", first_step)
+            for name, record in records.items():
+                files.write(self.path / f"{name}.json", json.dumps(record, indent=2) + "\n")
 
     def record_move(self, step: int, before: str, after: str, reason: str) -> None:
         """Add a move of the governor to governor.jsonl."""
         record = {"step": step, "from": before, "to": after, "reason": reason}
-        with (self.path / "governor.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with self.writing():
+            files.append(self.path / "governor.jsonl", json.dumps(record).encode())
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
         """Also log into logs/train.log, debug messages included."""
-        handler = logging.FileHandler(self.logs / "train.log")
+        with self.writing():
+            handler = _LogFile(self.logs / "train.log")
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         logging.getLogger().addHandler(handler)
-        yield
-        logging.getLogger().removeHandler(handler)
-        handler.close()
+        try:
+            yield
+        finally:
+            logging.getLogger().removeHandler(handler)
+            with suppress(OSError):  # it has said so
+                handler.close()
+
+    @contextmanager
+    def opened_sinks(self, config: TrainConfig, first_step: int) -> Iterator[list[Sink]]:
+        """And closed at the end, whatever the disk says to that."""
+        with self.writing():
+            sinks = self.sinks(config, first_step)
+        try:
+            yield sinks
+        finally:
+            for sink in sinks:
+                _close(sink)
 
     def sinks(self, config: TrainConfig, first_step: int) -> list[Sink]:
         """metrics.jsonl always; the others if asked for."""
@@ -86,6 +148,20 @@ class RunDirectory:
         if config.output.use_wandb:
             sinks.append(WandbSink(config.output.wandb_project, self.path, config.to_dict()))
         return sinks
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that the disk is full, where Python's prints a traceback for every line."""
+
+    _is_full = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_full:
+            self._is_full = True
+            print(f"{self.baseFilename} could not be written ({error.strerror})", file=sys.stderr)
 
 
 def versions() -> Mapping[str, Any]:
@@ -99,9 +175,37 @@ def versions() -> Mapping[str, Any]:
     return found
 
 
-def _move_aside(path: Path) -> None:
+def _close(sink: Sink) -> None:
+    try:
+        sink.close()
+    except OSError as error:  # the run has ended, and with what it has to say
+        logger.warning("%s did not finish writing (%s)", type(sink).__name__, error)
+
+
+def _holds_one_of(directory: Path, *configs: Mapping[str, Any]) -> bool:
+    try:
+        recorded = json.loads((directory / "config.json").read_bytes())
+        return any(same_run(recorded, config) for config in configs)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _move_aside(path: Path, needed: Mapping[str, str]) -> None:
     """Keep an earlier run's directory under the next free name: runs/a -> runs/a.1"""
+    path = path.resolve()
+    for name, place in {"the current directory": ".", **needed}.items():
+        if Path(place).resolve().is_relative_to(path):
+            raise ConfigError(
+                f"--run-dir={path}: holds an earlier run, which cannot be moved aside with {name} in "
+                "it. Give a directory of its own, or resume that run with --load."
+            )
     number = 1
     while (kept := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    path.rename(kept)
+    try:
+        path.rename(kept)
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir={path}: holds an earlier run, which cannot be moved aside to {kept} "
+            f"({error.strerror}). Give another directory."
+        ) from error

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from onpolicy import files
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(ABC):
@@ -25,14 +30,11 @@ class JsonlSink(Sink):
 
     def __init__(self, file: Path, first_step: int):
         drop_from(file, first_step)
-        self._file = file.open("a")
+        file.touch()
+        self._file = file
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        files.append(self._file, json.dumps({"step": step, **metrics}).encode())
 
 
 class TensorBoardSink(Sink):
@@ -63,20 +65,43 @@ class WandbSink(Sink):
 
 
 def drop_from(file: Path, step: int) -> None:
-    """Drop the lines of `step` and later ones: a resumed run repeats what follows its checkpoint."""
-    if file.exists():
-        kept = [record for record in read_jsonl(file) if record["step"] < step]
-        partial = file.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        partial.replace(file)
+    """Drop the records of `step` and later ones: a resumed run repeats what follows its checkpoint.
+
+    Nothing else is lost: lines that are no records go into a file beside it, and are reported.
+    """
+    if not file.exists():
+        return
+    kept, damaged = [], []
+    for line in _lines(file):
+        record = _record(line)
+        if record is None:
+            damaged.append(line)
+        elif record["step"] < step:
+            kept.append(line)
+    if damaged:
+        aside = file.with_name(f"{file.name}.damaged")
+        files.append(aside, b"\n".join(damaged))
+        logger.warning("%s: %d lines are no records; they are in %s now", file, len(damaged), aside)
+    files.write(file, b"".join(line + b"\n" for line in kept))
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short by a kill is left out."""
-    records = []
-    for line in file.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    """The records of a metrics file, without the lines that are none."""
+    return [record for record in map(_record, _lines(file)) if record is not None]
+
+
+def _lines(file: Path) -> list[bytes]:
+    """All lines but empty ones, and a last one cut short by a kill."""
+    *lines, last = file.read_bytes().split(b"\n")
+    if _record(last) is not None:
+        lines.append(last)
+    return [line for line in lines if line.strip()]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record else None

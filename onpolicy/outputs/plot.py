@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from onpolicy import files
 from onpolicy.outputs.metrics import read_jsonl
 
 _PANELS = (
@@ -32,5 +33,6 @@ def plot_run(metrics_file: Path, image: Path) -> None:
     axes[-1].set_ylim(top=max(1, *axes[-1].get_ylim()))
     axes[-1].set_title(f"mismatched of {compared:,.0f} tokens")
     figure.tight_layout()
-    figure.savefig(image, dpi=120)
+    with files.replacing(image) as partial:
+        figure.savefig(partial, dpi=120)
     plt.close(figure)

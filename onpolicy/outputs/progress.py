@@ -56,12 +56,11 @@ class Progress:
 def print_summary(summary: RunSummary) -> None:
     """The table at the end of a run."""
     table = Table(title="onpolicy run", show_header=False)
+    totals = summary.totals
     table.add_row("rollouts", str(summary.rollouts))
-    table.add_row(
-        "reward, first to last", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}"
-    )
-    table.add_row("tokens compared bit by bit", f"{summary.num_compared_tokens:,}")
-    table.add_row("tokens mismatched", f"{summary.num_mismatched_tokens:,}")
+    table.add_row("reward, first to last", f"{totals.first_reward:.3f} to {totals.last_reward:.3f}")
+    table.add_row("tokens compared bit by bit", f"{totals.num_compared_tokens:,}")
+    table.add_row("tokens mismatched", f"{totals.num_mismatched_tokens:,}")
     table.add_row("run hash", summary.run_hash)
     table.add_row("metrics", f"{summary.run_dir}/metrics.jsonl")
     table.add_row("plot", f"{summary.run_dir}/plots/training.png")

@@ -12,14 +12,11 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
+from onpolicy.config.settings import DECIDE_NO_RESULT
 from onpolicy.outputs.report_runs import Curve, LoggedRun
 
-NOT_THE_EXPERIMENT = frozenset({
-    "seed", "run_dir", "save", "save_interval", "load", "use_tensorboard", "use_wandb",
-    "wandb_project", "custom_config_path", "dry_run", "cpu_threads", "rollout_server_url",
-    "rollout_api_key", "rollout_host", "rollout_base_port",
-})  # fmt: skip
-"""Configuration values that may differ inside a group: the seed, and where things are or go."""
+NOT_THE_EXPERIMENT = DECIDE_NO_RESULT | {"seed"}
+"""Configuration values that may differ inside a group: the seed, and what decides no result."""
 
 MOST_VALUES_IN_A_NAME = 3
 """Groups that differ in more values than that are named by their directories."""

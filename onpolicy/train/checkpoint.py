@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.optim import Optimizer
 
 from onpolicy.errors import CheckpointError
+from onpolicy.train.index_reader import IndexReader
 
 _SHARDED = "sharded"
 _NUMBERS = "numbers.json"
@@ -49,7 +46,6 @@ def load_state(directory: Path, model: nn.Module, optimizer: Optimizer) -> dict[
         ValueError,
         RuntimeError,
         CheckpointException,
-        pickle.UnpicklingError,
     ) as error:
         raise CheckpointError(
             f"--load: {directory} is damaged or does not fit this model ({_reason(error)}). Give the "
@@ -79,36 +75,6 @@ def create_missing_moments(optimizer: Optimizer) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-
-
-class IndexReader(dcp.FileSystemReader):
-    """DCP's reader, except that its pickled index may name nothing but DCP's own records."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        data = (Path(self.path) / ".metadata").read_bytes()
-        metadata = _IndexUnpickler(io.BytesIO(data)).load()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    _ALLOWED: ClassVar = {
-        "torch.distributed.checkpoint.metadata": re.compile(r"_?[A-Z]\w*"),
-        "torch.distributed.checkpoint.filesystem": re.compile(r"_?[A-Z]\w*"),
-        "torch.distributed.checkpoint.planner": re.compile(r"[A-Z]\w*"),
-        "torch.serialization": re.compile(r"_get_layout"),
-        "torch": re.compile(r"Size|float32|bfloat16|uint8"),
-        "pathlib": re.compile(r"\w*Path"),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in self._ALLOWED and self._ALLOWED[module].fullmatch(name):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"its index names {module}.{name}, which is no part of an index"
-        )
 
 
 def _reason(error: BaseException) -> str:

@@ -117,16 +117,10 @@ class FsdpTrainer(PolicyTrainer):
         return gather_buckets(self.model, self.dtype, max_bytes)
 
     def save(self, directory: Path) -> None:
-        numbers = {
-            "schedule": self.schedule.state_dict(),
-            "corrections": self.corrections.state_dict(),
-        }
-        save_state(directory, self.model, self.optimizer, numbers)
+        save_state(directory, self.model, self.optimizer, self.numbers())
 
     def load(self, directory: Path) -> None:
-        numbers = load_state(directory, self.model, self.optimizer)
-        self.schedule.load_state_dict(numbers["schedule"])
-        self.corrections.load_state_dict(numbers["corrections"])
+        self.use_numbers(load_state(directory, self.model, self.optimizer))
 
 
 def _free_gathered_weights(model: PolicyModel) -> None:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fallback_correction.length_decay import BaseSchedule, LengthDecaySchedule
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ParityError, TrainingError
+from onpolicy.errors import ConfigError, ParityError, TrainingError
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.gradient_check import check_gradients
@@ -58,6 +59,25 @@ class PolicyTrainer(Trainer):
         if contract.is_aligned:
             self.self_check = self_check(self.operators, contract)
             check_gradients(self.operators, contract)
+
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint holds of the trainer besides tensors, as JSON can hold it."""
+        return {
+            "schedule": self.schedule.state_dict(),
+            "corrections": self.corrections.state_dict(),
+        }
+
+    def use_numbers(self, numbers: dict[str, Any]) -> None:
+        """Go on from what `numbers` returned. Raises ConfigError if it fits other settings alone."""
+        try:
+            self.schedule.load_state_dict(numbers["schedule"])
+            self.corrections.load_state_dict(numbers["corrections"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--load: what the checkpoint holds of the learning rate's schedule and of the "
+                f"corrections does not fit these settings ({error!r}). Give --lr-schedule and --dc-* "
+                "as in the run that wrote it."
+            ) from error
 
     @abstractmethod
     def _put_operators(self, operators: Operators) -> None:

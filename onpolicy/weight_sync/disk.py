@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from onpolicy.errors import WeightSyncError
 from onpolicy.weight_sync.base import Engine, Transport, on_all
-from onpolicy.weights import WeightBucket
+from onpolicy.weights import WeightBucket, write_weights
+
+_PREFIX = ".weights_"
 
 
 class DiskTransport(Transport):
-    """SGLang's update_weights_from_disk: one file per bucket, removed after the push."""
+    """SGLang's update_weights_from_disk: one file per bucket, removed after the push.
+
+    They lie in a new directory under `directory`, so that nobody else's are touched.
+    """
 
     in_session = False
 
     def __init__(self, directory: Path):
-        self.directory = directory.absolute()
+        self._parent = directory.absolute()
+        self._directory: Path | None = None
         self._count = 0
 
     def open(self, engines: Sequence[Engine]) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
+        self._remove()
+        self._directory = self._parent / f"{_PREFIX}{uuid.uuid4().hex}"
         self._count = 0
+        try:
+            self._directory.mkdir(parents=True)
+        except OSError as error:
+            raise _unwritable(self._directory, error) from error
 
     def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
-        file = self.directory / f"model-{self._count:05d}.safetensors"
+        assert self._directory is not None
+        file = self._directory / f"model-{self._count:05d}.safetensors"
         self._count += 1
         try:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, file)
+            write_weights(bucket, file)
         except OSError as error:
-            raise WeightSyncError(f"{file}: cannot be written ({error.strerror}).") from error
+            self._remove()
+            raise _unwritable(file, error) from error
 
     def close(self, engines: Sequence[Engine], version: str) -> None:
-        body = {"model_path": str(self.directory), "weight_version": version, "flush_cache": False}
+        body = {"model_path": str(self._directory), "weight_version": version, "flush_cache": False}
         on_all(engines, lambda engine: engine.post("/update_weights_from_disk", body))
-        shutil.rmtree(self.directory)
+        self._remove()
+
+    def _remove(self) -> None:
+        """The files of this push, or of one that failed."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+def _unwritable(path: Path, error: OSError) -> WeightSyncError:
+    return WeightSyncError(
+        f"{path}: cannot be written ({error.strerror or error}). No checkpoint is lost: free some space "
+        "under --run-dir, or choose another --weight-sync, and resume with --load."
+    )
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Of pushes that a kill interrupted; nobody else may push from there now."""
+    for leftover in directory.glob(_PREFIX + "[0-9a-f]" * 32):
+        shutil.rmtree(leftover, ignore_errors=True)

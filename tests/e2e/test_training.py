@@ -6,7 +6,15 @@ import signal
 
 import psutil
 import pytest
-from train_runs import ROLLOUTS, exported_weights, finish, metrics_of, run_hash, wait_for
+from train_runs import (
+    ROLLOUTS,
+    exported_weights,
+    finish,
+    metrics_of,
+    run_hash,
+    summary,
+    wait_for,
+)
 
 from onpolicy.outputs.meanings import MEANINGS
 from onpolicy.outputs.metrics import read_jsonl
@@ -75,13 +83,13 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, tmp
 
 KILLED_WHILE_SAVING = """
 import os, signal
-from onpolicy import saving
-export = saving._export
+from onpolicy.saving import write
+export = write._export
 def export_or_die(config, engines, directory):
     if "000004" in str(directory):
         os.kill(os.getpid(), signal.SIGKILL)
     export(config, engines, directory)
-saving._export = export_or_die
+write._export = export_or_die
 """
 
 
@@ -91,6 +99,9 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
     save = tmp_path / "save"
     argv = ["--save", str(save), "--save-interval", "2", "--load", str(save)]
     argv += ["--weight-sync", "disk"]
+    own = tmp_path / "run" / "weights" / "mine.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_text("of the user")
     process = start(tmp_path, *argv, preamble=KILLED_WHILE_SAVING)
     seen = set()
 
@@ -101,20 +112,32 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
 
     wait_for(gone, 200)
     assert process.returncode == -signal.SIGKILL
-    assert sorted(p.name for p in save.iterdir()) == [".partial_step_000004", "step_000002"]
+    assert sorted(p.name for p in save.iterdir()) == [
+        ".lock", ".partial_step_000004", "step_000002",
+    ]  # fmt: skip
     wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in seen), 60)
     assert len(seen) >= 3  # the server and its children did not outlive the trainer
 
-    output = finish(start(tmp_path, *argv))
+    output = finish(start(tmp_path, *argv, "--rollout-num-engines", "2"))
     assert "resumed from" in output
     assert run_hash(output) == plain[2]
+    of_the_whole_run = ("rollouts", "reward, first to last", "tokens compared bit by bit")
+    rows, expected = summary(output), summary(plain[1])
+    assert [rows[name] for name in of_the_whole_run] == [
+        expected[name] for name in of_the_whole_run
+    ]
+    assert own.read_text() == "of the user"
+    assert not list((tmp_path / "run").glob(".weights_*"))
     assert exported_weights(save) == exported_weights(plain[0] / "save")
     assert [r["step"] for r in metrics_of(tmp_path)] == list(range(ROLLOUTS))
 
 
-def test_an_interrupted_run_stops_its_servers(start, tmp_path):
+def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start, tmp_path):
     process = start(tmp_path, "--num-rollout", "1000")
     wait_for(lambda: len(metrics_of(tmp_path)) >= 1)
+    refused = finish(start(tmp_path), code=2)
+    assert re.search(rf"--run-dir=.*: process {process.pid} on .* is writing there", refused)
+    assert len(metrics_of(tmp_path)) >= 1
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert "interrupted" in finish(process, code=130)
@@ -149,7 +172,10 @@ def test_a_mismatch_stops_the_run_on_two_ranks_and_keeps_its_checkpoint(start, t
     ("argv", "message"),
     [
         (["--save", "SAVE", "--save-interval", "2"], "holds checkpoints of another run"),
-        (["--save", "SAVE", "--save-interval", "2", "--load", "SAVE", "--seed", "5"], "--seed=5: "),
+        (
+            ["--save", "SAVE", "--save-interval", "2", "--load", "SAVE", "--seed", "5"],
+            "--seed=5, was 0",
+        ),
     ],
 )
 def test_checkpoints_of_another_run_are_not_replaced(start, plain, tmp_path, argv, message):

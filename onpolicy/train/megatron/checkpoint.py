@@ -11,6 +11,12 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonLoadStrategy,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -18,7 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from onpolicy.errors import CheckpointError
 from onpolicy.train import distributed
-from onpolicy.train.checkpoint import IndexReader, create_missing_moments
+from onpolicy.train.checkpoint import create_missing_moments
+from onpolicy.train.index_reader import IndexReader
 
 _SHARDED = "sharded"
 _NUMBERS = "numbers.json"
@@ -55,9 +62,14 @@ def load_state(
     """Read back, in place, what `save_state` wrote, and return its numbers; collective."""
     _create_missing_moments(optimizer)
     try:
-        IndexReader(directory / _SHARDED).read_metadata()  # Megatron's own would run any code in it
+        IndexReader(
+            directory / _SHARDED
+        ).read_metadata()  # what DCP cannot read it reports at length
         state = dist_checkpointing.load(
-            _state(model, optimizer, is_loading=True), str(directory / _SHARDED)
+            _state(model, optimizer, is_loading=True),
+            str(directory / _SHARDED),
+            sharded_strategy=TorchDistLoadShardedStrategy(),
+            common_strategy=_CommonStrategy(),
         )
         numbers = json.loads((directory / _NUMBERS).read_text())
     except (
@@ -66,7 +78,6 @@ def load_state(
         RuntimeError,
         CheckpointException,
         CheckpointingException,
-        pickle.UnpicklingError,
     ) as error:
         raise CheckpointError(
             f"--load: {directory} is damaged or does not fit this model ({error}). Give the "
@@ -75,6 +86,25 @@ def load_state(
     model.module.load_state_dict(state["model"])
     _load_optimizer(optimizer, state["optimizer"])
     return numbers
+
+
+def _index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
+    return IndexReader(path)
+
+
+# Megatron's own reader would run any code in an index, whatever was checked before.
+torch_strategy._get_filesystem_reader = _index_reader
+
+
+class _CommonStrategy(TorchCommonLoadStrategy):
+    """Runs no code even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        file = Path(checkpoint_dir) / COMMON_STATE_FNAME
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # whose words suggest to run it
+            raise CheckpointError(f"{file.name} holds more than data") from error
 
 
 def _state(

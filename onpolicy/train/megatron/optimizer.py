@@ -56,6 +56,14 @@ def make_optimizer(
     )
 
 
+def use_settings(optimizer: MegatronOptimizer, config: TrainConfig) -> None:
+    """AdamW's of this run; Megatron's checkpoints bring along those that they were made with."""
+    trainer = config.trainer
+    for group in optimizer.param_groups:
+        group["betas"] = (trainer.adam_beta1, trainer.adam_beta2)
+        group["eps"] = trainer.adam_eps
+
+
 def make_schedule(optimizer: HasParamGroups, config: TrainConfig) -> Schedule:
     """Megatron's, with the rates of the other engine; length decay on top if asked for."""
     base = BaseSchedule(optimizer, config)

@@ -22,7 +22,12 @@ from onpolicy.train.megatron import stages
 from onpolicy.train.megatron.checkpoint import load_state, save_state
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import build_model
-from onpolicy.train.megatron.optimizer import make_optimizer, make_schedule, with_gradients
+from onpolicy.train.megatron.optimizer import (
+    make_optimizer,
+    make_schedule,
+    use_settings,
+    with_gradients,
+)
 from onpolicy.train.megatron.schedule import accumulate_gradients, score
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
 from onpolicy.train.parity_gate import ParityGate
@@ -137,13 +142,9 @@ class MegatronTrainer(PolicyTrainer):
         return export_buckets(self.model, max_bytes)
 
     def save(self, directory: Path) -> None:
-        numbers = {
-            "schedule": self.schedule.state_dict(),
-            "corrections": self.corrections.state_dict(),
-        }
-        save_state(directory, self.model, self.optimizer, numbers)
+        save_state(directory, self.model, self.optimizer, self.numbers())
 
     def load(self, directory: Path) -> None:
         numbers = load_state(directory, self.model, self.optimizer)
-        self.schedule.load_state_dict(numbers["schedule"])
-        self.corrections.load_state_dict(numbers["corrections"])
+        use_settings(self.optimizer, self.config)
+        self.use_numbers(numbers)

@@ -3,6 +3,11 @@
 import dataclasses
 import json
 import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +50,77 @@ def test_a_resumed_run_keeps_the_lines_before_its_checkpoint_and_repeats_the_res
     JsonlSink(file, 3).close()
     assert steps(file) == [0, 1, 2]
     assert read_jsonl(file)[2]["x"] == 2 / 3
+
+
+def test_an_earlier_run_is_not_moved_with_the_current_directory_in_it(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "data")
+    for path in ("..", str(tmp_path)):
+        with pytest.raises(
+            ConfigError, match="holds an earlier run, which cannot be moved aside with"
+        ):
+            RunDirectory(path, resumes=False)
+    assert (tmp_path / "metrics.jsonl").exists()
+    RunDirectory("..", resumes=True)
+
+
+def test_an_earlier_run_is_not_moved_with_what_the_new_one_needs_in_it(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    needed = {"--hf-checkpoint": "/model", "--save": str(run / "checkpoints")}
+    with pytest.raises(ConfigError, match=r"cannot be moved aside with --save in it\. Give a dir"):
+        RunDirectory(str(run), resumes=False, needed=needed)
+
+
+def test_a_second_run_in_the_directory_is_refused_and_moves_nothing(tmp_path):
+    directory = RunDirectory(str(tmp_path / "run"), resumes=False)
+    directory.metrics_file.write_text("")
+    code = "import sys; from onpolicy.outputs.directory import RunDirectory as R; R(sys.argv[1], False)"
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert f"process {os.getpid()} on {os.uname().nodename}, since" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    directory.close()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"]
+
+
+@pytest.mark.parametrize(
+    "damage", [b'{"step": 1, "x"', b"[1]", b'{"x": 1}', b'{"step": "1"}', b"\xff\xfe", b"\0\0"]
+)
+def test_a_damaged_line_is_kept_aside_and_costs_no_other_line(tmp_path, damage, caplog):
+    file = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "x": 0.5}' % step for step in range(10)]
+    file.write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]) + b"\n")
+    assert steps(file) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+    JsonlSink(file, 8)
+    assert file.read_bytes().splitlines() == [*lines[:2], *lines[3:8]]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damage + b"\n"
+    assert "metrics.jsonl: 1 lines are no records; they are in" in caplog.text
+    JsonlSink(file, 8)
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damage + b"\n"
+
+
+def test_a_full_disk_is_an_error_that_says_where_and_how_to_go_on(tmp_path):
+    script = Path(__file__).with_name("full_disk.py")
+    path = os.pathsep.join([str(script.parents[3]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    message = (
+        r"(\S+) could not be written \(File too large\)\. Nothing .*, with --load if there are"
+    )
+    errors = re.findall(rf"^--run-dir=\S+/run: {message}", done.stdout, flags=re.M)
+    names = ["config.json", "metrics.jsonl", "governor.jsonl"]
+    assert [Path(error).name for error in errors] == names
+    assert re.fullmatch(r"\S+train.log could not be written \(File too large\)\n", done.stderr)
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
 
 
 def test_a_run_writes_down_what_it_was_started_with(tmp_path):

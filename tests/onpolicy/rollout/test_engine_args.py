@@ -71,8 +71,6 @@ def test_an_aligned_engine_on_a_gpu_attends_through_sglangs_fa3_backend(backend)
 def test_every_flag_is_one_that_the_installed_sglang_has(device):
     import argparse
 
-    import onpolicy.torchvision_ops  # noqa: F401  before the first import of SGLang
-
     server_args = pytest.importorskip("sglang.srt.server_args")
     parser = argparse.ArgumentParser(allow_abbrev=False)
     server_args.ServerArgs.add_cli_args(parser)

@@ -1,12 +1,17 @@
 """Megatron's engine against FSDP2's, in real groups of ranks; the rollout is in tests/e2e."""
 
+import re
+
 import pytest
 import torch
+from crafted_checkpoints import ATTACKS, in_the_common_state
 from megatron_ranks import Ranks
 from megatron_training import (
     Job,
     equal,
-    load_with_hidden_code,
+    load_crafted,
+    load_crafted_with_megatrons_readers,
+    save_on_a_full_disk,
     train,
     train_on_a_wrong_one,
 )
@@ -131,6 +136,27 @@ def test_two_runs_give_the_same_weights(ranks, job):
     assert first and equal(first, second)
 
 
-def test_code_hidden_in_a_checkpoints_index_is_not_run(alone, checkpoint, tmp_path):
-    [error] = alone.run(load_with_hidden_code, Job(path=checkpoint), tmp_path)
-    assert "names builtins.print, which is no part of an index" in error
+@pytest.mark.parametrize("size", [50, 20_000, 500_000])
+def test_a_full_disk_is_an_error(alone, job, tmp_path, size):
+    """In a checkpoint's common state, index, or tensors."""
+    assert all(alone.run(save_on_a_full_disk, job, tmp_path, size))
+
+
+CRAFTED = {**ATTACKS, in_the_common_state: r"\(common.pt holds more than data\)"}
+
+
+@pytest.mark.parametrize("attack", CRAFTED, ids=lambda attack: attack.__name__)
+def test_code_hidden_in_a_checkpoint_is_not_run(alone, checkpoint, tmp_path, attack):
+    [(error, ran)] = alone.run(load_crafted, Job(path=checkpoint), tmp_path, attack)
+    assert re.match(rf"CheckpointError: .*{CRAFTED[attack]}", error)
+    assert not ran
+
+
+@pytest.mark.parametrize("attack", CRAFTED, ids=lambda attack: attack.__name__)
+def test_code_hidden_in_a_checkpoint_is_run_by_megatrons_readers(
+    alone, checkpoint, tmp_path, attack
+):
+    """So the test above would notice."""
+    job = Job(path=checkpoint)
+    [(_, ran)] = alone.run(load_crafted_with_megatrons_readers, job, tmp_path, attack)
+    assert ran

@@ -1,0 +1,60 @@
+"""Files that a kill, a crash or a full disk leaves as they were, or as they should be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A path to write to; what it holds at the end takes the place of `file`, durably.
+
+    Raises OSError with `file` as it was. A link, a pipe or a device, which nothing may take the
+    place of, is written to as it is.
+    """
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        yield file
+        return
+    partial = file.with_name(f".partial_{file.name}")
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(file)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(file)
+        raise
+    sync(file.parent)
+
+
+def write(file: Path, content: str | bytes) -> None:
+    """Write a whole file, as `replacing` does."""
+    with replacing(file) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def append(file: Path, line: bytes) -> None:
+    """Add a line and its end. Raises OSError with the file as it was."""
+    data = line + b"\n"
+    with file.open("ab", buffering=0) as end:
+        size = os.fstat(end.fileno()).st_size
+        try:
+            while data:  # a disk that runs full takes a part, and then refuses the rest
+                data = data[end.write(data) :]
+        except OSError as error:
+            end.truncate(size)
+            error.filename = str(file)
+            raise
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, on disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

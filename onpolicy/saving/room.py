@@ -1,0 +1,49 @@
+"""Whether a checkpoint fits on the disk, asked before the first step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.errors import ConfigError
+from onpolicy.models.empty import empty_causal_lm
+
+MASTER = 3 * 4
+"""Bytes of a parameter's float32 weight and its two moments."""
+
+
+def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError, with the sum, if a checkpoint of the model does not fit under --save."""
+    model = empty_causal_lm(hf_config, config.model.trust_remote_code)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    computed = getattr(torch, config.model.dtype).itemsize
+    trained = MASTER + (computed if _saves_computed_weights(config) else 0)
+    needed = parameters * (trained + computed)
+    free = free_bytes(Path(config.output.save))
+    if needed > free:
+        raise ConfigError(
+            f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters x ({trained} "
+            f"bytes of training state + {computed} of exported weights) = {gib(needed)}, and "
+            f"{gib(free)} are free there. Make room, or choose another directory."
+        )
+
+
+def _saves_computed_weights(config: TrainConfig) -> bool:
+    """Megatron does, besides the master weights, where they are not the same tensors."""
+    distributed = config.megatron.megatron_distributed_optimizer
+    others = distributed or config.model.dtype != "float32"
+    return config.trainer.train_backend == "megatron" and others
+
+
+def free_bytes(directory: Path) -> int:
+    """What an ordinary user may still write there, or where the directory will be."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,65 @@
+"""Which settings a resumed run may change."""
+
+import dataclasses
+
+import pytest
+from unstarted_run import changed
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.settings import DECIDE_NO_RESULT, changes, same_run
+from onpolicy.outputs.report_groups import NOT_THE_EXPERIMENT
+
+CONFIG = TrainConfig()
+
+
+def names(config, recorded=None):
+    return [change.name for change in changes(recorded or CONFIG.to_dict(), config)]
+
+
+def another(value):
+    """A value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return value + "x"
+    return (*value, "x") if isinstance(value, tuple) else (value or 0) + 2
+
+
+def test_the_table_names_flags_and_the_report_shares_it():
+    assert CONFIG.to_dict().keys() >= DECIDE_NO_RESULT
+    assert {"seed"} == NOT_THE_EXPERIMENT - DECIDE_NO_RESULT
+
+
+@pytest.mark.parametrize("name", sorted(CONFIG.to_dict()))
+def test_every_flag_decides_results_unless_the_table_says_that_it_does_not(name):
+    value = {**CONFIG.to_dict(), "rollout_api_key": ""}[name]
+    config = changed(CONFIG, **{name: another(value)})
+    is_free = name in DECIDE_NO_RESULT or name == "num_rollout"
+    assert names(config) == ([] if is_free else [name])
+    assert same_run(CONFIG.to_dict(), config.to_dict()) == is_free
+
+
+def test_what_json_makes_of_a_value_is_the_value():
+    config = changed(CONFIG, rollout_stop_token_ids=(5,), lr=1e-7)
+    recorded = {**config.to_dict(), "rollout_stop_token_ids": [5], "lr": float("1e-07")}
+    assert names(config, recorded) == []
+    not_a_number = changed(CONFIG, opsm_delta=float("nan"))
+    assert names(not_a_number, not_a_number.to_dict()) == []
+
+
+@pytest.mark.parametrize(
+    ("num_rollout", "style", "may"),
+    [(101, "constant", True), (99, "constant", False), (101, "cosine", False)],
+)
+def test_a_run_may_be_made_longer_if_its_learning_rate_does_not_go_by_its_length(
+    num_rollout, style, may
+):
+    recorded = changed(CONFIG, lr_decay_style=style).to_dict()
+    config = changed(CONFIG, num_rollout=num_rollout, lr_decay_style=style)
+    assert names(config, recorded) == ([] if may else ["num_rollout"])
+
+
+def test_the_key_is_in_no_message():
+    config = changed(CONFIG, rollout_api_key="secret")
+    assert "secret" not in str(changes({**CONFIG.to_dict(), "lr": 2.0}, config))
+    assert dataclasses.asdict(config)["engine"]["rollout_api_key"] == "secret"

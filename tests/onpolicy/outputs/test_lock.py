@@ -1,0 +1,88 @@
+"""One run to a directory, however the one before it ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from onpolicy.errors import ConfigError
+from onpolicy.outputs.lock import locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from onpolicy.outputs.lock import locked
+with locked(Path(sys.argv[1]), "--save"):
+    {then}
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts a process that holds the directory, and waits until it does."""
+    started = []
+
+    def start(then="pass"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD.format(then=then), str(tmp_path / "run")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def hold(directory):
+    with locked(directory / "run", "--run-dir"):
+        pass
+
+
+def test_the_second_run_is_told_who_is_there(holder, tmp_path):
+    process = holder()
+    with pytest.raises(ConfigError) as refused:
+        hold(tmp_path)
+    owner = rf"process {process.pid} on {os.uname().nodename}, since \d{{4}}-\d\d-\d\dT[\d:+-]+,"
+    assert re.match(rf"--run-dir=.*/run: {owner} is writing there. Two runs", str(refused.value))
+
+
+def test_a_directory_is_free_again_when_its_run_ends(tmp_path):
+    hold(tmp_path)
+    hold(tmp_path)
+
+
+def test_a_kill_frees_the_directory(holder, tmp_path):
+    process = holder()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    hold(tmp_path)
+
+
+def test_a_worker_that_outlives_its_run_holds_nothing(holder, tmp_path):
+    process = holder("import os; os.fork() or (os.setsid(), time.sleep(3), os._exit(0))")
+    process.kill()
+    process.wait()
+    hold(tmp_path)
+
+
+def test_a_lock_that_says_nothing_is_a_lock(holder, tmp_path):
+    holder()
+    (tmp_path / "run" / ".lock").write_text("")
+    with pytest.raises(ConfigError, match="another process is writing there"):
+        hold(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=r"--run-dir=.*/run: cannot be written \(File exists\)"):
+        hold(tmp_path)
