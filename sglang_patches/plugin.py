@@ -20,6 +20,7 @@ from sglang_patches import (
     requests,
     routed_experts,
     sampler,
+    shared_names,
     status,
     triton_attention,
     versions,
@@ -34,6 +35,7 @@ def load() -> None:
         return
     versions.sglang_version()
     contract = NumericsContract.from_json(text)
+    shared_names.install()
     status.install()
     weights.install()
     if contract.device == "cpu":

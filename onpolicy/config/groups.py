@@ -75,7 +75,8 @@ class EngineConfig:
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
 
     rollout_api_key: str = ""
-    """API key of those servers, or of the ones started here; one is made up if there is none."""
+    """API key of those servers, or of the ones started here, or @ and a file that holds it; one is
+    made up if there is none. Command lines can be read by everyone on the host, files need not."""
 
     rollout_host: str = "127.0.0.1"
     """Address the servers listen on. Another than loopback needs --rollout-api-key."""

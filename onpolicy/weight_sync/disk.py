@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.weight_sync.base import Engine, Transport, on_all
+from onpolicy.weight_sync.base import Engine, Transport, on_all, size_of
 from onpolicy.weights import WeightBucket
 
 
@@ -20,16 +20,17 @@ class DiskTransport(Transport):
 
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
-        self._count = 0
+        self._count = self._num_bytes = 0
 
     def open(self, engines: Sequence[Engine]) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
-        self._count = 0
+        self._count = self._num_bytes = 0
 
     def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
         file = self.directory / f"model-{self._count:05d}.safetensors"
         self._count += 1
+        self._num_bytes += size_of(bucket)
         try:
             save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, file)
         except OSError as error:
@@ -37,5 +38,6 @@ class DiskTransport(Transport):
 
     def close(self, engines: Sequence[Engine], version: str) -> None:
         body = {"model_path": str(self.directory), "weight_version": version, "flush_cache": False}
-        on_all(engines, lambda engine: engine.post("/update_weights_from_disk", body))
+        path, num_bytes = "/update_weights_from_disk", self._num_bytes
+        on_all(engines, lambda engine: engine.post(path, body, num_bytes))
         shutil.rmtree(self.directory)

@@ -10,7 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 import torch.multiprocessing
 
-from onpolicy.weight_sync.base import Engine, Transport, on_all
+from onpolicy.weight_sync.base import Engine, Transport, on_all, size_of
 from onpolicy.weights import WeightBucket
 
 
@@ -31,6 +31,7 @@ class SharedMemoryTransport(Transport):
                     "flush_cache": False,
                     "weight_version": version,
                 },
+                size_of(bucket),
             )
 
         on_all(engines, update)
