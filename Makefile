@@ -3,6 +3,7 @@ PYTHON ?= python3
 # Where the default torch wheel is a CUDA build, take the CPU one:
 #   make setup TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_ARGS ?=
+SOAK_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -14,7 +15,7 @@ GPU_PYTHON ?= python3
 GPU_TEST_ARGS ?=
 GPU_BENCH_ARGS ?=
 
-.PHONY: setup demo test lint gpu-test gpu-bench
+.PHONY: setup demo test soak lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -32,6 +33,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile
+
+# Kills processes of whole runs at random moments; about an hour. It goes on where it was stopped:
+#   make soak SOAK_ARGS='--kills 40 --seed 1'
+soak: setup
+	$(BIN)/python tests/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,9 +13,11 @@ from sglang_patches import (
     determinism,
     experts,
     flash_attention,
+    harmful_requests,
     linear,
     lm_head,
     model,
+    parallel_samples,
     registry,
     requests,
     routed_experts,
@@ -36,6 +38,7 @@ def load() -> None:
     versions.sglang_version()
     contract = NumericsContract.from_json(text)
     shared_names.install()
+    harmful_requests.install()
     status.install()
     weights.install()
     if contract.device == "cpu":
@@ -49,6 +52,7 @@ def load() -> None:
         lm_head.install(operators)
         sampler.install(operators, contract)
         requests.install()
+        parallel_samples.install()
         experts.install()
         buffers.install()
         model.install(operators, contract)

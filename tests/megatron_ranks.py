@@ -21,6 +21,7 @@ import onpolicy  # noqa: F401  (installs what transformers needs of torchvision)
 import numpy as np
 import torch
 import torch.distributed as dist
+from processes import end_with_parent
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.contract import NumericsContract
@@ -43,7 +44,8 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, port, theirs))
+            arguments = (rank, count, port, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()  # so that a rank that dies ends our wait for it
             self._pipes.append(ours)
@@ -65,6 +67,7 @@ class Ranks:
 
 
 def _serve(rank, count, port, pipe):
+    end_with_parent()  # also when the tests are killed while a rank waits for another
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, count, rank == 0)
