@@ -23,7 +23,8 @@ from typing import BinaryIO
 
 import psutil
 
-from sglang_patches.private_directory import DIRECTORY_VARIABLE, private_directory
+from onpolicy.private_directory import PrivateDirectory
+from sglang_patches.shared_names import DIRECTORY_VARIABLE, PATTERNS
 
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _STANDARD_INPUT = 0
@@ -36,9 +37,9 @@ def run(serve: Callable[[], None], secrets: Sequence[str]) -> int:
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with private_directory() as directory:
+    with PrivateDirectory(PATTERNS) as directory:
         output, log = os.pipe()
-        arguments = (serve, directory, log, os.getpid())
+        arguments = (serve, directory.path, log, os.getpid())
         server = multiprocessing.get_context("fork").Process(target=_serve, args=arguments)
         server.start()
         os.close(log)

@@ -16,7 +16,7 @@ import sys
 
 from onpolicy.errors import ConfigError
 from sglang_patches import guard, registry
-from sglang_patches.private_directory import DIRECTORY_VARIABLE
+from sglang_patches.shared_names import DIRECTORY_VARIABLE
 
 GUARDED = "ONPOLICY_GUARDED"
 """Set by a parent that holds the other end of our standard input."""

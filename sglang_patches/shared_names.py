@@ -1,4 +1,4 @@
-"""Names what SGLang makes in /dev/shm after the server's directory; see private_directory.py.
+"""Names what SGLang makes in /dev/shm after the server's private directory, whose owner removes it.
 
 Diverges in stock SGLang: the names are random, so nobody can tell whose they are when the processes
 were killed, which is how SGLang ends them. Covers its load snapshots and message queues, and all
@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_patches import registry
-from sglang_patches.private_directory import DIRECTORY_VARIABLE
+
+DIRECTORY_VARIABLE = "ONPOLICY_ENGINE_DIRECTORY"
+"""Carries the directory into all processes of a server."""
+
+PATTERNS = ("NAME*", "sem.NAME*")
+"""What the names look like; see onpolicy/private_directory.py."""
 
 TARGETS = (
     "sglang.srt.managers.load_snapshot.shm_path_for",

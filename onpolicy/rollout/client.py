@@ -30,10 +30,18 @@ _BYTES_PER_SECOND = 100 << 20
 class EngineClient:
     """The server at one URL."""
 
-    def __init__(self, url: str, api_key: str, request_timeout: float, health_timeout: float):
+    def __init__(
+        self,
+        url: str,
+        api_key: str,
+        request_timeout: float,
+        health_timeout: float,
+        admin_api_key: str = "",
+    ):
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
         self.health_timeout = health_timeout
-        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.headers = _authorization(api_key)
+        self.admin_headers = _authorization(admin_api_key or api_key)
 
     async def generate(self, session: aiohttp.ClientSession, request: Request) -> Completion:
         """Sample one response. Raises EngineLostError if the server stopped answering.
@@ -118,14 +126,19 @@ class EngineClient:
     def _call(self, method: str, path: str, num_bytes: int = 0, **body: Any) -> requests.Response:
         """Raises EngineLostError without an answer in time; one that died does not take that long."""
         seconds = self.patience(num_bytes)
+        headers = self.headers if method == "GET" else self.admin_headers
         try:
             return requests.request(
-                method, f"{self.url}{path}", headers=self.headers, timeout=seconds, **body
+                method, f"{self.url}{path}", headers=headers, timeout=seconds, **body
             )
         except requests.RequestException as error:
             raise EngineLostError(
                 f"{self.url}{path}: no answer within {seconds:.0f} s ({error})."
             ) from error
+
+
+def _authorization(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _json(response: requests.Response) -> dict[str, Any]:

@@ -45,6 +45,17 @@ class EngineSpec:
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
 
+    @property
+    def sglang_secrets(self) -> dict[str, str]:
+        """The secrets among those flags."""
+        given = secrets.split(self.sglang_args)[1]
+        return {flag: secrets.reveal(flag, value) for flag, value in given.items()}
+
+    @property
+    def admin_api_key(self) -> str:
+        """What SGLang wants for weights and other control calls, if it was given one."""
+        return self.sglang_secrets.get("--admin-api-key", "")
+
 
 def engine_flags(spec: EngineSpec, port: int) -> list[str]:
     """SGLang's command line for this server, less the secrets."""
@@ -76,9 +87,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
 
 def secret_flags(spec: EngineSpec) -> list[str]:
     """The flags that no command line, which all users of a host can read, may show."""
-    theirs = secrets.split(spec.sglang_args)[1]
-    revealed = {flag: secrets.reveal(flag, value) for flag, value in theirs.items()}
-    return [f"{flag}={value}" for flag, value in {"--api-key": spec.api_key, **revealed}.items()]
+    given = {"--api-key": spec.api_key, **spec.sglang_secrets}
+    return [f"{flag}={value}" for flag, value in given.items()]
 
 
 def _cpu_flags(spec: EngineSpec) -> list[str]:

@@ -42,7 +42,11 @@ class SglangGroup(RolloutGroup):
         urls = config.rollout_server_url or [server.url for server in self.servers]
         self.clients = [
             EngineClient(
-                url, spec.api_key, config.rollout_request_timeout, config.rollout_health_timeout
+                url,
+                spec.api_key,
+                config.rollout_request_timeout,
+                config.rollout_health_timeout,
+                spec.admin_api_key,
             )
             for url in urls
         ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
@@ -36,17 +37,14 @@ class DistributedTransport(Transport):
         self._group: Any = None
         self._store: dist.TCPStore | None = None
         self._waiting: Future[Any] = Future()
-        self._pushes = 0
-
-    @property
-    def _name(self) -> str:
-        return f"onpolicy_weights_{self._pushes}"
+        self._name = ""
 
     def open(self, engines: Sequence[Engine]) -> None:
         from sglang.srt.utils import init_custom_process_group
 
-        self._pushes += 1
-        name, address = self._name, _own_address(engines)
+        # An engine may still know the group of a push, or of a run, that failed.
+        name = self._name = f"onpolicy_weights_{uuid.uuid4().hex}"
+        address = _own_address(engines)
         # Half of an engine's patience: what survives a dead member is free again before it is judged.
         timeout = timedelta(seconds=engines[0].patience(0) / 2)
         self._store, port = _store(address, timeout)

@@ -14,7 +14,7 @@ from train_runs import finish, metrics_of, wait_for
 
 pytestmark = pytest.mark.engine
 
-SECRETS = ("K-of-the-engines", "A-of-the-admin", "P-of-the-keyfile")
+SECRETS = ("K-of-the-engines", "A-of-the-admin")
 LOOPBACK = {"127.0.0.1", "::1"}
 
 
@@ -46,8 +46,7 @@ def under_way(tmp_path, process):
 def test_a_run_that_ends_leaves_nothing_and_lets_nobody_in_meanwhile(run, tmp_path):
     key_file, flags = tmp_path / "key", tmp_path / "flags.yaml"
     key_file.write_text(SECRETS[0])
-    values = {"sglang_admin_api_key": SECRETS[1], "sglang_ssl_keyfile_password": SECRETS[2]}
-    flags.write_text(yaml.safe_dump(values))
+    flags.write_text(yaml.safe_dump({"sglang_admin_api_key": SECRETS[1]}))
     process, footprint = run(
         "--rollout-api-key", f"@{key_file}", "--custom-config-path", str(flags),
         "--weight-sync", "distributed",

@@ -1,4 +1,4 @@
-"""What a server leaves in temporary directories and shared memory, and who removes it."""
+"""What a process leaves in temporary directories and shared memory, and who removes it."""
 
 import os
 import subprocess
@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from sglang_patches.private_directory import LOCK, PREFIX, SHARED_MEMORY, private_directory, sweep
+from onpolicy.private_directory import LOCK, PREFIX, SHARED_MEMORY, PrivateDirectory, sweep
+from sglang_patches.shared_names import PATTERNS
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,8 @@ def shared_memory_of(directory):
 
 
 def test_all_that_carries_the_name_goes_with_the_directory(temporary):
-    with private_directory() as directory:
+    with PrivateDirectory(PATTERNS) as private:
+        directory = private.path
         (directory / "socket").touch()
         (directory / "inner").mkdir()
         files = shared_memory_of(directory)
@@ -38,8 +40,9 @@ def test_all_that_carries_the_name_goes_with_the_directory(temporary):
 
 OWNER = """
 import os, sys
-import sglang_patches.private_directory as it
-directory, lock = it._claim()
+import onpolicy.private_directory as it
+from sglang_patches.shared_names import PATTERNS
+directory = it.PrivateDirectory(PATTERNS).path
 for file in sys.argv[1:]:
     (it.SHARED_MEMORY / file.replace("NAME", directory.name)).touch()
 print(directory, flush=True)
@@ -77,8 +80,24 @@ def test_directories_that_are_none_of_ours_stay(temporary):
     mine = temporary / f"{PREFIX}of_a_user"
     mine.mkdir()
     (mine / "data").touch()
-    locked_elsewhere = temporary / "something"
-    locked_elsewhere.mkdir()
-    (locked_elsewhere / LOCK).touch()
+    elsewhere = temporary / "something"
+    elsewhere.mkdir()
+    (elsewhere / LOCK).touch()
     sweep()
-    assert (mine / "data").exists() and (locked_elsewhere / LOCK).exists()
+    assert (mine / "data").exists() and (elsewhere / LOCK).exists()
+
+
+def test_a_directory_of_another_user_stays_and_names_no_files_of_ours(temporary, monkeypatch):
+    theirs, ours = temporary / f"{PREFIX}theirs", SHARED_MEMORY / f"{PREFIX}test_of_ours"
+    theirs.mkdir()
+    (theirs / LOCK).write_text(f"{PREFIX}test*")
+    ours.touch()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("os.geteuid", lambda: theirs.stat().st_uid + 1)
+            sweep()
+        assert theirs.exists() and ours.exists()
+        sweep()  # the control: the same one, ours
+        assert not theirs.exists() and not ours.exists()
+    finally:
+        ours.unlink(missing_ok=True)
