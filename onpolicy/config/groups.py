@@ -94,10 +94,11 @@ class EngineConfig:
     """Seconds a server may take to start."""
 
     rollout_health_timeout: float = 60.0
-    """Seconds without a successful health check after which a server counts as dead."""
+    """Seconds without a successful health check after which a server counts as dead; also what a call
+    other than for samples may take, besides a second for every 100 MiB of weights."""
 
     rollout_max_restarts: int = 3
-    """How often dead servers are started again before the run gives up."""
+    """How often dead servers are started again before the run gives up, in all."""
 
     cpu_threads: int = 0
     """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""

@@ -22,6 +22,7 @@ class EngineLostError(EngineError):
 
 _RETRIES = 4
 _BACKOFF_SECONDS = 0.25
+_IDLE_SECONDS = 5
 
 _BYTES_PER_SECOND = 100 << 20
 """The slowest that an engine may load weights, from a disk for example."""
@@ -116,8 +117,8 @@ class EngineClient:
         return report
 
     def flush_cache(self) -> None:
-        """Drop every cached prefix; the server must be idle."""
-        response = self._call("POST", "/flush_cache")
+        """Drop every cached prefix, as soon as the server is idle: a health check may be under way."""
+        response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
         if not response.ok:
             raise EngineError(
                 f"{self.url}/flush_cache: HTTP {response.status_code}: {response.text}"

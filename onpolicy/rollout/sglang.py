@@ -137,8 +137,8 @@ class SglangGroup(RolloutGroup):
     async def _watch(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
         """Raise EngineLostError as soon as the engine counts as dead."""
         while True:
-            await self._await_health(client, session)
             await asyncio.sleep(self.config.rollout_health_timeout / 6)
+            await self._await_health(client, session)
 
     async def _await_health(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
         """Wait for a good health check. Raises EngineLostError if there is none for too long."""

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from engines_fixture import make_engines, make_requests, running
 from processes import engine_processes, is_gone
+from train_runs import TWO_RANKS, finish, run_hash
 
 from onpolicy.config import groups
 from onpolicy.errors import EngineError
@@ -138,6 +139,31 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
         pair.push_weights(str(next(versions)))
     monkeypatch.undo()
     pair.push_weights(str(next(versions)))
+
+
+KILLED_IN_A_PUSH = """
+import os, psutil
+from onpolicy.rollout.client import EngineClient
+post, struck = EngineClient.post, []
+def post_and_kill(self, path, body, num_bytes=0):
+    if path.startswith("/update") and body["weight_version"] == "1" and not struck:
+        struck.append(path)
+        children = psutil.Process().children()
+        (guard,) = (child for child in children if "sglang_patches.serve" in child.cmdline())
+        guard.children()[0].kill()
+    return post(self, path, body, num_bytes)
+EngineClient.post = post_and_kill
+"""
+
+
+def test_a_run_on_two_ranks_gathers_its_weights_again_and_ends_with_the_same_hash(start, tmp_path):
+    argv = ["--num-rollout", "2", "--cpu-threads", "1"]
+    plain = finish(start(tmp_path / "plain", *argv, launcher=TWO_RANKS))
+    argv += ["--weight-sync", "distributed"]
+    struck = start(tmp_path / "struck", *argv, launcher=TWO_RANKS, preamble=KILLED_IN_A_PUSH)
+    output = finish(struck)
+    assert "pushing the weights of version 1 again" in output
+    assert run_hash(output) == run_hash(plain)
 
 
 def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_remedy(pair):
