@@ -4,6 +4,7 @@ And n samples of one request are n different ones, each of which can be had alon
 """
 
 import dataclasses
+import re
 import threading
 
 import pytest
@@ -18,7 +19,7 @@ from sglang_patches.parallel_samples import DEFAULT_SEED, next_seed
 pytestmark = pytest.mark.engine
 
 VOCABULARY = 137
-PARAMS = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 3}
+PARAMS = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_is_refused_with_the_value_and_the_rule(server, name):
     body, message = REFUSED[name]
     answer = ask(server, **body)
     assert answer.status_code == 400
-    assert __import__("re").search(message, answer.json().get("message") or answer.text)
+    assert re.search(message, answer.json().get("message") or answer.text)
     assert is_well(server)
 
 
