@@ -16,9 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-PREFIX = "onpolicy-private-"
+PREFIX = "onpolicy-"
 SHARED_MEMORY = Path("/dev/shm")
 LOCK = ".onpolicy-lock"
+
+MAX_SOCKET_PATH = 107
+"""Of a socket's address in bytes, on Linux (sys/un.h)."""
 
 
 class PrivateDirectory:
@@ -35,6 +38,10 @@ class PrivateDirectory:
         patterns = "\n".join(shared_memory).replace("NAME", self.path.name)
         os.write(self._lock, patterns.encode())
         hidden.rename(self.path)
+
+    def fits_socket(self, name: str) -> bool:
+        """Whether a socket can have this name, or one of the same length, in the directory."""
+        return len(os.fsencode(self.path / name)) <= MAX_SOCKET_PATH
 
     def __enter__(self) -> Self:
         return self

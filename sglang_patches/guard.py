@@ -23,7 +23,8 @@ from typing import BinaryIO
 
 import psutil
 
-from onpolicy.private_directory import PrivateDirectory
+from onpolicy.errors import ConfigError
+from onpolicy.private_directory import MAX_SOCKET_PATH, PrivateDirectory
 from sglang_patches.shared_names import DIRECTORY_VARIABLE, PATTERNS
 
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -38,6 +39,11 @@ def run(serve: Callable[[], None], secrets: Sequence[str]) -> int:
     _prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with PrivateDirectory(PATTERNS) as directory:
+        if not directory.fits_socket("tmp12345678"):
+            raise ConfigError(
+                f"TMPDIR={directory.path.parent}: sockets below it would have longer names than Linux "
+                f"takes ({MAX_SOCKET_PATH} bytes). Set TMPDIR to a shorter path, such as /tmp."
+            )
         output, log = os.pipe()
         arguments = (serve, directory.path, log, os.getpid())
         server = multiprocessing.get_context("fork").Process(target=_serve, args=arguments)

@@ -57,12 +57,11 @@ def _start_manager() -> None:
     """
     directory = PrivateDirectory((f"torch_{os.getpid()}_*",))
     atexit.register(directory.remove)
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(directory.path)
+    before = dict(os.environ)
+    if directory.fits_socket("torch-shm-dir-123456/manager.sock"):
+        os.environ["TMPDIR"] = str(directory.path)
     try:
         torch.empty(1).share_memory_()
     finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+        os.environ.pop("TMPDIR", None)
+        os.environ.update(before)

@@ -4,6 +4,8 @@ And while it runs, nobody else on the host gets in or reads its secrets.
 """
 
 import signal
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -21,14 +23,13 @@ LOOPBACK = {"127.0.0.1", "::1"}
 @pytest.fixture
 def run(start, tmp_path):
     """Starts a run whose footprint is watched: (process, footprint)."""
+    with TemporaryDirectory() as temporary:  # with a path short enough for sockets
 
-    def start_watched(*argv):
-        temporary = tmp_path / "t"
-        temporary.mkdir(exist_ok=True)
-        process = start(tmp_path, *argv, env={"TMPDIR": str(temporary)})
-        return process, Footprint(process.pid, temporary)
+        def start_watched(*argv):
+            process = start(tmp_path, *argv, env={"TMPDIR": temporary})
+            return process, Footprint(process.pid, Path(temporary))
 
-    return start_watched
+        yield start_watched
 
 
 def engine_of(process):
@@ -40,7 +41,7 @@ def engine_of(process):
 
 def under_way(tmp_path, process):
     wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
-    assert process.poll() is None
+    assert process.poll() is None, process.stdout.read()[-3000:]
 
 
 def test_a_run_that_ends_leaves_nothing_and_lets_nobody_in_meanwhile(run, tmp_path):

@@ -37,10 +37,9 @@ def start(tmp_path):
     """Starts a guard whose server runs `body`; returns it, and what it says first."""
     guards = []
 
-    def start_guard(body, lines=1):
+    def start_guard(body, lines=1, temporary=tmp_path / "t"):
         script = tmp_path / "server.py"
         script.write_text(SCRIPT.format(body=textwrap.indent(body, "    ")))
-        temporary = tmp_path / "t"
         temporary.mkdir()
         guard = subprocess.Popen(
             [sys.executable, str(script)],
@@ -110,6 +109,13 @@ def test_temporary_files_lie_in_a_directory_for_the_server_alone(start, tmp_path
     _, directories = start(textwrap.dedent(body), lines=2)
     assert directories[0] == directories[1]
     assert Path(directories[0]).parent == tmp_path / "t"
+
+
+def test_a_temporary_directory_too_deep_for_sockets_is_refused(start, tmp_path, capfd):
+    guard, _ = start("pass", 0, tmp_path / ("t" * 60))
+    assert guard.wait(20) == 1
+    assert "ConfigError: TMPDIR=" in (error := capfd.readouterr().err)
+    assert "(107 bytes). Set TMPDIR to a shorter path" in error
 
 
 def test_secrets_do_not_come_into_the_log(start):
