@@ -134,7 +134,8 @@ class EngineClient:
             )
         except requests.RequestException as error:
             raise EngineLostError(
-                f"{self.url}{path}: no answer within {seconds:.0f} s ({error})."
+                f"{self.url}{path}: no answer ({error}). Is the server running? One that only takes "
+                f"longer than {seconds:.0f} s needs a higher --rollout-health-timeout."
             ) from error
 
 
