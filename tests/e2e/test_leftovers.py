@@ -3,7 +3,11 @@
 And while it runs, nobody else on the host gets in or reads its secrets.
 """
 
+import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +17,9 @@ import yaml
 from footprint import Footprint
 from processes import listening_addresses
 from train_runs import finish, metrics_of, wait_for
+
+from onpolicy.config.secrets import reveal
+from onpolicy.rollout.client import EngineClient
 
 pytestmark = pytest.mark.engine
 
@@ -98,3 +105,31 @@ def test_what_is_left_when_everything_is_killed_at_once_the_next_run_removes(run
     process, footprint = run("--num-rollout", "1")
     finish(process)
     assert killed.left() == footprint.left() == []
+
+
+def test_serve_shows_a_file_with_its_key_and_not_the_key(checkpoint, tmp_path):
+    command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(checkpoint)]
+    with TemporaryDirectory() as temporary:
+        process = subprocess.Popen(
+            [*command, "--run-dir", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": temporary},
+        )
+        footprint = Footprint(process.pid, Path(temporary))
+        try:
+            printed = [process.stdout.readline() for _ in range(2)]
+            line = r"--rollout-server-url (\S+) --rollout-api-key @(\S+)"
+            url, file = re.search(line, printed[1]).groups()
+            assert Path(file).stat().st_mode & 0o077 == 0
+            key = reveal("--rollout-api-key", f"@{file}")
+            assert EngineClient(url, key, 60, 60).report()["weights"]
+            processes = footprint.processes.values()
+            assert not [
+                p for p in processes if key in " ".join(p.cmdline() + [*p.environ().values()])
+            ]
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert footprint.left() == [] and not Path(file).exists()
+    assert key not in "".join(printed) + (tmp_path / "engine.log").read_text()
