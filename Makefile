@@ -3,6 +3,7 @@ PYTHON ?= python3
 # Where the default torch wheel is a CUDA build, take the CPU one:
 #   make setup TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_ARGS ?=
+SOAK_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -15,8 +16,9 @@ GPU_TEST_ARGS ?=
 GPU_BENCH_ARGS ?=
 
 CPU_SETTINGS ?=
+SOAK_ARGS ?=
 
-.PHONY: setup demo test test-cpus lint gpu-test gpu-bench
+.PHONY: setup demo test test-cpus soak lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -41,6 +43,11 @@ test: setup
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'
 test-cpus: setup
 	$(BIN)/python tests/instruction_sets.py $(CPU_SETTINGS)
+
+# Kills processes of whole runs at random moments; about an hour. It goes on where it was stopped:
+#   make soak SOAK_ARGS='--kills 40 --seed 1'
+soak: setup
+	$(BIN)/python tests/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,8 @@ shared with the others; training and gathering weights take all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -20,6 +21,9 @@ from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
 from onpolicy.weight_sync import make_transport, push_weights
 from onpolicy.weight_sync.rounding import rounded
+from onpolicy.weights import WeightBucket
+
+logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
@@ -94,17 +98,36 @@ class EnginePair:
         return self.config.sync.update_weight_buffer_size * MIB
 
     def push_weights(self, version: str) -> None:
-        """Give the servers the trainer's weights, and have them prove that they hold them."""
+        """Give the servers the trainer's weights, and have them prove that they hold them.
+
+        Servers that die on the way are started again, and all get the weights once more.
+        """
         self.weight_version = version
+        while True:
+            try:
+                self.weight_digest = self._push()
+                return
+            except EnginesRestartedError:
+                logger.warning("pushing the weights of version %s again", version)
+
+    def _push(self) -> str:
+        """One attempt; collective. The digest of the weights, on every rank."""
         buckets = self.trainer.weight_buckets(self.bucket_bytes)
         if self.rollout is None:
-            for _ in buckets:  # take part in gathering them
-                pass
-        else:
-            self.rollout.revive()
-            clients = self.rollout.clients
-            buckets = rounded(buckets, self._weight_format)
-            self.weight_digest = push_weights(buckets, clients, self._transport, version)
+            _gather_rest(buckets)
+        return distributed.run_on_rank_zero(lambda: self._push_from_rank_zero(buckets))
+
+    def _push_from_rank_zero(self, buckets: Iterator[WeightBucket]) -> str:
+        assert self.rollout is not None
+        rounded_buckets = rounded(buckets, self._weight_format)
+        clients = self.rollout.clients
+        try:
+            return push_weights(rounded_buckets, clients, self._transport, self.weight_version)
+        except Exception as error:
+            _gather_rest(buckets)
+            if self.rollout.revive():  # whatever failed, failed because an engine died
+                raise EnginesRestartedError from error
+            raise
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample responses; servers that die on the way get the current weights again."""
@@ -124,3 +147,9 @@ class EnginePair:
         """End the servers."""
         if self.rollout is not None:
             self.rollout.stop()
+
+
+def _gather_rest(buckets: Iterator[WeightBucket]) -> None:
+    """Gathering weights takes all ranks of the trainer, to the last bucket."""
+    for _ in buckets:
+        pass

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.secrets import reveal
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -192,7 +193,7 @@ def make_rollout_group(
         hf_checkpoint=config.model.hf_checkpoint,
         contract=contract,
         host=engine.rollout_host,
-        api_key=engine.rollout_api_key or secrets.token_hex(24),
+        api_key=reveal("--rollout-api-key", engine.rollout_api_key) or secrets.token_hex(24),
         seed=config.seed,
         num_threads=engine.cpu_threads or share_of_cores(num_processes),
         max_concurrency=engine.rollout_max_concurrency,

@@ -13,13 +13,16 @@ from sglang_patches import (
     determinism,
     experts,
     flash_attention,
+    harmful_requests,
     linear,
     lm_head,
     model,
+    parallel_samples,
     registry,
     requests,
     routed_experts,
     sampler,
+    shared_names,
     status,
     triton_attention,
     versions,
@@ -34,6 +37,8 @@ def load() -> None:
         return
     versions.sglang_version()
     contract = NumericsContract.from_json(text)
+    shared_names.install()
+    harmful_requests.install()
     status.install()
     weights.install()
     if contract.device == "cpu":
@@ -47,6 +52,7 @@ def load() -> None:
         lm_head.install(operators)
         sampler.install(operators, contract)
         requests.install()
+        parallel_samples.install()
         experts.install()
         buffers.install()
         model.install(operators, contract)

@@ -25,6 +25,7 @@ _NEUTRAL = {
     "regex": None,
     "ebnf": None,
     "structural_tag": None,
+    "beam_width": None,
 }
 _ALL_TOKENS = 1 << 30
 _GREEDY = 1
@@ -36,7 +37,9 @@ def install() -> None:
 
 def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
     asked = [
-        name for name, neutral in _NEUTRAL.items() if getattr(params, name) not in (neutral, [])
+        name
+        for name, neutral in _NEUTRAL.items()
+        if getattr(params, name, neutral) not in (neutral, [])
     ]
     if params.top_k not in (_GREEDY, -1) and params.top_k < _ALL_TOKENS:
         asked.append("top_k")

@@ -66,11 +66,11 @@ def _sampler_class() -> type:
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Uniform float64 numbers in [0, 1): int64 [B], int64 [B] -> [B], by two rounds of SplitMix64."""
-    state = _splitmix64(_splitmix64(seeds) + positions.to(torch.int64))
+    state = splitmix64(splitmix64(seeds) + positions.to(torch.int64))
     return _shift_right(state, 11).double() / (1 << 53)
 
 
-def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+def splitmix64(x: torch.Tensor) -> torch.Tensor:
     """Steele et al., Fast splittable pseudorandom number generators (OOPSLA 2014); int64 wraps."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)

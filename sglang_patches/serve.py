@@ -1,27 +1,39 @@
 """Starts one SGLang server under a contract: `python -m sglang_patches.serve --model-path ...`.
 
-Takes SGLang's own flags. Refuses to serve when a patch is missing, and ends when its standard input
-closes, so that no engine outlives the process that started it, however that process ended.
+Takes SGLang's own flags, and refuses to serve when a patch is missing. A parent that sets
+ONPOLICY_GUARDED writes the flags with secrets to our standard input, as one line of JSON: a command
+line can be read by everyone on the host. No process outlives that parent, however it ends (guard.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import io
+import json
 import os
-import signal
 import sys
-import threading
-from typing import NoReturn
 
 from onpolicy.errors import ConfigError
-from sglang_patches import registry
+from sglang_patches import guard, registry
+from sglang_patches.shared_names import DIRECTORY_VARIABLE
 
-EXIT_WITH_STDIN = "ONPOLICY_EXIT_WITH_STDIN"
+GUARDED = "ONPOLICY_GUARDED"
 """Set by a parent that holds the other end of our standard input."""
+
+RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""SGLang's own. Without it rank 0 opens a store on all interfaces, even for a server of one rank."""
 
 
 def main(argv: list[str]) -> None:
+    if not os.environ.get(GUARDED):
+        return serve(argv)
+    flags = json.loads(io.FileIO(sys.stdin.fileno(), closefd=False).readline())
+    secrets = [flag.split("=", 1)[1] for flag in flags]
+    sys.exit(guard.run(lambda: serve([*argv, *flags]), secrets))
+
+
+def serve(argv: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -30,13 +42,22 @@ def main(argv: list[str]) -> None:
     load_plugins()
     registry.require_active()
     _require_known_flags(argv)
+    _meet_in_a_file(argv)
     server_args = prepare_server_args(argv)
-    if os.environ.get(EXIT_WITH_STDIN):
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _meet_in_a_file(argv: list[str]) -> None:
+    """Let the ranks of a server on one host find each other without a port for everyone to reach."""
+    directory, addresses = (
+        os.environ.get(DIRECTORY_VARIABLE),
+        ("--dist-init-addr", "--nccl-init-addr"),
+    )
+    if directory and not any(arg.startswith(addresses) for arg in argv):
+        os.environ.setdefault(RENDEZVOUS_VARIABLE, f"file://{directory}/rendezvous")
 
 
 def _require_known_flags(argv: list[str]) -> None:
@@ -50,14 +71,6 @@ def _require_known_flags(argv: list[str]) -> None:
             nearest = difflib.get_close_matches(flag, known, 1)
             hint = f" Did you mean --sglang-{nearest[0][2:]}?" if nearest else ""
             raise ConfigError(f"--sglang-{flag[2:]}: SGLang has no flag {flag}.{hint}")
-
-
-def _exit_with_stdin() -> NoReturn:
-    while sys.stdin.buffer.read(1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(10)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from processes import end_with_parent
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.contract import NumericsContract
@@ -39,7 +40,8 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, port, theirs))
+            arguments = (rank, count, port, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()  # so that a rank that dies ends our wait for it
             self._pipes.append(ours)
@@ -61,6 +63,7 @@ class Ranks:
 
 
 def _serve(rank, count, port, pipe):
+    end_with_parent()  # also when the tests are killed while a rank waits for another
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, count, rank == 0)

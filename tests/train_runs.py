@@ -1,13 +1,58 @@
-"""What tests ask of a run that they started."""
+"""Whole runs as a user starts them, and what tests ask of them."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 from onpolicy.outputs.metrics import read_jsonl
 
 ROLLOUTS = 4
+TESTS = Path(__file__).parent
+PATHS = [str(TESTS / "e2e"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+"""Where a run finds its reward function, and its script what it imports."""
+
+ALIGNED = ("--true-on-policy-mode",)
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def write_prompts(file):
+    rows = [{"prompt": "abcdefgh"[i:] * 3, "label": "x"} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def start_train(
+    checkpoint, data, directory, *argv, preamble="", launcher=(), mode=ALIGNED, env=None
+):
+    """Starts `onpolicy train` in a process; `preamble` is code that runs before it."""
+    code = (
+        "from processes import end_with_parent\nend_with_parent()\n"
+        f"{preamble}\nimport sys\nfrom onpolicy.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    script = directory / "run.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
+    return subprocess.Popen(
+        [
+            sys.executable, *launcher, str(script), "train",
+            "--hf-checkpoint", str(checkpoint), "--prompt-data", str(data),
+            "--custom-rm-path", "own_reward.score", *mode,
+            "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "4",
+            "--n-samples-per-prompt", "4", "--rollout-max-response-len", "24",
+            "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
+            "--run-dir", str(directory / "run"), *argv,
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
 
 
 def finish(process, code=0):

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onpolicy.config import parse, sglang_flags, tensor_parallel
+from onpolicy.config.secrets import reveal
 from onpolicy.config.tools import ServeConfig
-from onpolicy.config.train import require_key_for_host, require_mode_for_operators
+from onpolicy.config.train import (
+    require_key_for_host,
+    require_mode_for_operators,
+    require_secrets,
+)
 from onpolicy.errors import EngineError
 
 
@@ -18,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(ServeConfig, argv, "onpolicy serve")
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
     require_key_for_host(config.rollout_host, config.rollout_api_key)
+    require_secrets(config.rollout_api_key, config.sglang_args)
     require_mode_for_operators(config.operators, aligned=config.true_on_policy_mode)
     tp_size = sglang_flags.tensor_parallel_size(config.sglang_args)
     blocks = tensor_parallel.count_blocks(
@@ -28,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.models.checkpoint import load_config
     from onpolicy.rollout.engine_args import EngineSpec
-    from onpolicy.rollout.server import EngineServer
+    from onpolicy.rollout.server import EngineServer, open_private
     from onpolicy.start import cache_tokens, make_contract, share_of_cores
 
     hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
@@ -46,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         hf_checkpoint=config.hf_checkpoint,
         contract=contract,
         host=config.rollout_host,
-        api_key=config.rollout_api_key or secrets.token_hex(24),
+        api_key=reveal("--rollout-api-key", config.rollout_api_key) or secrets.token_hex(24),
         seed=config.seed,
         num_threads=config.cpu_threads or share_of_cores(tp_size),
         max_concurrency=256,
@@ -54,14 +60,23 @@ def main(argv: Sequence[str]) -> int:
         trust_remote_code=config.trust_remote_code,
         sglang_args=config.sglang_args,
     )
-    server = EngineServer(spec, config.rollout_base_port, Path(config.run_dir) / "engine.log")
+    directory = Path(config.run_dir).absolute()
+    server = EngineServer(spec, config.rollout_base_port, directory / "engine.log")
+    given = config.rollout_api_key
+    key_file = None if given.startswith("@") else directory / "api_key"
     try:
         server.start()
+        if key_file is not None:
+            with open(key_file, "w", opener=open_private) as file:
+                file.write(f"{spec.api_key}\n")
         server.wait_until_healthy(timeout=3600)
         print(f"contract {contract.fingerprint}; log {server.log_file}")
-        print(f"--rollout-server-url {server.url} --rollout-api-key {spec.api_key}", flush=True)
+        api_key = f"@{key_file}" if key_file else given
+        print(f"--rollout-server-url {server.url} --rollout-api-key {api_key}", flush=True)
         while server.is_running:
             time.sleep(1)
         raise EngineError(f"{server.url} ended. The end of its log:\n{server.log_tail()}")
     finally:
         server.stop()
+        if key_file is not None:
+            key_file.unlink(missing_ok=True)

@@ -75,7 +75,8 @@ class EngineConfig:
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
 
     rollout_api_key: str = ""
-    """API key of those servers, or of the ones started here; one is made up if there is none."""
+    """API key of those servers, or of the ones started here, or @ and a file that holds it; one is
+    made up if there is none. Command lines can be read by everyone on the host, files need not."""
 
     rollout_host: str = "127.0.0.1"
     """Address the servers listen on. Another than loopback needs --rollout-api-key."""
@@ -93,10 +94,11 @@ class EngineConfig:
     """Seconds a server may take to start."""
 
     rollout_health_timeout: float = 60.0
-    """Seconds without a successful health check after which a server counts as dead."""
+    """Seconds without a successful health check after which a server counts as dead; also what a call
+    other than for samples may take, besides a second for every 100 MiB of weights."""
 
     rollout_max_restarts: int = 3
-    """How often dead servers are started again before the run gives up."""
+    """How often dead servers are started again before the run gives up, in all."""
 
     cpu_threads: int = 0
     """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""

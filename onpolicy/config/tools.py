@@ -160,7 +160,8 @@ class ServeConfig:
     """Port; 0 takes a free one."""
 
     rollout_api_key: str = ""
-    """API key that clients must send; one is made up if there is none."""
+    """API key that clients must send, or @ and a file that holds it; one is made up if there is none,
+    and written into the run directory."""
 
     cpu_threads: int = 0
     """Threads for CPU operators; 0 takes all cores."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import groups, settings, sglang_flags, tensor_parallel
+from onpolicy.config import groups, secrets, settings, sglang_flags, tensor_parallel
 from onpolicy.errors import ConfigError
+from onpolicy.network import is_loopback
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -96,13 +98,14 @@ class TrainConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The values under their flags' names, for the run directory; keys are left out."""
+        """The values under their flags' names, for the run directory; secrets are left out."""
         flat: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value: Any = getattr(self, item.name)
             is_group = dataclasses.is_dataclass(value)
             flat.update(dataclasses.asdict(value) if is_group else {item.name: value})
-        flat["rollout_api_key"] = "..." if flat["rollout_api_key"] else ""
+        flat["rollout_api_key"] = secrets.HIDDEN if flat["rollout_api_key"] else ""
+        flat["sglang_args"] = secrets.hide(flat["sglang_args"])
         return flat
 
 
@@ -304,11 +307,19 @@ def _require_engines(config: TrainConfig) -> None:
     if engine.rollout_server_url and config.sglang_args:
         _refuse(
             "sglang_*",
-            " ".join(config.sglang_args),
+            " ".join(secrets.hide(config.sglang_args)),
             "with --rollout-server-url no server is started, so nothing would read it",
             "Give it to the command that starts the server.",
         )
     require_key_for_host(engine.rollout_host, engine.rollout_api_key)
+    require_secrets(engine.rollout_api_key, config.sglang_args)
+
+
+def require_secrets(api_key: str, sglang_args: Sequence[str]) -> None:
+    """Raise ConfigError for a secret in a file that cannot be read."""
+    secrets.reveal("--rollout-api-key", api_key)
+    for flag, value in secrets.split(sglang_args)[1].items():
+        secrets.reveal(f"{sglang_flags.PREFIX}{flag[2:]}", value)
 
 
 def require_mode_for_operators(operators: str, aligned: bool) -> None:
@@ -324,7 +335,7 @@ def require_mode_for_operators(operators: str, aligned: bool) -> None:
 
 def require_key_for_host(host: str, api_key: str) -> None:
     """Raise ConfigError if a server would listen beyond this host without a key of the user's."""
-    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
+    if not is_loopback(host) and not api_key:
         _refuse(
             "rollout_host",
             host,

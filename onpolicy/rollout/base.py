@@ -45,8 +45,11 @@ class RolloutGroup(ABC):
         """
 
     @abstractmethod
-    def revive(self) -> None:
-        """Start engines again that died while nobody asked them anything; they need weights then."""
+    def revive(self) -> bool:
+        """Start engines again that do not answer; whether there were any. They need weights then.
+
+        Raises EngineError if they cannot be started again.
+        """
 
     @abstractmethod
     def stop(self) -> None:

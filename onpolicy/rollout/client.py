@@ -22,15 +22,27 @@ class EngineLostError(EngineError):
 
 _RETRIES = 4
 _BACKOFF_SECONDS = 0.25
-_CONTROL_TIMEOUT = 600.0
+_IDLE_SECONDS = 5
+
+_BYTES_PER_SECOND = 100 << 20
+"""The slowest that an engine may load weights, from a disk for example."""
 
 
 class EngineClient:
     """The server at one URL."""
 
-    def __init__(self, url: str, api_key: str, request_timeout: float):
+    def __init__(
+        self,
+        url: str,
+        api_key: str,
+        request_timeout: float,
+        health_timeout: float,
+        admin_api_key: str = "",
+    ):
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
-        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.health_timeout = health_timeout
+        self.headers = _authorization(api_key)
+        self.admin_headers = _authorization(admin_api_key or api_key)
 
     async def generate(self, session: aiohttp.ClientSession, request: Request) -> Completion:
         """Sample one response. Raises EngineLostError if the server stopped answering.
@@ -57,27 +69,31 @@ class EngineClient:
             return _completion(answer, response.status, request, self.url)
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
 
-    async def is_healthy(self, session: aiohttp.ClientSession, timeout: float) -> bool:
-        """Whether the server answers a health check, which runs a token through the model."""
+    async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
+        """Whether the server answers a health check, which runs a token through the model.
+
+        Raises EngineLostError if nothing listens there.
+        """
         try:
             async with session.get(
                 f"{self.url}/health",
                 headers=self.headers,
-                timeout=aiohttp.ClientTimeout(total=timeout),
+                timeout=aiohttp.ClientTimeout(total=self.health_timeout / 3),
             ) as response:
                 return response.status == 200
+        except aiohttp.ClientConnectorError as error:
+            raise EngineLostError(f"{self.url} is gone ({error}).") from error
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def patience(self, num_bytes: int) -> float:
+        """Seconds that a control call which moves so many bytes of weights may take."""
+        return self.health_timeout + num_bytes / _BYTES_PER_SECOND
+
+    def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]:
         """A control call that must succeed."""
-        try:
-            response = requests.post(
-                f"{self.url}{path}", json=body, headers=self.headers, timeout=_CONTROL_TIMEOUT
-            )
-            answer = response.json() if response.content else {}
-        except (requests.RequestException, ValueError) as error:
-            raise EngineError(f"{self.url}{path}: no answer ({error}).") from error
+        response = self._call("POST", path, num_bytes, json=body)
+        answer = _json(response)
         if not response.ok or answer.get("success") is False:
             raise EngineError(f"{self.url}{path}: HTTP {response.status_code}: {answer}")
         return answer
@@ -87,15 +103,11 @@ class EngineClient:
 
         Raises ContractError if the server carries no plug-in.
         """
-        try:
-            response = requests.get(
-                f"{self.url}/server_info", headers=self.headers, timeout=_CONTROL_TIMEOUT
-            )
-            response.raise_for_status()
-            info = response.json()
-            report = info["internal_states"][0].get("onpolicy")
-        except (requests.RequestException, ValueError, KeyError, IndexError) as error:
-            raise EngineError(f"{self.url}/server_info: no answer ({error}).") from error
+        response = self._call("GET", "/server_info")
+        answer = _json(response)
+        if not answer.get("internal_states"):
+            raise EngineError(f"{self.url}/server_info: HTTP {response.status_code}: {answer}")
+        report = answer["internal_states"][0].get("onpolicy")
         if report is None:
             raise ContractError(
                 f"{self.url}: its scheduler did not load the onpolicy plug-in, so it carries no "
@@ -105,13 +117,39 @@ class EngineClient:
         return report
 
     def flush_cache(self) -> None:
-        """Drop every cached prefix; the server must be idle."""
+        """Drop every cached prefix, as soon as the server is idle: a health check may be under way."""
+        response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
+        if not response.ok:
+            raise EngineError(
+                f"{self.url}/flush_cache: HTTP {response.status_code}: {response.text}"
+            )
+
+    def _call(self, method: str, path: str, num_bytes: int = 0, **body: Any) -> requests.Response:
+        """Raises EngineLostError without an answer in time; one that died does not take that long."""
+        seconds = self.patience(num_bytes)
+        headers = self.headers if method == "GET" else self.admin_headers
         try:
-            requests.post(
-                f"{self.url}/flush_cache", headers=self.headers, timeout=_CONTROL_TIMEOUT
-            ).raise_for_status()
+            return requests.request(
+                method, f"{self.url}{path}", headers=headers, timeout=seconds, **body
+            )
         except requests.RequestException as error:
-            raise EngineError(f"{self.url}/flush_cache failed ({error}).") from error
+            raise EngineLostError(
+                f"{self.url}{path}: no answer ({error}). Is the server running? One that only takes "
+                f"longer than {seconds:.0f} s needs a higher --rollout-health-timeout."
+            ) from error
+
+
+def _authorization(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _json(response: requests.Response) -> dict[str, Any]:
+    """The answer's object; what else there is, as text."""
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    return answer if isinstance(answer, dict) else {"text": response.text[:500]}
 
 
 def _payload(request: Request) -> dict[str, Any]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 
+from onpolicy.config import secrets
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
+from onpolicy.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 """Without it SGLang refuses more tensor-parallel ranks on a CPU than the host has NUMA nodes."""
+
+INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +45,24 @@ class EngineSpec:
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
 
+    @property
+    def sglang_secrets(self) -> dict[str, str]:
+        """The secrets among those flags."""
+        given = secrets.split(self.sglang_args)[1]
+        return {flag: secrets.reveal(flag, value) for flag, value in given.items()}
+
+    @property
+    def admin_api_key(self) -> str:
+        """What SGLang wants for weights and other control calls, if it was given one."""
+        return self.sglang_secrets.get("--admin-api-key", "")
+
 
 def engine_flags(spec: EngineSpec, port: int) -> list[str]:
-    """SGLang's command line for this server."""
+    """SGLang's command line for this server, less the secrets."""
     flags = [
         "--model-path", spec.hf_checkpoint,
         "--host", spec.host,
         "--port", str(port),
-        f"--api-key={spec.api_key}",
         "--dtype", spec.contract.dtype,
         "--random-seed", str(spec.seed),
         "--max-running-requests", str(spec.max_concurrency),
@@ -67,7 +82,13 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--model-impl", "transformers",
             "--sampling-backend", "pytorch",
         ]  # fmt: skip
-    return [*flags, *spec.sglang_args]
+    return [*flags, *secrets.split(spec.sglang_args)[0]]
+
+
+def secret_flags(spec: EngineSpec) -> list[str]:
+    """The flags that no command line, which all users of a host can read, may show."""
+    given = {"--api-key": spec.api_key, **spec.sglang_secrets}
+    return [f"{flag}={value}" for flag, value in given.items()]
 
 
 def _cpu_flags(spec: EngineSpec) -> list[str]:
@@ -97,7 +118,12 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
+        **_gloo_interface(spec.host),
     }
+    if not spec.contract.is_aligned:
+        # A server's temporary files end with it, but not what it compiled for the next one.
+        cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        variables[INDUCTOR_VARIABLE] = os.environ.get(INDUCTOR_VARIABLE, cache)
     if spec.contract.device == "cpu":
         variables["SGLANG_PLATFORM"] = "onpolicy_cpu"
         ranks = tensor_parallel_size(spec.sglang_args)
@@ -107,6 +133,14 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
             # SGLang compiles a few functions of integers, which takes seconds and a C++ compiler.
             variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
+
+
+def _gloo_interface(host: str) -> dict[str, str]:
+    given = os.environ.get(GLOO_INTERFACE, "")
+    if is_loopback(host):
+        return {GLOO_INTERFACE: given or LOOPBACK_INTERFACE}
+    # The trainer may have chosen loopback for itself; gloo takes an empty value for none.
+    return {GLOO_INTERFACE: given if given != LOOPBACK_INTERFACE else ""}
 
 
 def _cores_of_ranks(ranks: int) -> list[str]:

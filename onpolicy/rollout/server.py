@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,14 +16,20 @@ from pathlib import Path
 import requests
 
 from onpolicy.errors import ConfigError, EngineError
-from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
+from onpolicy.network import free_port, listen
+from onpolicy.rollout.engine_args import (
+    EngineSpec,
+    engine_environment,
+    engine_flags,
+    secret_flags,
+)
 
-_STOP_SECONDS = 3.0
+_STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 
 
 class EngineServer:
-    """The process behind one URL. Its children form a process group of their own."""
+    """The server behind one URL. Its process is a guard (sglang_patches/guard.py) in front of it."""
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path):
         self.spec, self.port, self.log_file = spec, port or free_port(spec.host), log_file
@@ -47,11 +52,9 @@ class EngineServer:
             sys.executable,
             "-m",
             "sglang_patches.serve",
-            "--nccl-port",
-            str(_rendezvous_port(self.spec.host)),
             *engine_flags(self.spec, self.port),
         ]
-        with self.log_file.open("ab") as log:
+        with open(self.log_file, "ab", opener=open_private) as log:
             self._process = subprocess.Popen(
                 command,
                 # The server ends when this pipe closes, so it cannot outlive us however we end.
@@ -61,10 +64,14 @@ class EngineServer:
                 env={
                     **_without_torchrun(os.environ),
                     **engine_environment(self.spec),
-                    "ONPOLICY_EXIT_WITH_STDIN": "1",
+                    "ONPOLICY_GUARDED": "1",
                 },
                 start_new_session=True,
             )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; its log says why
+            self._process.stdin.write(json.dumps(secret_flags(self.spec)).encode() + b"\n")
+            self._process.stdin.flush()
 
     def wait_until_healthy(self, timeout: float) -> None:
         """Block until the server answers. Raises EngineError with the end of its log if it dies."""
@@ -84,22 +91,18 @@ class EngineServer:
         )
 
     def stop(self) -> None:
-        """End the process and its children, gently first."""
+        """End the server and all its processes."""
         if self._process is None:
             return
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
             self._process.wait(_STOP_SECONDS)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        except subprocess.TimeoutExpired:  # the guard hangs; its session is the server's too
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         self._process = None
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
     def _death(self) -> str:
         code = self._process.returncode if self._process is not None else None
@@ -121,32 +124,19 @@ def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k not in names and not k.startswith(prefixes)}
 
 
-def free_port(host: str) -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def _rendezvous_port(host: str) -> int:
-    """A free port below those that systems give to outgoing connections (Linux: from 32768 on).
-
-    SGLang listens on it seconds after it was chosen; by then a connection could have taken another.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
+def open_private(path: str, flags: int) -> int:
+    """Open a file for its owner alone, since logs may hold what a run was started with."""
+    file = os.open(path, flags, 0o600)
+    os.fchmod(file, 0o600)
+    return file
 
 
 def require_free_port(host: str, port: int) -> None:
     """Raise ConfigError if the port cannot be listened on."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"--rollout-base-port: port {port} on {host} cannot be used ({error.strerror}). "
-                "Choose another, or leave the flag out to take free ones."
-            ) from error
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--rollout-base-port: port {port} on {host} cannot be used ({error.strerror}). "
+            "Choose another, or leave the flag out to take free ones."
+        ) from error

@@ -23,6 +23,9 @@ from onpolicy.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
+_HEALTH_PAUSE = 0.5
+"""Seconds between a bad health check and the next."""
+
 
 class SglangGroup(RolloutGroup):
     """Spreads requests over servers; starts the dead ones again."""
@@ -38,8 +41,16 @@ class SglangGroup(RolloutGroup):
             self.servers = _servers(config, spec, log_directory)
         urls = config.rollout_server_url or [server.url for server in self.servers]
         self.clients = [
-            EngineClient(url, spec.api_key, config.rollout_request_timeout) for url in urls
+            EngineClient(
+                url,
+                spec.api_key,
+                config.rollout_request_timeout,
+                config.rollout_health_timeout,
+                spec.admin_api_key,
+            )
+            for url in urls
         ]
+        self._server_of = dict(zip(self.clients, self.servers, strict=False))
 
     def launch(self) -> None:
         for server in self.servers:
@@ -124,45 +135,78 @@ class SglangGroup(RolloutGroup):
         return [client for client in results if client is not None]
 
     async def _watch(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
-        """Raise EngineLostError when health checks have failed for the configured time."""
-        loop = asyncio.get_running_loop()
-        seen = loop.time()
-        while loop.time() - seen < self.config.rollout_health_timeout:
+        """Raise EngineLostError as soon as the engine counts as dead."""
+        while True:
             await asyncio.sleep(self.config.rollout_health_timeout / 6)
-            if await client.is_healthy(session, self.config.rollout_health_timeout / 3):
-                seen = loop.time()
-        raise EngineLostError(
-            f"{client.url} failed its health checks for {self.config.rollout_health_timeout:g} s."
-        )
+            await self._await_health(client, session)
+
+    async def _await_health(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
+        """Wait for a good health check. Raises EngineLostError if there is none for too long."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while not await client.is_healthy(session):
+            server = self._server_of.get(client)
+            if server is not None and not server.is_running:
+                raise EngineLostError(f"{client.url}: its process has ended.")
+            if loop.time() - started > self.config.rollout_health_timeout:
+                raise EngineLostError(
+                    f"{client.url} failed its health checks for "
+                    f"{self.config.rollout_health_timeout:g} s."
+                )
+            await asyncio.sleep(_HEALTH_PAUSE)
+
+    def revive(self) -> bool:
+        lost = asyncio.run(self._find_lost())
+        if lost:
+            self._restart(lost, num_undone=0)
+        return bool(lost)
+
+    async def _find_lost(self) -> list[EngineClient]:
+        async with aiohttp.ClientSession() as session:
+            answers = await asyncio.gather(*(self._answers(c, session) for c in self.clients))
+        return [c for c, is_well in zip(self.clients, answers, strict=True) if not is_well]
+
+    async def _answers(self, client: EngineClient, session: aiohttp.ClientSession) -> bool:
+        try:
+            await self._await_health(client, session)
+        except EngineLostError as error:
+            logger.error("%s", error)
+            return False
+        return True
 
     def _restart(self, lost: Sequence[EngineClient], num_undone: int) -> None:
-        servers = [server for server in self.servers if server.url in {c.url for c in lost}]
-        if len(servers) < len(lost) or self._restarts_left < len(lost):
+        """Start engines again until all answer. Raises EngineError if that cannot be done."""
+        servers = [self._server_of[client] for client in lost if client in self._server_of]
+        down = f"engines down={[c.url for c in lost]}, requests without an answer={num_undone}: "
+        if len(servers) < len(lost):
+            raise EngineError(
+                f"{down}onpolicy did not start them, so it cannot start them again. Start them with "
+                "`onpolicy serve`, then this run again, with --load if it saves checkpoints."
+            )
+        dead = servers
+        while dead:
+            self._start_again(dead, down)
+            try:
+                self._await_ready(lost, servers)
+                dead = []
+            except EngineError as error:
+                dead = [server for server in servers if not server.is_running]
+                if not dead:
+                    raise
+                logger.error("%s", error)
+
+    def _start_again(self, servers: Sequence[EngineServer], down: str) -> None:
+        if self._restarts_left < len(servers):
             tails = "".join(f"\n{s.log_file}:\n{s.log_tail()}" for s in servers)
             raise EngineError(
-                f"engines down={[c.url for c in lost]}, requests without an answer={num_undone}: "
-                + (
-                    f"all --rollout-max-restarts={self.config.rollout_max_restarts} are used up."
-                    if servers
-                    else "onpolicy did not start them, so it cannot start them again."
-                )
-                + tails
+                f"{down}all --rollout-max-restarts={self.config.rollout_max_restarts} are used up. "
+                f"Their logs may say why they died:{tails}"
             )
-        self._restarts_left -= len(lost)
+        self._restarts_left -= len(servers)
         for server in servers:
             logger.warning("starting %s again", server.url)
             server.stop()
             server.start()
-        self._await_ready(lost, servers)
-
-    def revive(self) -> None:
-        dead = [
-            client
-            for client, server in zip(self.clients, self.servers, strict=bool(self.servers))
-            if not server.is_running
-        ]
-        if dead:
-            self._restart(dead, num_undone=0)
 
     def stop(self) -> None:
         for server in self.servers:

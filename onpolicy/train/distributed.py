@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from onpolicy.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
+
 T = TypeVar("T")
 
 _data_group: dist.ProcessGroup | None = None
@@ -22,6 +24,8 @@ def init_process_group() -> None:
     """Join torchrun's group, or form a group of one. Gloo on a CPU, NCCL on GPUs."""
     if dist.is_initialized():
         return
+    if int(os.environ.get("WORLD_SIZE", "1")) == local_world_size():
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)

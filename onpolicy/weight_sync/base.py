@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from onpolicy.errors import WeightSyncError
+from onpolicy.errors import EngineError, WeightSyncError
 from onpolicy.weights import WeightBucket, WeightDigest
 
 
@@ -16,7 +16,8 @@ class Engine(Protocol):
 
     url: str
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]: ...
+    def patience(self, num_bytes: int) -> float: ...
+    def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]: ...
     def report(self) -> dict[str, Any]: ...
     def flush_cache(self) -> None: ...
 
@@ -37,6 +38,9 @@ class Transport(ABC):
     def close(self, engines: Sequence[Engine], version: str) -> None:
         """Finish a push."""
 
+    def abandon(self) -> None:
+        """Give up a push that failed: nothing here or in an engine may go on waiting for it."""
+
 
 def push_weights(
     buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: str
@@ -44,30 +48,57 @@ def push_weights(
     """Send all weights as `version`; return their digest. The engines must be idle.
 
     Raises WeightSyncError if an engine's digest of what it received differs from ours; the engine
-    itself checks that it stored what it received.
+    itself checks that it stored what it received. After any error the engines may hold a part of
+    the weights; another push replaces all of them.
     """
-    digest = WeightDigest()
+    try:
+        digest = _send_all(buckets, engines, transport, version)
+    except BaseException:
+        transport.abandon()
+        raise
+    on_all(engines, lambda engine: engine.flush_cache())
+    for engine in engines:
+        received = engine.report()["weights"]
+        if received != digest:
+            raise WeightSyncError(
+                f"{engine.url}: weights={received} after push {version}, the trainer's are "
+                f"{digest}: the engine does not hold the weights that were sent. "
+                "Look for loading errors in its log; the run cannot go on with it."
+            )
+    return digest
+
+
+def _send_all(
+    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: str
+) -> str:
+    digest, num_bytes = WeightDigest(), 0
     sessions = transport.in_session and bool(engines) and engines[0].report()["has_update_sessions"]
     if sessions:
-        on_all(engines, lambda engine: engine.post("/begin_weight_update", {}))
+        on_all(engines, _begin)
     transport.open(engines)
     for bucket in buckets:
         for name, tensor in bucket:
             digest.add(name, tensor)
+        num_bytes += size_of(bucket)
         transport.send(bucket, engines, version)
     transport.close(engines, version)
     if sessions:
-        on_all(engines, lambda engine: engine.post("/end_weight_update", {}))
-    on_all(engines, lambda engine: engine.flush_cache())
-    for engine in engines:
-        received = engine.report()["weights"]
-        if received != digest.hexdigest():
-            raise WeightSyncError(
-                f"{engine.url}: weights={received} after push {version}, the trainer's are "
-                f"{digest.hexdigest()}: the engine does not hold the weights that were sent. "
-                "Look for loading errors in its log; the run cannot go on with it."
-            )
+        on_all(engines, lambda engine: engine.post("/end_weight_update", {}, num_bytes))
     return digest.hexdigest()
+
+
+def _begin(engine: Engine) -> None:
+    """Open a session; an engine that outlived a failed push still has that one's open."""
+    try:
+        engine.post("/begin_weight_update", {})
+    except EngineError:
+        engine.post("/end_weight_update", {})
+        engine.post("/begin_weight_update", {})
+
+
+def size_of(bucket: WeightBucket) -> int:
+    """Bytes of a bucket's tensors."""
+    return sum(tensor.nbytes for _, tensor in bucket)
 
 
 def on_all(engines: Sequence[Engine], call: Callable[[Engine], Any]) -> None:

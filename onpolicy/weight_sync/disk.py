@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.weight_sync.base import Engine, Transport, on_all
+from onpolicy.weight_sync.base import Engine, Transport, on_all, size_of
 from onpolicy.weights import WeightBucket, write_weights
 
 _PREFIX = ".weights_"
@@ -25,12 +25,11 @@ class DiskTransport(Transport):
     def __init__(self, directory: Path):
         self._parent = directory.absolute()
         self._directory: Path | None = None
-        self._count = 0
+        self._count = self._num_bytes = 0
 
     def open(self, engines: Sequence[Engine]) -> None:
-        self._remove()
         self._directory = self._parent / f"{_PREFIX}{uuid.uuid4().hex}"
-        self._count = 0
+        self._count = self._num_bytes = 0
         try:
             self._directory.mkdir(parents=True)
         except OSError as error:
@@ -40,19 +39,20 @@ class DiskTransport(Transport):
         assert self._directory is not None
         file = self._directory / f"model-{self._count:05d}.safetensors"
         self._count += 1
+        self._num_bytes += size_of(bucket)
         try:
             write_weights(bucket, file)
         except OSError as error:
-            self._remove()
             raise _unwritable(file, error) from error
 
     def close(self, engines: Sequence[Engine], version: str) -> None:
         body = {"model_path": str(self._directory), "weight_version": version, "flush_cache": False}
-        on_all(engines, lambda engine: engine.post("/update_weights_from_disk", body))
-        self._remove()
+        path, num_bytes = "/update_weights_from_disk", self._num_bytes
+        on_all(engines, lambda engine: engine.post(path, body, num_bytes))
+        self.abandon()
 
-    def _remove(self) -> None:
-        """The files of this push, or of one that failed."""
+    def abandon(self) -> None:
+        """Remove the files of this push."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None

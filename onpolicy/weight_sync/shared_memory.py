@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
+import functools
 import io
+import os
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.multiprocessing
 
-from onpolicy.weight_sync.base import Engine, Transport, on_all
+from onpolicy.private_directory import PrivateDirectory
+from onpolicy.weight_sync.base import Engine, Transport, on_all, size_of
 from onpolicy.weights import WeightBucket
 
 
@@ -20,6 +24,7 @@ class SharedMemoryTransport(Transport):
     def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
         # Handles by name, not by file descriptor: the engine is no child of this process.
         torch.multiprocessing.set_sharing_strategy("file_system")
+        _start_manager()
         shared = [(name, tensor.cpu().share_memory_()) for name, tensor in bucket]
 
         def update(engine: Engine) -> None:
@@ -31,6 +36,7 @@ class SharedMemoryTransport(Transport):
                     "flush_cache": False,
                     "weight_version": version,
                 },
+                size_of(bucket),
             )
 
         on_all(engines, update)
@@ -41,3 +47,21 @@ def _handles(shared: WeightBucket) -> str:
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(shared)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+@functools.cache
+def _start_manager() -> None:
+    """Start torch's manager of shared memory, which cleans up after us, where it is cleaned up after.
+
+    It removes what this process shared, and its own socket, unless it is killed itself.
+    """
+    directory = PrivateDirectory((f"torch_{os.getpid()}_*",))
+    atexit.register(directory.remove)
+    before = dict(os.environ)
+    if directory.fits_socket("torch-shm-dir-123456/manager.sock"):
+        os.environ["TMPDIR"] = str(directory.path)
+    try:
+        torch.empty(1).share_memory_()
+    finally:
+        os.environ.pop("TMPDIR", None)
+        os.environ.update(before)

@@ -1,51 +1,26 @@
 """Whole runs as a user starts them."""
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
+import functools
 
 import pytest
-from train_runs import ROLLOUTS
-
-HERE = Path(__file__).parent
+from train_runs import start_train, write_prompts
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    rows = [{"prompt": "abcdefgh"[i:] * 3, "label": "x"} for i in range(8)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
 
 
 @pytest.fixture(scope="module")
 def start(checkpoint, data):
-    """Starts `onpolicy train` in a process; `preamble` is code that runs before it."""
+    """Starts `onpolicy train`; see `start_train`. None outlives the tests of a file."""
+    started = []
 
-    def start_run(directory, *argv, preamble="", launcher=(), mode=("--true-on-policy-mode",)):
-        code = (
-            f"{preamble}\nimport sys\nfrom onpolicy.cli import main\nsys.exit(main(sys.argv[1:]))"
-        )
-        script = directory / "run.py"
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
-        return subprocess.Popen(
-            [
-                sys.executable, *launcher, str(script), "train",
-                "--hf-checkpoint", str(checkpoint), "--prompt-data", str(data),
-                "--custom-rm-path", "own_reward.score", *mode,
-                "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "4",
-                "--n-samples-per-prompt", "4", "--rollout-max-response-len", "24",
-                "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
-                "--run-dir", str(directory / "run"), *argv,
-            ],
-            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
+    @functools.wraps(start_train)
+    def start_run(*args, **options):
+        started.append(start_train(checkpoint, data, *args, **options))
+        return started[-1]
 
-    return start_run
+    yield start_run
+    for process in started:
+        process.kill()

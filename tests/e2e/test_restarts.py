@@ -2,9 +2,12 @@
 
 import signal
 
-import psutil
 import pytest
 from engines_fixture import make_engines, make_requests, running
+from processes import engine_processes, is_gone
+from train_runs import wait_for
+
+from onpolicy.rollout.server import EngineServer
 
 pytestmark = pytest.mark.engine
 
@@ -24,23 +27,36 @@ def sampled(pair):
 
 def test_a_server_that_died_while_idle_is_back_before_the_next_push(pair):
     before = sampled(pair)
-    pair.rollout.servers[0]._process.kill()
-    pair.rollout.servers[0]._process.wait()
+    engine_processes(pair.rollout.servers[0])["http"].kill()
+    wait_for(lambda: not pair.rollout.servers[0].is_running)
     pair.push_weights("0")
     assert sampled(pair) == before
 
 
 def test_a_server_that_hangs_is_found_by_its_health_checks(pair, caplog):
     before = sampled(pair)
-    tree = psutil.Process(pair.rollout.servers[0]._process.pid)
-    frozen = [tree, *tree.children(recursive=True)]
+    frozen = engine_processes(pair.rollout.servers[0])
+    guard = frozen.pop("guard")  # which waits for us, and for nothing in the server
 
     def freeze(done, tokens):
         pair.on_progress = pair.rollout.on_progress = lambda done, tokens: None
-        for process in frozen:
+        for process in frozen.values():
             process.send_signal(signal.SIGSTOP)
 
     pair.on_progress = freeze
     assert sampled(pair) == before
     assert "failed its health checks for 9 s" in caplog.text
-    assert not any(p.is_running() and p.status() != "zombie" for p in frozen)
+    assert all(map(is_gone, [guard, *frozen.values()]))
+
+
+def test_a_fixed_port_can_be_taken_again_at_once(pair):
+    """As --rollout-base-port asks for it, in a run that follows another."""
+    stopped = pair.rollout.servers[0]
+    sampled(pair)
+    stopped.stop()
+    again = EngineServer(stopped.spec, stopped.port, stopped.log_file)
+    try:
+        again.start()
+        again.wait_until_healthy(300)
+    finally:
+        again.stop()

@@ -9,13 +9,15 @@ import psutil
 import pytest
 import requests
 from engines_fixture import make_requests
+from processes import engine_processes, listening_addresses
 
 from onpolicy.config import groups
 from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
+from onpolicy.network import free_port
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import engine_environment, engine_flags
-from onpolicy.rollout.server import EngineServer, free_port, require_free_port
+from onpolicy.rollout.server import EngineServer, require_free_port
 from onpolicy.rollout.sglang import SglangGroup
 
 pytestmark = pytest.mark.engine
@@ -39,10 +41,8 @@ def group_for(engines, contract):
 
 
 def test_it_listens_on_loopback_only_and_wants_the_runs_key(engines, client):
-    server = engines.rollout.servers[0]
-    process = psutil.Process(server._process.pid)
-    listening = {c.laddr.ip for c in process.net_connections() if c.laddr.port == server.port}
-    assert listening == {"127.0.0.1"}
+    processes = engine_processes(engines.rollout.servers[0])
+    assert listening_addresses([*processes.values(), psutil.Process()]) == {"127.0.0.1"}
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         answer = requests.post(f"{client.url}/generate", json={"input_ids": [5]}, headers=headers)
         assert answer.status_code == 401
@@ -136,7 +136,7 @@ def test_a_server_whose_operators_give_other_bits_is_refused_by_operator(engines
 
 def test_a_server_that_is_gone_cannot_be_restarted_by_someone_who_did_not_start_it(engines):
     group = group_for(engines, engines.contract)
-    group.clients = [EngineClient(f"http://127.0.0.1:{free_port('127.0.0.1')}", "", 5)]
+    group.clients = [EngineClient(f"http://127.0.0.1:{free_port('127.0.0.1')}", "", 5, 60)]
     with pytest.raises(EngineError, match="onpolicy did not start them"):
         group.generate(make_requests(2, seed=10))
 

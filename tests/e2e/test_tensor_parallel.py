@@ -8,6 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from engines_fixture import make_engines, make_requests, running
+from processes import engine_processes, listening_addresses
 
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.align import AlignedLinear
@@ -47,6 +48,12 @@ def test_no_token_differs(engines):
     assert count_mismatches(engines, seed=30) == 0
 
 
+def test_its_ranks_meet_where_nobody_else_comes(engines):
+    processes = engine_processes(engines.rollout.servers[0])
+    assert {"scheduler_TP0", "scheduler_TP1"} <= processes.keys()
+    assert listening_addresses(processes.values()) == {"127.0.0.1"}
+
+
 class Rounded(RowParallel):
     """Rounds every rank's part before the sum, as an all-reduce in bfloat16 does."""
 
@@ -75,7 +82,7 @@ class LastRankGetsAnotherBit:
     def __getattr__(self, name):
         return getattr(self.client, name)
 
-    def post(self, path, body):
+    def post(self, path, body, num_bytes=0):
         if payloads := body.get("serialized_named_tensors"):
             named = pickle.loads(base64.b64decode(payloads[-1]))
             name, tensor = named[0]
@@ -84,7 +91,7 @@ class LastRankGetsAnotherBit:
             other = ForkingPickler.dumps([(name, tensor), *named[1:]])
             payloads = [*payloads[:-1], base64.b64encode(other).decode()]
             body = {**body, "serialized_named_tensors": payloads}
-        return self.client.post(path, body)
+        return self.client.post(path, body, num_bytes)
 
 
 def test_a_rank_that_got_other_weights_stops_the_run(engines):

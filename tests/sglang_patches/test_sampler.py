@@ -23,11 +23,11 @@ def log_probs_of(seed, rows, vocabulary):
 
 
 def test_the_hash_is_splitmix64():
-    from sglang_patches.sampler import _signed, _splitmix64
+    from sglang_patches.sampler import _signed, splitmix64
 
     gamma = _signed(0x9E3779B97F4A7C15)
     states = torch.tensor([0, gamma, gamma]) + torch.tensor([0, 0, gamma])
-    assert _splitmix64(states).tolist() == [_signed(x) for x in SPLITMIX64]
+    assert splitmix64(states).tolist() == [_signed(x) for x in SPLITMIX64]
 
 
 @given(seed=INT64, position=st.integers(0, 2**40))

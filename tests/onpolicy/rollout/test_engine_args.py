@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 
 from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract, OperatorShapes
+from onpolicy.network import GLOO_INTERFACE
 from onpolicy.rollout.engine_args import (
     CORES_VARIABLE,
     EngineSpec,
     engine_environment,
     engine_flags,
+    secret_flags,
 )
 
 SHAPES = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1)
@@ -84,6 +86,31 @@ def test_every_flag_is_one_that_the_installed_sglang_has(device):
 def test_the_users_flags_come_last():
     flags = engine_flags(spec_of(ALIGNED, sglang_args=("--max-total-tokens", "7")), 1)
     assert flags[-2:] == ["--max-total-tokens", "7"]
+
+
+def test_secrets_are_on_no_command_line():
+    spec = spec_of(ALIGNED, api_key="K", sglang_args=("--admin-api-key", "A", "--tp-size", "1"))
+    assert not {"--api-key", "--admin-api-key", "K", "A"} & set(engine_flags(spec, 1))
+    assert secret_flags(spec) == ["--api-key=K", "--admin-api-key=A"]
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "interface"),
+    [
+        ("127.0.0.1", None, "lo"),
+        ("127.0.0.1", "eth7", "eth7"),
+        ("0.0.0.0", None, ""),
+        ("0.0.0.0", "lo", ""),  # the trainer's own choice for itself
+        ("0.0.0.0", "eth7", "eth7"),
+    ],
+)
+def test_gloo_listens_on_this_host_alone_unless_the_server_does_not(
+    monkeypatch, host, given, interface
+):
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(GLOO_INTERFACE, given)
+    assert engine_environment(spec_of(ALIGNED, host=host))[GLOO_INTERFACE] == interface
 
 
 def bound_cores(monkeypatch, cores, tp_size):

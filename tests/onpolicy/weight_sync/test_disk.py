@@ -40,6 +40,7 @@ def test_a_push_after_one_that_failed_starts_anew(run_dir):
     transport, before = DiskTransport(run_dir), sorted(run_dir.iterdir())
     transport.open([])
     transport.send(BUCKET, [], "1")
+    transport.abandon()
     transport.open([])
     (directory,) = set(run_dir.iterdir()) - set(before)
     assert list(directory.iterdir()) == []
@@ -66,6 +67,7 @@ def test_a_full_disk_is_an_error_that_says_where_and_how_to_go_on(run_dir):
             transport.send(BUCKET, [], "1")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    transport.abandon()
     assert sorted(run_dir.iterdir()) == before
 
 

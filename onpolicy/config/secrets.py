@@ -1,0 +1,56 @@
+"""Values that are for nobody else to read: API keys and passwords, ours and SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from onpolicy.errors import ConfigError
+
+HIDDEN = "..."
+
+
+def reveal(flag: str, value: str) -> str:
+    """The secret that a flag was given: the value itself, or what the file after an @ holds.
+
+    Raises ConfigError if the file cannot be read or holds nothing.
+    """
+    if not value.startswith("@"):
+        return value
+    try:
+        secret = Path(value[1:]).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(
+            f"{flag}={value}: the file with the secret cannot be read ({reason})."
+        ) from error
+    if not secret:
+        raise ConfigError(f"{flag}={value}: the file with the secret is empty. Write it there.")
+    return secret
+
+
+def is_secret(argument: str) -> bool:
+    """Whether a flag's value is a secret, as its name tells: --admin-api-key, --x-password=y."""
+    return argument.startswith("--") and argument.split("=")[0].endswith(
+        ("key", "password", "secret")
+    )
+
+
+def split(sglang_args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Separate secrets from the other arguments: (the others, secrets by flag)."""
+    others: list[str] = []
+    secrets: dict[str, str] = {}
+    arguments = iter(sglang_args)
+    for argument in arguments:
+        if is_secret(argument):
+            flag, equals, value = argument.partition("=")
+            secrets[flag] = value if equals else next(arguments, "")
+        else:
+            others.append(argument)
+    return others, secrets
+
+
+def hide(sglang_args: Sequence[str]) -> tuple[str, ...]:
+    """The arguments with `...` for secrets, to show and to write down."""
+    others, secrets = split(sglang_args)
+    return (*others, *(f"{flag}={HIDDEN}" for flag in secrets))

@@ -1,0 +1,44 @@
+"""Where sockets listen: on this host alone, unless a run is told otherwise with --rollout-host."""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import suppress
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Gloo's variable; without it gloo listens where the host's name points to."""
+
+LOOPBACK_INTERFACE = "lo"
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError.
+
+    A port whose last connections have just ended can be taken again (SO_REUSEADDR), as servers do.
+    """
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def free_port(host: str) -> int:
+    """A free port below those that systems give to outgoing connections (Linux: from 32768 on).
+
+    A server listens on it seconds after it was chosen; by then a connection could have taken another.
+    """
+    while True:
+        with suppress(OSError), listen(host, random.SystemRandom().randrange(20000, 32000)) as it:
+            return it.getsockname()[1]

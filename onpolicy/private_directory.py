@@ -1,0 +1,83 @@
+"""One name for all that a process makes outside its memory, so that it can be removed by someone else.
+
+A process that is killed removes nothing. So its temporary files lie in a directory of its own, and what
+it makes in /dev/shm has names that the directory records. The directory is locked as long as its owner,
+or a process that the owner forked, lives; what no lock protects any more, the next owner removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+PREFIX = "onpolicy-"
+SHARED_MEMORY = Path("/dev/shm")
+LOCK = ".onpolicy-lock"
+
+MAX_SOCKET_PATH = 107
+"""Of a socket's address in bytes, on Linux (sys/un.h)."""
+
+
+class PrivateDirectory:
+    """A new directory under the temporary one; a context that removes it at the end."""
+
+    def __init__(self, shared_memory: Sequence[str] = ()):
+        """`shared_memory`: patterns of our files in /dev/shm; `NAME` becomes the directory's name."""
+        sweep()
+        # Locked and complete before it has a name that a sweep looks for.
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+        self.path = hidden.with_name(hidden.name[1:])
+        self._owner = os.getpid()
+        self._lock = _take_lock(hidden, os.O_RDWR | os.O_CREAT)
+        patterns = "\n".join(shared_memory).replace("NAME", self.path.name)
+        os.write(self._lock, patterns.encode())
+        hidden.rename(self.path)
+
+    def fits_socket(self, name: str) -> bool:
+        """Whether a socket can have this name, or one of the same length, in the directory."""
+        return len(os.fsencode(self.path / name)) <= MAX_SOCKET_PATH
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the directory and the shared memory; a forked process removes nothing."""
+        if os.getpid() == self._owner:
+            _remove(self.path)
+            os.close(self._lock)
+
+
+def sweep() -> None:
+    """Remove the directories whose owners were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # in use, or none of ours
+            if directory.lstat().st_uid == os.geteuid():
+                lock = _take_lock(directory, os.O_RDWR)
+                _remove(directory)
+                os.close(lock)
+
+
+def _take_lock(directory: Path, flags: int) -> int:
+    lock = os.open(directory / LOCK, flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove(directory: Path) -> None:
+    for pattern in (directory / LOCK).read_text().split():
+        for file in SHARED_MEMORY.glob(pattern):
+            file.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)

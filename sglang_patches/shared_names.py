@@ -1,0 +1,43 @@
+"""Names what SGLang makes in /dev/shm after the server's private directory, whose owner removes it.
+
+Diverges in stock SGLang: the names are random, so nobody can tell whose they are when the processes
+were killed, which is how SGLang ends them. Covers its load snapshots and message queues, and all
+semaphores of Python's multiprocessing. Can go when SGLang unlinks shared memory as soon as it is open.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+from sglang_patches import registry
+
+DIRECTORY_VARIABLE = "ONPOLICY_ENGINE_DIRECTORY"
+"""Carries the directory into all processes of a server."""
+
+PATTERNS = ("NAME*", "sem.NAME*")
+"""What the names look like; see onpolicy/private_directory.py."""
+
+TARGETS = (
+    "sglang.srt.managers.load_snapshot.shm_path_for",
+    "sglang.srt.utils.stale_shm_cleanup.make_shm_name",
+)
+
+
+def install() -> None:
+    """Does nothing in a server without a directory of its own."""
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if directory is None:
+        return
+    name = Path(directory).name
+    # CPython's own record of it (multiprocessing/process.py), handed on to child processes.
+    multiprocessing.current_process()._config["semprefix"] = f"/{name}"  # type: ignore[attr-defined]
+
+    def prefixed(path: str, *_: Any, **__: Any) -> str:
+        head, tail = os.path.split(path)
+        return os.path.join(head, f"{name}_{tail}")
+
+    for target in TARGETS:
+        registry.hook(target, prefixed, "after")

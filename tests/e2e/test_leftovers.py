@@ -1,0 +1,135 @@
+"""However a run ends, it leaves nothing behind: no process, no shared memory, no temporary file.
+
+And while it runs, nobody else on the host gets in or reads its secrets.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import pytest
+import yaml
+from footprint import Footprint
+from processes import listening_addresses
+from train_runs import finish, metrics_of, wait_for
+
+from onpolicy.config.secrets import reveal
+from onpolicy.rollout.client import EngineClient
+
+pytestmark = pytest.mark.engine
+
+SECRETS = ("K-of-the-engines", "A-of-the-admin")
+LOOPBACK = {"127.0.0.1", "::1"}
+
+
+@pytest.fixture
+def run(start, tmp_path):
+    """Starts a run whose footprint is watched: (process, footprint)."""
+    with TemporaryDirectory() as temporary:  # with a path short enough for sockets
+
+        def start_watched(*argv):
+            process = start(tmp_path, *argv, env={"TMPDIR": temporary})
+            return process, Footprint(process.pid, Path(temporary))
+
+        yield start_watched
+
+
+def engine_of(process):
+    """The server's main process, below its guard."""
+    children = psutil.Process(process.pid).children()
+    (guard,) = (child for child in children if "sglang_patches.serve" in child.cmdline())
+    return guard.children()[0]
+
+
+def under_way(tmp_path, process):
+    wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
+    assert process.poll() is None, process.stdout.read()[-3000:]
+
+
+def test_a_run_that_ends_leaves_nothing_and_lets_nobody_in_meanwhile(run, tmp_path):
+    key_file, flags = tmp_path / "key", tmp_path / "flags.yaml"
+    key_file.write_text(SECRETS[0])
+    flags.write_text(yaml.safe_dump({"sglang_admin_api_key": SECRETS[1]}))
+    process, footprint = run(
+        "--rollout-api-key", f"@{key_file}", "--custom-config-path", str(flags),
+        "--weight-sync", "distributed",
+    )  # fmt: skip
+    under_way(tmp_path, process)
+    processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
+    assert len(processes) >= 5
+    assert listening_addresses(processes) <= LOOPBACK
+    command_lines = " ".join(" ".join(p.cmdline()) for p in processes)
+    assert "--admin-api-key" not in command_lines
+    output = finish(process)
+    assert footprint.left() == []
+    assert len(footprint.shared_memory) >= 2  # there was something to clean up
+
+    log = tmp_path / "run" / "logs" / "engine_0.log"
+    assert log.stat().st_mode & 0o077 == 0
+    assert "'admin_api_key': '...'" in log.read_text()
+    written = [f for f in (tmp_path / "run").rglob("*") if f.is_file() and f != key_file]
+    for secret in SECRETS:
+        assert secret not in command_lines + output
+        assert not [file for file in written if secret.encode() in file.read_bytes()]
+
+
+def test_a_run_that_fails_leaves_nothing(run, tmp_path):
+    argv = ["--rollout-max-restarts", "0", "--num-rollout", "1000"]
+    process, footprint = run(*argv)
+    under_way(tmp_path, process)
+    engine_of(process).kill()
+    assert "--rollout-max-restarts=0 are used up" in finish(process, code=1)
+    assert footprint.left() == []
+
+
+def test_a_killed_run_leaves_nothing(run, tmp_path):
+    process, footprint = run("--num-rollout", "1000")
+    under_way(tmp_path, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: footprint.left() == [], 20)
+
+
+def test_what_is_left_when_everything_is_killed_at_once_the_next_run_removes(run, tmp_path):
+    process, killed = run("--num-rollout", "1000")
+    under_way(tmp_path, process)
+    for victim in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]:
+        victim.kill()
+    process.wait()
+    assert killed.left() != []
+    process, footprint = run("--num-rollout", "1")
+    finish(process)
+    assert killed.left() == footprint.left() == []
+
+
+def test_serve_shows_a_file_with_its_key_and_not_the_key(checkpoint, tmp_path):
+    command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(checkpoint)]
+    with TemporaryDirectory() as temporary:
+        process = subprocess.Popen(
+            [*command, "--run-dir", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": temporary},
+        )
+        footprint = Footprint(process.pid, Path(temporary))
+        try:
+            printed = [process.stdout.readline() for _ in range(2)]
+            line = r"--rollout-server-url (\S+) --rollout-api-key @(\S+)"
+            url, file = re.search(line, printed[1]).groups()
+            assert Path(file).stat().st_mode & 0o077 == 0
+            key = reveal("--rollout-api-key", f"@{file}")
+            assert EngineClient(url, key, 60, 60).report()["weights"]
+            processes = footprint.processes.values()
+            assert not [
+                p for p in processes if key in " ".join(p.cmdline() + [*p.environ().values()])
+            ]
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert footprint.left() == [] and not Path(file).exists()
+    assert key not in "".join(printed) + (tmp_path / "engine.log").read_text()

@@ -1,0 +1,179 @@
+"""Engines that die or hang while weights are pushed: started again, pushed to again, the same bits."""
+
+import itertools
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from engines_fixture import make_engines, make_requests, running
+from processes import engine_processes, is_gone
+from train_runs import TWO_RANKS, finish, run_hash
+
+from onpolicy.config import groups
+from onpolicy.errors import EngineError
+from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.weight_sync import make_transport, push_weights
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = make_requests(8, seed=40)
+HEALTH_TIMEOUT = 9.0
+versions = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint, tmp_path_factory):
+    """Two engines, which are started again as often as it takes."""
+    directory = tmp_path_factory.mktemp("faults")
+    flags = {"rollout_max_restarts": 1000, "rollout_health_timeout": HEALTH_TIMEOUT}
+    with running(make_engines(checkpoint, directory, rollout_num_engines=2, **flags)) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    """What the engines sample, and the digest of what they hold."""
+    return sampled(pair), pair.weight_digest
+
+
+def sampled(pair):
+    return [(c.token_ids, c.log_probs) for c in pair.generate(REQUESTS)]
+
+
+class StruckWhile:
+    """An engine's client that sends a signal to one of its processes when a call is on its way."""
+
+    def __init__(self, client, server, path, process, number):
+        self.client, self.path, self.struck = client, path, False
+        self.strike = lambda: engine_processes(server)[process].send_signal(number)
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def _call(self, path, call):
+        if path == self.path and not self.struck:
+            self.struck = True
+            striking = threading.Timer(0.003, self.strike)
+            striking.start()
+        return call()
+
+    def post(self, path, body, num_bytes=0):
+        return self._call(path, lambda: self.client.post(path, body, num_bytes))
+
+    def report(self):
+        return self._call("/server_info", self.client.report)
+
+    def flush_cache(self):
+        return self._call("/flush_cache", self.client.flush_cache)
+
+
+def strike(pair, monkeypatch, engine, path, process, number=signal.SIGKILL):
+    """Arrange that a process of an engine gets a signal during the first call to `path`."""
+    group = pair.rollout
+    client, server = group.clients[engine], group.servers[engine]
+    struck = StruckWhile(client, server, path, process, number)
+    clients = [struck if c is client else c for c in group.clients]
+    monkeypatch.setattr(group, "clients", clients)
+    monkeypatch.setattr(group, "_server_of", dict(zip(clients, group.servers, strict=True)))
+    return struck
+
+
+FAULTS = [
+    # way of the weights, engine, call, process
+    ("tensor", 0, "/begin_weight_update", "http"),
+    ("tensor", 1, "/update_weights_from_tensor", "scheduler"),
+    ("tensor", 1, "/flush_cache", "guard"),
+    ("tensor", 0, "/server_info", "detokenizer"),
+    ("disk", 1, "/update_weights_from_disk", "http"),
+    ("distributed", 0, "/init_weights_update_group", "http"),
+    ("distributed", 0, "/update_weights_from_distributed", "http"),
+    ("distributed", 1, "/update_weights_from_distributed", "scheduler"),
+]
+
+
+@pytest.mark.parametrize(("way", "engine", "path", "process"), FAULTS)
+def test_a_process_that_is_killed_during_a_push_costs_a_restart_and_no_bit(
+    pair, expected, monkeypatch, tmp_path, way, engine, path, process
+):
+    monkeypatch.setattr(pair, "_transport", make_transport(way, tmp_path / "w"))
+    struck = strike(pair, monkeypatch, engine, path, process)
+    pair.push_weights(str(next(versions)))
+    assert struck.struck
+    assert (sampled(pair), pair.weight_digest) == expected
+
+
+def test_an_engine_that_hangs_during_a_push_is_given_up_in_time(
+    pair, expected, monkeypatch, caplog
+):
+    path = "/update_weights_from_tensor"
+    strike(pair, monkeypatch, 0, path, "scheduler", signal.SIGSTOP)
+    frozen = engine_processes(pair.rollout.servers[0])["scheduler"]
+    pair.push_weights(str(next(versions)))
+    assert f"failed its health checks for {HEALTH_TIMEOUT:g} s" in caplog.text
+    assert is_gone(frozen)
+    assert (sampled(pair), pair.weight_digest) == expected
+
+
+def test_the_push_after_a_broken_one_is_not_the_broken_ones(pair, expected, monkeypatch):
+    """A session that stays open, with half of the weights, and no engine that died."""
+    for client in pair.rollout.clients:
+        client.post("/begin_weight_update", {})
+    pair.push_weights(str(next(versions)))
+    assert (sampled(pair), pair.weight_digest) == expected
+
+
+class Breaks(Exception):
+    pass
+
+
+def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
+    def break_down(*_):
+        raise Breaks
+
+    monkeypatch.setattr(pair._transport, "send", break_down)
+    with pytest.raises(Breaks):
+        pair.push_weights(str(next(versions)))
+    monkeypatch.undo()
+    pair.push_weights(str(next(versions)))
+
+
+KILLED_IN_A_PUSH = """
+import os, psutil
+from onpolicy.rollout.client import EngineClient
+post, struck = EngineClient.post, []
+def post_and_kill(self, path, body, num_bytes=0):
+    if path.startswith("/update") and body["weight_version"] == "1" and not struck:
+        struck.append(path)
+        children = psutil.Process().children()
+        (guard,) = (child for child in children if "sglang_patches.serve" in child.cmdline())
+        guard.children()[0].kill()
+    return post(self, path, body, num_bytes)
+EngineClient.post = post_and_kill
+"""
+
+
+def test_a_run_on_two_ranks_gathers_its_weights_again_and_ends_with_the_same_hash(start, tmp_path):
+    argv = ["--num-rollout", "2", "--cpu-threads", "1"]
+    plain = finish(start(tmp_path / "plain", *argv, launcher=TWO_RANKS))
+    argv += ["--weight-sync", "distributed"]
+    struck = start(tmp_path / "struck", *argv, launcher=TWO_RANKS, preamble=KILLED_IN_A_PUSH)
+    output = finish(struck)
+    assert "pushing the weights of version 1 again" in output
+    assert run_hash(output) == run_hash(plain)
+
+
+def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_remedy(pair):
+    """The last test: it leaves an engine dead."""
+    server = pair.rollout.servers[0]
+    config = groups.EngineConfig(rollout_server_url=(server.url,), rollout_health_timeout=60.0)
+    theirs = SglangGroup(config, server.spec, None)
+    psutil.Process(engine_processes(server)["http"].pid).kill()
+    buckets = pair.trainer.weight_buckets(1 << 20)
+    started = time.monotonic()
+    with pytest.raises(EngineError):
+        push_weights(buckets, theirs.clients, pair._transport, str(next(versions)))
+    with pytest.raises(EngineError, match=rf"{server.url}.*did not start.*onpolicy serve"):
+        theirs.revive()
+    assert time.monotonic() - started < 30  # and not the 60 s that one that hangs may take

@@ -1,0 +1,43 @@
+"""Processes that tests start, and those of an engine: who they are, and that they end with us."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+import psutil
+
+_SET_DEATH_SIGNAL = 1  # linux/prctl.h
+
+
+def end_with_parent():
+    """Let Linux kill this process when the one that started it ends, however it ends."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+def engine_processes(server):
+    """The processes of an `EngineServer` by what they do: guard, http, scheduler_TP1, ..."""
+    guard = psutil.Process(server._process.pid)
+    (http,) = guard.children()
+    found = {"guard": guard, "http": http}
+    for child in http.children():
+        name = child.name().removeprefix("sglang::")
+        found["tracker" if name.startswith("python") else name] = child
+    return found
+
+
+def is_gone(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def listening_addresses(processes):
+    """The addresses at which processes wait for connections over IP."""
+    return {
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or connection.type.name == "SOCK_DGRAM"
+    }
