@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from fallback_correction.choices import require_choices
+
+WeightLevel = Literal["token", "sequence", "geometric"]
 Level = Literal["none", "token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 Statistic = Literal["ratio", "k1", "k2", "k3"]
@@ -38,6 +41,7 @@ class RejectionRule:
     upper: float = math.inf
 
     def __post_init__(self) -> None:
+        require_choices(self)
         require_bounds("lower", self.lower, "upper", self.upper)
 
 
@@ -52,6 +56,7 @@ class Veto:
     upper: float = math.inf
 
     def __post_init__(self) -> None:
+        require_choices(self)
         require_bounds("lower", self.lower, "upper", self.upper)
 
 
@@ -89,6 +94,7 @@ class CorrectionConfig:
     here looks at sequences)."""
 
     def __post_init__(self) -> None:
+        require_choices(self)
         require_bounds("lower", self.lower, "upper", self.upper)
         if not self.lower >= 0:
             raise ValueError(f"lower={self.lower}: a bound of a ratio is at least 0.")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fallback_correction.choices import require_choice, require_choices
 from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum
 
 Mode = Literal["fixed", "margin", "lagrangian"]
@@ -62,9 +63,7 @@ class DiscrepancyConfig:
         return DiscrepancyConfig(lambda0=0.05, budget=0.0050)
 
     def __post_init__(self) -> None:
-        for name, choices in (("mode", Mode), ("measure", Measure), ("average", Average)):
-            if getattr(self, name) not in get_args(choices):
-                _refuse(self, name, f"must be one of {', '.join(get_args(choices))}")
+        require_choices(self)
         for name in ("lambda0", "eta", "budget", "lambda_min", "lambda_max", "margin"):
             if not 0 <= getattr(self, name) < math.inf:
                 _refuse(self, name, "must be a number of 0 or more")
@@ -86,6 +85,7 @@ def discrepancy(batch: TokenBatch, measure: Measure = "difference") -> Tensor:
 
     ValueError where a counting token has no finite log-probabilities, or |rho - 1| overflows.
     """
+    require_choice("measure", measure, Measure)
     _check_finite("train_log_probs", batch.train_log_probs, batch.mask)
     _check_finite("rollout_log_probs", batch.rollout_log_probs, batch.mask)
     # In float64, and without subtracting two exponentials: a last bit that depends on a token's

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fallback_correction.choices import require_choice, require_choices
+
 Rung = Literal["stock", "tis", "mis", "decay", "aligned"]
 
 RUNGS: tuple[Rung, ...] = ("stock", "tis", "mis", "decay", "aligned")
@@ -44,6 +46,7 @@ class GovernorConfig:
     highest: Rung = "aligned"
 
     def __post_init__(self) -> None:
+        require_choices(self)
         for name in ("k3", "log_ppl_abs_diff"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: a limit is greater than 0.")
@@ -66,11 +69,15 @@ class Move:
     after: Rung
     reason: str
 
+    def __post_init__(self) -> None:
+        require_choices(self)
+
 
 class Governor:
     """The ladder's state. Equal readings make equal moves, on every rank."""
 
     def __init__(self, config: GovernorConfig, rung: Rung = "stock"):
+        require_choice("rung", rung, Rung)
         self.config, self.rung = config, rung
         self._bad, self._calm, self._falls = 0, 0, 0
 
@@ -111,5 +118,6 @@ class Governor:
         return {"rung": self.rung, "bad": self._bad, "calm": self._calm, "falls": self._falls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        require_choice("rung", state["rung"], Rung)
         self.rung = state["rung"]
         self._bad, self._calm, self._falls = state["bad"], state["calm"], state["falls"]

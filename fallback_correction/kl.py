@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fallback_correction.choices import require_choice
 from fallback_correction.ratios import clamped
 
 KlType = Literal["k1", "k2", "k3"]
@@ -20,6 +21,7 @@ def kl_estimate(
     With x = ref - policy: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - x - 1. Only k3 needs the clamp of x,
     beyond which it has no gradient; without one it overflows. All [N], in nats.
     """
+    require_choice("kind", kind, KlType)
     x = ref_log_probs - log_probs
     if kind == "k1":
         return -x

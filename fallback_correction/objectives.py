@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fallback_correction.choices import require_choices
 from fallback_correction.ratios import clamped
 from fallback_correction.tokens import TokenBatch
 
@@ -35,6 +36,7 @@ class ObjectiveConfig:
     """Dual clip: with a negative advantage the loss is at most -c A (arXiv 1912.09729, eq. 5)."""
 
     def __post_init__(self) -> None:
+        require_choices(self)
         if self.eps_clip_c is not None and not self.eps_clip_c > 1:
             raise ValueError(
                 f"eps_clip_c={self.eps_clip_c}: must be greater than 1. None switches dual clip off."

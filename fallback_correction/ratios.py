@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fallback_correction.config import CorrectionConfig, Level
+from fallback_correction.choices import require_choice
+from fallback_correction.config import CorrectionConfig, Level, WeightLevel
 from fallback_correction.tokens import TokenBatch
 
 
@@ -44,7 +45,8 @@ def _first_nonfinite(batch: TokenBatch, bad: Tensor) -> str:
 
 
 def level_log_ratios(batch: TokenBatch, r: Tensor, level: Level) -> Tensor:
-    """The log-weight of every token before any bound: float32 [N]."""
+    """The log-weight of every token before any bound: float32 [N]; the level `none` has none."""
+    require_choice("level", level, WeightLevel)
     if level == "token":
         return r
     per_sequence = batch.sums(r) if level == "sequence" else batch.means(r)
