@@ -163,7 +163,7 @@ def _require_batch_sizes(config: TrainConfig) -> None:
             f"Divisors of {samples}: {_divisors(samples)}.",
         )
     estimator, n = config.algorithm.advantage_estimator, config.rollout.n_samples_per_prompt
-    if estimator != "reinforce" and n < 2:
+    if estimator not in ("reinforce", "reinforce_plus_plus") and n < 2:
         _refuse(
             "n_samples_per_prompt",
             n,

@@ -121,6 +121,11 @@ def test_blocks_are_refused_where_nothing_sums_in_them():
         check("--row-parallel-blocks", "2")
 
 
+@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_plus_plus"])
+def test_an_estimator_that_compares_no_group_takes_one_sample_of_a_prompt(estimator):
+    check("--n-samples-per-prompt", "1", "--advantage-estimator", estimator)
+
+
 def test_what_cuda_graphs_need_can_be_set_in_true_on_policy_mode():
     check(*MODE, "--sglang-cuda-graph-backend-prefill", "breakable")
 
