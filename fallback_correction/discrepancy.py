@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fallback_correction.choices import require_choice, require_choices
-from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum
+from fallback_correction.tokens import Gather, NonfiniteError, TokenBatch, alone, exact_sum
 
 Mode = Literal["fixed", "margin", "lagrangian"]
 Measure = Literal["difference", "ratio", "log"]
@@ -83,7 +83,7 @@ def _refuse(config: DiscrepancyConfig, name: str, rule: str) -> None:
 def discrepancy(batch: TokenBatch, measure: Measure = "difference") -> Tensor:
     """How far the engines are apart on every token (eq. 2): float32 [N], 0 where it does not count.
 
-    ValueError where a counting token has no finite log-probabilities, or |rho - 1| overflows.
+    NonfiniteError where a counting token has no finite log-probabilities, or |rho - 1| overflows.
     """
     require_choice("measure", measure, Measure)
     _check_finite("train_log_probs", batch.train_log_probs, batch.mask)
@@ -105,7 +105,7 @@ def _check_finite(name: str, values: Tensor, mask: Tensor) -> None:
     bad = (mask & ~values.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])
-        raise ValueError(
+        raise NonfiniteError(
             f"{name}[{i}]={values[i].item()}: {len(bad)} counting tokens are not finite. Take them "
             "out of the mask, or look for what broke the engine that computed them."
         )

@@ -107,11 +107,17 @@ def _cispo(
 
 @torch.no_grad()
 def opsm_mask(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, batch: TokenBatch, delta: float
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    batch: TokenBatch,
+    delta: float,
 ) -> Tensor:
     """Off-policy sequence masking (DeepSeek-V3.2, eq. 9): bool [N], false for what is dropped.
 
-    Drops tokens of negative advantage in sequences whose mean log(pi_old / pi) exceeds `delta`.
+    Drops tokens of negative advantage in sequences whose mean log(pi_rollout / pi) exceeds `delta`.
+    The paper calls that policy pi_old: "the sampling probability directly returned by the inference
+    framework", so that both sources of off-policyness count.
     """
-    drift = batch.spread(batch.means(old_log_probs - log_probs))
+    drift = batch.spread(batch.means(rollout_log_probs - log_probs))
     return batch.mask & ~((advantages < 0) & (drift > delta))
