@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import groups, sglang_flags, tensor_parallel
+from onpolicy.config import corrections, groups, sglang_flags, tensor_parallel
 from onpolicy.errors import ConfigError
 
 Flat = tyro.conf.OmitArgPrefixes
@@ -67,11 +67,24 @@ class TrainConfig:
         return self.algorithm.eps_clip if high is None else high
 
     @property
+    def loss_aggregation(self) -> groups.LossAggregation:
+        """GSPO's objective is a mean over sequences (arXiv 2507.18071, eq. 5)."""
+        if self.algorithm.loss_aggregation is not None:
+            return self.algorithm.loss_aggregation
+        return "seq-mean-token-mean" if self.algorithm.policy_loss == "gspo" else "token-mean"
+
+    @property
     def may_align(self) -> bool:
         """Whether the run can come to run on aligned operators."""
         governor = self.governor
         climbs = governor.mismatch_governor and governor.governor_highest == "aligned"
         return self.parity.true_on_policy_mode or climbs
+
+    @property
+    def is_always_aligned(self) -> bool:
+        """Whether every rollout runs on aligned operators, so that none is ever corrected."""
+        aligned = self.parity.true_on_policy_mode and not self.governor.mismatch_governor
+        return aligned and self.parity_policy != "fallback"
 
     @property
     def parity_policy(self) -> str:
@@ -114,6 +127,7 @@ def validate(config: TrainConfig) -> None:
     _require_companions(config)
     _require_engines(config)
     _require_corrections(config)
+    corrections.validate(config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
     config.count_row_parallel_blocks()
     require_mode_for_operators(config.parity.operators, aligned=config.may_align)
@@ -244,14 +258,6 @@ def _require_corrections(config: TrainConfig) -> None:
                 "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
                 "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.",
             )
-        if flags.use_rollout_logprobs:
-            _refuse(
-                name,
-                value,
-                "with --use-rollout-logprobs the trainer's own log-probabilities are not computed "
-                "before the loss, whose ratio then is the importance ratio already",
-                "Leave one of the two out.",
-            )
     weight_format = config.engine.rollout_weight_format
     conflicts = [
         ("parity_policy", "fallback", falls_back and not config.may_align,
@@ -270,7 +276,8 @@ def _require_corrections(config: TrainConfig) -> None:
          "with --rollout-server-url it cannot start servers under another contract",
          "Leave one of the two out."),
         ("mismatch_governor", True, governed and flags.use_rollout_logprobs,
-         "it measures what --use-rollout-logprobs skips", "Leave one of the two out."),
+         "with --use-rollout-logprobs the loss corrects the rollout, on every rung",
+         "Leave one of the two out."),
     ]  # fmt: skip
     for name, value, is_broken, rule, remedy in conflicts:
         if is_broken:

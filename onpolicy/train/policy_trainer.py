@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fallback_correction.length_decay import BaseSchedule, LengthDecaySchedule
+from fallback_correction.tokens import NonfiniteError
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
@@ -24,7 +25,8 @@ from onpolicy.ops.self_check import self_check
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.train.batch import MicroBatch, make_micro_batches
-from onpolicy.train.correction import Corrections, loss_settings
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.types import TrainSample
@@ -100,16 +102,10 @@ class PolicyTrainer(Trainer):
             if part
         ]
         try:
-            metrics = self._train_on(
-                steps, self._gate(step), corrected=not self.contract.is_aligned
-            )
-        except ParityError as error:
-            if not self._falls_back:
-                raise
-            logger.error("%s Going on with the fallback correction.", error)
-            gate = ParityGate(step, fails=False, warns=False, remedy="")
-            metrics = self._train_on(steps, gate, corrected=True)
-            metrics["parity/num_fallbacks"] = 1.0
+            metrics = self._train_or_fall_back(steps, step)
+        except NonfiniteError as error:
+            how = self.corrections.flags.tis_nonfinite
+            raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
         if isinstance(self.schedule, LengthDecaySchedule):
             metrics |= self.schedule.decay.metrics()
         seconds = time.perf_counter() - start
@@ -118,6 +114,17 @@ class PolicyTrainer(Trainer):
             "perf/train_time": seconds,
             "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
         }
+
+    def _train_or_fall_back(self, steps: list[list[MicroBatch]], step: int) -> dict[str, float]:
+        try:
+            return self._train_on(steps, self._gate(step), corrected=not self.contract.is_aligned)
+        except ParityError as error:
+            if not self._falls_back:
+                raise
+            logger.error("%s Going on with the fallback correction.", error)
+            gate = ParityGate(step, fails=False, warns=False, remedy="")
+            metrics = self._train_on(steps, gate, corrected=True)
+            return {**metrics, "parity/num_fallbacks": 1.0}
 
     def _train_on(
         self, steps: list[list[MicroBatch]], gate: ParityGate, *, corrected: bool
@@ -135,7 +142,7 @@ class PolicyTrainer(Trainer):
         ]
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         if corrected:
-            metrics |= self.corrections.measure(steps[0])
+            metrics |= self.corrections.measure(steps)
         return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
 
     def _optimizer_step(

@@ -184,8 +184,6 @@ GOVERNOR = ["--mismatch-governor"]
             r"--use-tis=True: with --true-on-policy-mode the ratio is exactly 1",
         ),
         ([*MODE, "--dc-mode", "fixed"], r"--dc-mode=fixed: .*nothing to correct"),
-        (["--use-tis", "--use-rollout-logprobs"], r"--use-tis=True: with --use-rollout-logprobs"),
-        (["--dc-mode", "fixed", "--use-rollout-logprobs"], r"--dc-mode=fixed: with --use-rollout"),
         (
             ["--parity-policy", "fallback", "--use-tis"],
             r"--parity-policy=fallback: without aligned",
@@ -196,7 +194,7 @@ GOVERNOR = ["--mismatch-governor"]
             [*GOVERNOR, "--rollout-server-url", "http://x"],
             r"--mismatch-governor=True: .*cannot start",
         ),
-        ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: it measures what"),
+        ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: .*on every rung"),
         ([*GOVERNOR, "--rollout-top-p", "0.9"], r"--rollout-top-p=0.9"),
         ([*GOVERNOR, "--sglang-quantization", "fp8"], r"--sglang-quantization: not with"),
     ],
