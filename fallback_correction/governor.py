@@ -1,10 +1,11 @@
 """Chooses how much correction a run needs, from how far its engines are apart: a ladder of rungs.
 
-stock: none; tis: truncated importance weights; mis: rejection too; decay: and a smaller learning
-rate; aligned: operators that agree, which is exact and may be slower. It climbs after some
-consecutive rollouts beyond a limit, and climbs down after more of them well within all limits. On
-the aligned rung nothing is left to measure, so it tries the one below after a while; every fall
-doubles the calm that the next one needs, so that a run does not swing for ever.
+stock: none at all; tis: importance weights and, if there is one, the discrepancy penalty; mis:
+rejection and veto too; decay: and a smaller learning rate; aligned: operators that agree, which is
+exact and may be slower. It climbs after some consecutive rollouts beyond a limit, and climbs down
+after more of them well within all limits. On the aligned rung nothing is left to measure, so it
+tries the one below after a while; every fall doubles the calm that the next one needs, so that a
+run does not swing for ever.
 """
 
 from __future__ import annotations

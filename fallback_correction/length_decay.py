@@ -79,6 +79,10 @@ class LengthDecay:
             self.num_decays += 1
         return self.scale
 
+    def bounded(self, factor: float) -> float:
+        """What another cure's factor of the rate may be, lest `scale` times it falls below the floor."""
+        return max(factor, self.config.floor / self.scale)
+
     def metrics(self) -> dict[str, float]:
         """For the log; onset and period are 0 while unknown."""
         return {

@@ -30,8 +30,9 @@ def _rejection(config: TrainConfig) -> list[_RuleBroken]:
     flags = config.fallback
     statistic, is_divergence = flags.rs_statistic, flags.rs_statistic != "ratio"
     by_probability = flags.rs_veto_by != "ratio"
+    may_reject = flags.use_rs or config.governor.mismatch_governor
     return [
-        ("rs-statistic", statistic, is_divergence and not flags.use_rs,
+        ("rs-statistic", statistic, is_divergence and not may_reject,
          "only rejection looks at it", "Add --use-rs, or leave it out."),
         ("rs-upper-bound", None, is_divergence and flags.rs_upper_bound is None,
          f"--rs-statistic {statistic} needs it, since the bounds of ratios are none of a divergence",

@@ -83,6 +83,13 @@ class PolicyTrainer(Trainer):
     def _step_optimizer(self) -> float:
         """Take the step and clear the gradients; returns its learning rate."""
 
+    @property
+    def rate_scale(self) -> float:
+        """What the governor leaves of the schedule's rate: never less than length decay's floor."""
+        if isinstance(self.schedule, LengthDecaySchedule):
+            return self.schedule.decay.bounded(self.lr_scale)
+        return self.lr_scale
+
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
         if contract != self.contract:
             self._use_contract(contract)

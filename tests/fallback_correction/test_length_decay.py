@@ -84,6 +84,19 @@ def test_decays_are_not_counted_below_the_floor():
     assert (decay.scale, decay.num_decays, decay.num_rollout_steps) == (0.1, 4, 50)
 
 
+@pytest.mark.parametrize(
+    ("decays", "factor", "share"),
+    [(0, 0.5, 0.5), (1, 0.5, 0.25), (2, 0.5, 0.125), (3, 0.5, 0.1), (4, 0.5, 0.1), (0, 0.05, 0.1),
+     (4, 1.0, 0.1), (1, 1.0, 0.5)],
+)  # fmt: skip
+def test_another_factor_of_the_rate_does_not_undercut_the_floor(decays, factor, share):
+    """The governor's 0.5 on top of the floor's 0.1 made 0.05."""
+    decay = LengthDecay(LengthDecayConfig(period=1))
+    for _ in range(decays):
+        decay.step(1000.0)
+    assert decay.scale * decay.bounded(factor) == pytest.approx(share, rel=1e-15)
+
+
 def test_metrics_before_and_after_the_surge():
     decay = LengthDecay()
     lengths = surge(100, rise=1)

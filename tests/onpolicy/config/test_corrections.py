@@ -58,6 +58,7 @@ def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):
         [*BYPASS, "--custom-tis-function-path", "a.b", "--use-tis", "--tis-batch-normalize"],
         [*REINFORCE, "--use-tis", "--true-on-policy-mode", "--parity-policy", "fallback"],
         [*K3, "--rs-upper-bound", "0.01"],
+        ["--mismatch-governor", "--rs-statistic", "k2", "--rs-upper-bound", "0.01"],
         ["--rs-veto-threshold", "1e-6", "--rs-veto-by", "rollout_probability"],
         ["--use-kl-loss", "--use-unbiased-kl", "--kl-loss-type", "low_var_kl"],
         ["--use-kl-loss", "--use-rs", "--rejected-in-kl"],

@@ -228,6 +228,17 @@ def test_a_multiplier_is_in_the_checkpoint(make, tmp_path):
     assert second.corrections.penalty.lam == first.corrections.penalty.lam
 
 
+def test_the_governors_rate_does_not_undercut_the_floor_of_length_decay(make):
+    decay = {"lr_schedule": "length-decay", "length_decay_period": 1, "max_tokens_per_gpu": 100}
+    trainer = make(aligned=False, trainer={"lr": 1e-3, **decay})
+    trainer.adapt(trainer.contract, groups.FallbackConfig(), lr_scale=0.5)
+    rates = []
+    for step in range(5):
+        trainer.observe_rollout(100.0, 0.0)
+        rates.append(trainer.train(make_samples(trainer, count=2), step)["train/lr"])
+    assert rates == pytest.approx([2.5e-4, 1.25e-4, 1e-4, 1e-4, 1e-4])
+
+
 def test_activation_checkpointing_changes_no_bit(make):
     plain, recomputed = make(), make(trainer={"activation_checkpointing": True})
     for trainer in (plain, recomputed):
