@@ -302,11 +302,14 @@ class TrainerConfig:
     length_decay_period: int | None = None
     """Rollouts between two halvings; 1.8 times the step of the length surge if not given."""
 
+    length_decay_default_period: int = 160
+    """The same if no surge was seen in as many rollouts; 0: no halving without a surge."""
+
     length_decay_floor: float = 0.1
     """Smallest share of the rate that is left."""
 
     length_decay_burn_in: int = 10
-    """Rollouts in which no surge is looked for."""
+    """A rise of the length that begins in these rollouts is no surge."""
 
     length_decay_rise_ratio: float = 2.0
     """Rise of the mean response length, over its baseline, that is a surge."""

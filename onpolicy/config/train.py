@@ -142,6 +142,7 @@ _AT_LEAST: dict[str, float] = {
     "rollout_max_response_len": 1, "rollout_max_concurrency": 1, "rollout_num_engines": 1,
     "rollout_max_restarts": 0, "rollout_base_port": 0, "cpu_threads": 0, "eps_clip": 0,
     "kl_loss_coef": 0, "tis_upper_bound": 0, "governor_lr_scale": 0, "length_decay_floor": 0,
+    "length_decay_default_period": 0,
     "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
     "clip_grad": 0, "update_weight_buffer_size": 1, "eval_interval": 0,
     "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "seed": 0,
