@@ -42,7 +42,7 @@ def start(checkpoint, data):
                 "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
                 "--run-dir", str(directory / "run"), *argv,
             ],
-            env={**os.environ, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
