@@ -71,6 +71,17 @@ def test_reinforce_plus_plus_is_verls_masked_whiten(groups):
     assert [a for group in found for a in group] == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@given(st.lists(st.lists(samples, min_size=1, max_size=4), min_size=1, max_size=5), st.randoms())
+def test_reinforce_plus_plus_has_the_same_bits_in_any_order_of_the_groups(groups, random):
+    def whitened(groups):
+        rewards, lengths = ([[s[i] for s in group] for group in groups] for i in (0, 1))
+        return group_advantages(rewards, "reinforce_plus_plus", lengths)
+
+    order = random.sample(range(len(groups)), len(groups))
+    found = whitened(groups)
+    assert whitened([groups[i] for i in order]) == [found[i] for i in order]
+
+
 @pytest.mark.parametrize("lengths", [None, [[1]], [[1, 2], [3]]])
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_without_the_lengths_nothing_can_be_whitened(estimator, lengths):
