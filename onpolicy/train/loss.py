@@ -51,6 +51,19 @@ def policy_loss(
     """
     if batch.correction is not None:
         batch = _corrected(batch, batch.correction, log_probs)
+    total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
+    if batch.ref_log_probs is not None:
+        kl_loss = _kl_loss(log_probs, batch, settings, shares if settings.rejected_in_kl else kept)
+        total = total + settings.kl_loss_coef * kl_loss
+        metrics["train/kl_loss"] = kl_loss.detach()
+    metrics["train/loss"] = total.detach()
+    return total, metrics
+
+
+def _policy_term(
+    log_probs: Tensor, batch: MicroBatch, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor, Metrics]:
+    """The policy's part of the loss, shares of the tokens that count, and of those that are kept."""
     assert batch.old_log_probs is not None and batch.shares is not None
     old, tokens = batch.old_log_probs, batch.tokens(log_probs)
     shares = torch.where(batch.mask, batch.shares, 0)
@@ -66,19 +79,13 @@ def policy_loss(
         factors = factors * ~drifted
     if batch.custom is not None:
         loss, mask, found = batch.custom(loss, log_probs.detach(), batch)
-        metrics |= found
-        kept, factors = kept * mask, factors * mask
+        kept, factors, metrics = kept * mask, factors * mask, metrics | found
     total = weighted_sum(loss, factors)
     with torch.no_grad():
         metrics["train/pg_loss"] = total.detach()
         metrics["train/pg_clipfrac"] = weighted_sum(objective.clipped.float(), shares)
         metrics["train/ppo_kl"] = weighted_sum(old - log_probs, shares)
-    if batch.ref_log_probs is not None:
-        kl_loss = _kl_loss(log_probs, batch, settings, shares if settings.rejected_in_kl else kept)
-        total = total + settings.kl_loss_coef * kl_loss
-        metrics["train/kl_loss"] = kl_loss.detach()
-    metrics["train/loss"] = total.detach()
-    return total, metrics
+    return total, shares, kept, metrics
 
 
 def _corrected(batch: MicroBatch, config: CorrectionConfig, log_probs: Tensor) -> MicroBatch:
