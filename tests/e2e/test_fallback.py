@@ -50,7 +50,7 @@ def test_reinforce_in_bypass_is_weighted_by_the_losss_own_log_probs(start, tmp_p
     argv = [
         "--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis", "--tis-upper-bound",
         "1.01", "--use-rs", "--rs-level", "geometric", "--rs-statistic", "k3", "--rs-upper-bound",
-        "0.01", "--advantage-estimator", "reinforce_plus_plus", "--num-rollout", "2", *INT8,
+        "5", "--advantage-estimator", "reinforce_plus_plus", "--num-rollout", "2", *INT8,
     ]  # fmt: skip
     finish(start(tmp_path, *argv, mode=STOCK))
     records = metrics_of(tmp_path)

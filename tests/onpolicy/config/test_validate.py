@@ -25,6 +25,7 @@ def test_the_defaults_are_valid():
         (["--lr", "-1"], "--lr=-1.0: must be at least 0"),
         (["--lr", "nan"], "--lr=nan: must be at least 0"),
         (["--adam-beta2", "1"], r"--adam-beta2=1.0: must be in \[0, 1\)"),
+        (["--length-decay-default-period", "-1"], "--length-decay-default-period=-1: must be at least"),
         (["--rm-time-limit", "0"], "--rm-time-limit=0.0: must be greater than 0"),
         (["--rollout-temperature", "0"], "--rollout-temperature=0.0: .*greedy"),
         (["--rm-type", ""], "exactly one of them"),
