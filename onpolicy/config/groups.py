@@ -166,8 +166,8 @@ class AlgorithmConfig:
     """Weight of that penalty."""
 
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Estimator of that penalty (http://joschu.net/blog/kl-approx.html); low_var_kl is k3, cut at 10
-    nats, where the gradient of k3 has no end."""
+    """Estimator of that penalty (http://joschu.net/blog/kl-approx.html); low_var_kl is k3 cut at 10
+    nats, since the gradient of k3 grows exponentially."""
 
     use_unbiased_kl: bool = False
     """Multiply that estimate by the ratio to the rollout's policy, which makes its gradient unbiased."""
