@@ -23,16 +23,9 @@ def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     asked = flags.use_tis or flags.use_rs or flags.rs_veto_threshold is not None
     if not asked or flags.custom_tis_function_path:
         return None
-    config = correction_config(replace(flags, use_rs=flags.use_rs and not _by_divergence(flags)))
-    if _by_divergence(flags):
-        assert flags.rs_upper_bound is not None
-        aggregation = AGGREGATIONS[flags.rs_level]
-        rule = RejectionRule(
-            statistic=flags.rs_statistic, aggregation=aggregation, upper=flags.rs_upper_bound
-        )
-        config = replace(config, rules=(rule,))
-    if flags.tis_mode == "mask" and flags.tis_lower_bound is None:
-        config = replace(config, lower=0.0)  # MIS (arXiv 2602.01826, eq. 6) has no lower bound
+    config = _of_miles_keys(flags)
+    if flags.use_rs and flags.rs_statistic != "ratio":
+        config = replace(config, rules=(_divergence_rule(flags),))
     if config.veto is not None:
         config = replace(config, veto=Veto(by=flags.rs_veto_by, lower=config.veto.lower))
     return replace(
@@ -43,8 +36,24 @@ def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     )
 
 
-def _by_divergence(flags: FallbackConfig) -> bool:
-    return flags.use_rs and flags.rs_statistic != "ratio"
+def _of_miles_keys(flags: FallbackConfig) -> CorrectionConfig:
+    """What the keys mean in Miles, but that masking bounds below only if asked to, as MIS does
+    (arXiv 2602.01826, eq. 6)."""
+    keys = replace(flags, use_rs=flags.use_rs and flags.rs_statistic == "ratio")
+    if flags.tis_mode == "mask" and flags.tis_lower_bound is None:
+        return replace(
+            correction_config(replace(keys, tis_mode="truncate")), mode="mask", lower=0.0
+        )
+    return correction_config(keys)
+
+
+def _divergence_rule(flags: FallbackConfig) -> RejectionRule:
+    assert flags.rs_upper_bound is not None
+    return RejectionRule(
+        statistic=flags.rs_statistic,
+        aggregation=AGGREGATIONS[flags.rs_level],
+        upper=flags.rs_upper_bound,
+    )
 
 
 def make_penalty(flags: FallbackConfig) -> DiscrepancyPenalty | None:
@@ -85,8 +94,10 @@ def loss_settings(config: TrainConfig) -> LossSettings:
 
 
 def custom_correction(config: TrainConfig, flags: FallbackConfig) -> CustomCorrection | None:
-    """The user's own, if there is one; it gets all flags, these for its own. Raises ConfigError if it
-    cannot be imported or called."""
+    """The user's own, if there is one; it gets all flags of the run, with `flags` in force.
+
+    Raises ConfigError if it cannot be imported, or asks for what nobody gives.
+    """
     path = flags.custom_tis_function_path
     if not path:
         return None

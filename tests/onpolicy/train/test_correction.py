@@ -253,6 +253,7 @@ def test_in_bypass_the_loss_rejects_what_is_not_finite(bad):
     ("flags", "lower"),
     [
         ({"tis_mode": "mask"}, 0.0),  # MIS bounds above only
+        ({"tis_mode": "mask", "tis_upper_bound": 0.8}, 0.0),
         ({"tis_mode": "mask", "tis_lower_bound": 0.5}, 0.5),  # IcePop
         ({"tis_mode": "clip", "tis_upper_bound": 4.0}, 0.25),
         ({"tis_mode": "clip", "tis_lower_bound": 0.1}, 0.1),
