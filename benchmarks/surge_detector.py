@@ -33,6 +33,8 @@ class Shape:
     """Standard deviation of the logarithm of a step's mean. Example: 0.05"""
     drift: float = 0.0
     """Correlation of that noise between consecutive steps, in [0, 1). Example: 0.9"""
+    late: int = 5
+    """Steps by which the onset may be found late: a slow rise leaves the noise later."""
     beyond: bool = False
     """Outside of what the detector promises; in the table to show where it ends."""
 
@@ -70,9 +72,18 @@ SHAPES = [
     Shape("the same, noise 10 %", surge(90, rise=5), 90, noise=0.1),
     Shape("the same, noise 20 %", surge(90, rise=5), 90, noise=0.2),
     Shape("the same, drifting noise 10 %", surge(90, rise=5), 90, noise=0.1, drift=0.9),
-    Shape("at step 3, 1000 to 3500 in 3 steps", surge(3, rise=3), 3),
-    Shape("at step 3, 1000 to 3500 in 10 steps", surge(3), 3),
-    Shape("at step 3 in 3 steps, noise 10 %", surge(3, rise=3), 3, noise=0.1),
+    Shape("1000 to 3500 in 30 steps", surge(100, rise=30), 100, late=12),
+    Shape("1000 to 3500 in 40 steps", surge(100, rise=40), 100, late=12),
+    Shape("1000 to 3500 in 50 steps", surge(100, rise=50), 100, late=12),
+    Shape("1000 to 3500 in 60 steps", surge(100, rise=60), 100, late=12),
+    Shape("1000 to 3500 in 80 steps", surge(100, rise=80), 100, late=12),
+    Shape("the same, from step 60, limit 2000", surge(60, rise=80), 60, limit=2000, late=12),
+    Shape("at step 11, 1000 to 3500 in 3 steps", surge(11, rise=3), 11),
+    Shape("in the burn-in: at step 2, in 1 step", surge(2, rise=1)),
+    Shape("in the burn-in: at step 3, in 3 steps", surge(3, rise=3)),
+    Shape("the same, noise 10 %", surge(3, rise=3), noise=0.1),
+    Shape("in the burn-in: at step 3, in 10 steps", surge(3)),
+    Shape("in the burn-in: at step 8, in 10 steps", surge(8)),
     Shape("after a fall from 2500 to 1000", times(ramp(2500, 1000, 40), surge(100)), 100),
     Shape("after slow growth to 1500", times(ramp(1000, 1500, 100), surge(100)), 100),
     Shape("after a dip to 400", times(bump(0.4, [60], 15), surge(100)), 100),
@@ -94,10 +105,18 @@ SHAPES = [
     Shape("spikes to 3500 for 3 steps", bump(3.5, [50, 100, 104, 200], 3)),
     Shape("step to 1600, for good", surge(100, 1600, 3)),
     Shape("fall from 3000 to 1000", ramp(3000, 1000, 50)),
-    Shape("beyond: level, drifting noise 20 %", surge(1, 1000), None, 8192, 0.2, 0.9, True),
+    Shape("beyond: level, drifting noise 20 %", surge(1, 1000), noise=0.2, drift=0.9, beyond=True),
     Shape("beyond: 1000 to 2100 in 5 steps", surge(100, 2100, 5), 100, beyond=True),
-    Shape("beyond: 1000 to 3500 in 40 steps", surge(100, rise=40), 100, beyond=True),
-    Shape("beyond: 1000 to 3500 in 60 steps", surge(100, rise=60), 100, beyond=True),
+    Shape(
+        "beyond: 1000 to 3500 in 80 steps, noise 10 %",
+        surge(100, rise=80),
+        100,
+        noise=0.1,
+        beyond=True,
+    ),
+    Shape("beyond: 1000 to 3500 in 120 steps", surge(100, rise=120), 100, beyond=True),
+    Shape("beyond: 1000 to 3500 in 150 steps", surge(100, rise=150), 100, beyond=True),
+    Shape("beyond: in 50 steps from step 12", surge(12, rise=50), 12, beyond=True),
     Shape("beyond: surge during a fall", times(ramp(2500, 1000, 40), surge(30)), 30, beyond=True),
     Shape("beyond: a dip to 300 for 40 steps", bump(0.3, [100], 40), beyond=True),
 ]

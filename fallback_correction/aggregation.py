@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fallback_correction.choices import require_choice
 from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum
 
 LossAggregation = Literal[
@@ -29,6 +30,7 @@ def token_shares(
     `scale_length`, as Dr. GRPO has it (arXiv 2503.20783). Sequences without a counting token are no
     sequences here. float32, 0 outside the mask.
     """
+    require_choice("aggregation", aggregation, LossAggregation)
     counts = batch.counts
     if aggregation == "token-mean":
         share = torch.full_like(counts, 1 / max(exact_sum(gather(counts)), 1))

@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from fallback_correction.choices import require_choices
+
+WeightLevel = Literal["token", "sequence", "geometric"]
 Level = Literal["none", "token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 Statistic = Literal["ratio", "k1", "k2", "k3"]
@@ -38,6 +41,7 @@ class RejectionRule:
     upper: float = math.inf
 
     def __post_init__(self) -> None:
+        require_choices(self)
         require_bounds("lower", self.lower, "upper", self.upper)
 
 
@@ -52,6 +56,7 @@ class Veto:
     upper: float = math.inf
 
     def __post_init__(self) -> None:
+        require_choices(self)
         require_bounds("lower", self.lower, "upper", self.upper)
 
 
@@ -75,11 +80,13 @@ class CorrectionConfig:
     veto: Veto | None = None
 
     self_normalize: bool = False
-    """Divide the weights by their mean over the global batch: over tokens at level token, over
-    sequences at the others (self-normalised importance sampling)."""
+    """Divide the weights of the tokens K that rules, veto and mode mask keep by their mean m over the
+    global batch (self-normalised importance sampling), so that it is 1: m = sum_K w / |K| at level
+    token; at the others, the mean weight of the sequences that have a token in K."""
 
     rejected_in_denominator: bool = True
-    """Whether rejected tokens count in the denominators of that mean and of the loss."""
+    """Whether rejected tokens count in the denominators of the loss. In m they never do: their
+    weights, which may be anything, would decide those of all others."""
 
     log_ratio_clamp: float | None = 20.0
     """Log-ratios are cut to +- this before exp; None: never."""
@@ -89,6 +96,7 @@ class CorrectionConfig:
     here looks at sequences)."""
 
     def __post_init__(self) -> None:
+        require_choices(self)
         require_bounds("lower", self.lower, "upper", self.upper)
         if not self.lower >= 0:
             raise ValueError(f"lower={self.lower}: a bound of a ratio is at least 0.")

@@ -32,6 +32,9 @@ class Correction:
     mask: Tensor
     """bool [N]: the tokens to learn from, a part of the batch's own mask."""
 
+    counted: Tensor
+    """bool [N]: the tokens that the denominators of the loss count."""
+
     metrics: Metrics
     """`correction/*`, over the global batch; equal on all ranks."""
 
@@ -40,8 +43,10 @@ class Correction:
 def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone) -> Correction:
     """Correct the part of a global batch that this rank holds.
 
-    The weight of a token and the metrics are the same to the last bit however the batch is ordered
-    or spread over ranks. Raises ValueError where a log-probability is not finite (see
+    With w the bounded weight of a token, K the tokens that are left, and m their mean weight (see
+    `CorrectionConfig.self_normalize`; 1 without it, and where it is below 1e-8), the token has the
+    weight w / m in K and 0 elsewhere. Weights and metrics are the same to the last bit however the
+    batch is ordered or spread over ranks. Raises ValueError where a log-probability is not finite (see
     `CorrectionConfig.nonfinite`).
     """
     finite = without_nonfinite(batch, config)
@@ -55,12 +60,13 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
         metrics |= _bound_metrics(finite, bounds, config, gather)
         if config.mode == "mask":
             kept = kept & ~(bounds.too_low | bounds.too_high)
-        weights, factor = _normalized(finite, bounds.bounded, kept, config, gather)
-        weights = torch.where(kept, weights, 0)
+        left = dataclasses.replace(batch, mask=kept)
+        weights, factor = _normalized(left, bounds.bounded, config, gather)
         metrics["correction/batch_norm_factor"] = factor
-        metrics |= _weight_metrics(dataclasses.replace(batch, mask=kept), weights, "", gather)
+        metrics |= _weight_metrics(left, weights, "", gather)
     metrics["correction/rejected_fraction"] = _fraction(batch, batch.mask & ~kept, gather)
-    return Correction(weights=weights, mask=kept, metrics=metrics)
+    counted = batch.mask if config.rejected_in_denominator else kept
+    return Correction(weights=weights, mask=kept, counted=counted, metrics=metrics)
 
 
 def _reject(
@@ -85,13 +91,13 @@ def _reject(
 
 
 def _normalized(
-    batch: TokenBatch, weights: Tensor, kept: Tensor, config: CorrectionConfig, gather: Gather
+    left: TokenBatch, weights: Tensor, config: CorrectionConfig, gather: Gather
 ) -> tuple[Tensor, float]:
-    """Weights over their global mean, and that mean."""
+    """Weights of what is left over their global mean, 0 elsewhere, and that mean."""
+    weights = torch.where(left.mask, weights, 0)
     if not config.self_normalize:
         return weights, 1.0
-    counted = batch if config.rejected_in_denominator else dataclasses.replace(batch, mask=kept)
-    mean = mean_weight(counted, weights, config, gather)
+    mean = mean_weight(left, weights, config, gather)
     return (weights / mean if mean > SMALLEST_MEAN else weights), mean
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum
+from fallback_correction.choices import require_choice, require_choices
+from fallback_correction.tokens import Gather, NonfiniteError, TokenBatch, alone, exact_sum
 
 Mode = Literal["fixed", "margin", "lagrangian"]
 Measure = Literal["difference", "ratio", "log"]
@@ -62,9 +63,7 @@ class DiscrepancyConfig:
         return DiscrepancyConfig(lambda0=0.05, budget=0.0050)
 
     def __post_init__(self) -> None:
-        for name, choices in (("mode", Mode), ("measure", Measure), ("average", Average)):
-            if getattr(self, name) not in get_args(choices):
-                _refuse(self, name, f"must be one of {', '.join(get_args(choices))}")
+        require_choices(self)
         for name in ("lambda0", "eta", "budget", "lambda_min", "lambda_max", "margin"):
             if not 0 <= getattr(self, name) < math.inf:
                 _refuse(self, name, "must be a number of 0 or more")
@@ -84,8 +83,9 @@ def _refuse(config: DiscrepancyConfig, name: str, rule: str) -> None:
 def discrepancy(batch: TokenBatch, measure: Measure = "difference") -> Tensor:
     """How far the engines are apart on every token (eq. 2): float32 [N], 0 where it does not count.
 
-    ValueError where a counting token has no finite log-probabilities, or |rho - 1| overflows.
+    NonfiniteError where a counting token has no finite log-probabilities, or |rho - 1| overflows.
     """
+    require_choice("measure", measure, Measure)
     _check_finite("train_log_probs", batch.train_log_probs, batch.mask)
     _check_finite("rollout_log_probs", batch.rollout_log_probs, batch.mask)
     # In float64, and without subtracting two exponentials: a last bit that depends on a token's
@@ -105,7 +105,7 @@ def _check_finite(name: str, values: Tensor, mask: Tensor) -> None:
     bad = (mask & ~values.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])
-        raise ValueError(
+        raise NonfiniteError(
             f"{name}[{i}]={values[i].item()}: {len(bad)} counting tokens are not finite. Take them "
             "out of the mask, or look for what broke the engine that computed them."
         )

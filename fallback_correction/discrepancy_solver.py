@@ -15,11 +15,13 @@ makes D an expectation under the rollout's policy. Everything here is float64 [K
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import lambertw
+
+from fallback_correction.choices import require_choice
 
 Vector = NDArray[np.float64]
 Measure = Literal["difference", "ratio", "log"]
@@ -94,6 +96,8 @@ def solve_budgeted(
 
 def penalty(policy: Vector, mu: Vector, measure: Measure, reading: Reading) -> float:
     """D(policy, mu). Infinite for a policy that leaves mu's support, except by `difference`."""
+    require_choice("measure", measure, Measure)
+    require_choice("reading", reading, Reading)
     if measure == "difference":
         return float(np.sum(_weights(mu, reading) * (policy - mu) ** 2))
     inside = mu > 0
@@ -164,11 +168,8 @@ def _checked(
             f"advantages={advantages.shape}, mu={mu.shape}: both must be [K] with K of 1 or more. "
             "Give one number per action."
         )
-    if measure not in get_args(Measure) or reading not in get_args(Reading):
-        raise ValueError(
-            f"measure={measure!r}, reading={reading!r}: must be one of {get_args(Measure)} and one of "
-            f"{get_args(Reading)}. Change it."
-        )
+    require_choice("measure", measure, Measure)
+    require_choice("reading", reading, Reading)
     if not np.isfinite(advantages).all():
         raise ValueError(f"advantages={advantages}: must be finite. Leave those actions out.")
     if not ((mu >= 0).all() and abs(mu.sum() - 1) < 1e-9):

@@ -1,10 +1,11 @@
 """Chooses how much correction a run needs, from how far its engines are apart: a ladder of rungs.
 
-stock: none; tis: truncated importance weights; mis: rejection too; decay: and a smaller learning
-rate; aligned: operators that agree, which is exact and may be slower. It climbs after some
-consecutive rollouts beyond a limit, and climbs down after more of them well within all limits. On
-the aligned rung nothing is left to measure, so it tries the one below after a while; every fall
-doubles the calm that the next one needs, so that a run does not swing for ever.
+stock: none at all; tis: importance weights and, if there is one, the discrepancy penalty; mis:
+rejection and veto too; decay: and a smaller learning rate; aligned: operators that agree, which is
+exact and may be slower. It climbs after some consecutive rollouts beyond a limit, and climbs down
+after more of them well within all limits. On the aligned rung nothing is left to measure, so it
+tries the one below after a while; every fall doubles the calm that the next one needs, so that a
+run does not swing for ever.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from fallback_correction.choices import require_choice, require_choices
 
 Rung = Literal["stock", "tis", "mis", "decay", "aligned"]
 
@@ -44,6 +47,7 @@ class GovernorConfig:
     highest: Rung = "aligned"
 
     def __post_init__(self) -> None:
+        require_choices(self)
         for name in ("k3", "log_ppl_abs_diff"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: a limit is greater than 0.")
@@ -66,11 +70,15 @@ class Move:
     after: Rung
     reason: str
 
+    def __post_init__(self) -> None:
+        require_choices(self)
+
 
 class Governor:
     """The ladder's state. Equal readings make equal moves, on every rank."""
 
     def __init__(self, config: GovernorConfig, rung: Rung = "stock"):
+        require_choice("rung", rung, Rung)
         self.config, self.rung = config, rung
         self._bad, self._calm, self._falls = 0, 0, 0
 
@@ -111,5 +119,6 @@ class Governor:
         return {"rung": self.rung, "bad": self._bad, "calm": self._calm, "falls": self._falls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        require_choice("rung", state["rung"], Rung)
         self.rung = state["rung"]
         self._bad, self._calm, self._falls = state["bad"], state["calm"], state["falls"]

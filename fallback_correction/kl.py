@@ -7,9 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fallback_correction.choices import require_choice
 from fallback_correction.ratios import clamped
 
-KlType = Literal["k1", "k2", "k3"]
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+
+LOW_VAR_LIMIT = 10.0
+"""Nats at which low_var_kl is cut, in verl, Miles and slime alike."""
 
 
 def kl_estimate(
@@ -17,10 +21,33 @@ def kl_estimate(
 ) -> Tensor:
     """Estimators of KL(policy || reference) per token (http://joschu.net/blog/kl-approx.html).
 
-    With x = ref - policy: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - x - 1. Only k3 needs the clamp of x,
-    beyond which it has no gradient; without one it overflows. All [N], in nats.
+    With x = ref - policy: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - x - 1, low_var_kl = min(k3, 10).
+    The last two cut x to +- log_ratio_clamp, or k3 would overflow; where x or low_var_kl is cut,
+    there is no gradient. That of k3 grows to 4.9e8 (1 - e^20). All [N], in nats.
     """
-    x = ref_log_probs - log_probs
+    return _limited(_estimate(ref_log_probs - log_probs, kind, log_ratio_clamp), kind)
+
+
+def unbiased_kl(
+    log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kind: KlType = "k3"
+) -> Tensor:
+    """The estimate times pi / pi_old, whose gradient is that of the KL (DeepSeek-V3.2, eq. 7).
+
+    The gradient flows through the ratio too. old_log_probs: of the policy that sampled; of any other
+    the estimate is biased. low_var_kl is cut after the product, as in Miles and slime, and biased
+    where it is. ValueError for k2, whose mean is not the KL. All [N].
+    """
+    if kind == "k2":
+        raise ValueError(
+            "kind='k2': the mean of x^2 / 2 is not the KL, so no ratio makes it unbiased. Use k1, k3 or "
+            "low_var_kl with the ratio, or k2 without it, whose gradient on-policy is the KL's."
+        )
+    ratio = torch.exp(clamped(log_probs - old_log_probs.detach(), 20.0))
+    return _limited(ratio * _estimate(ref_log_probs - log_probs, kind, 20.0), kind)
+
+
+def _estimate(x: Tensor, kind: KlType, log_ratio_clamp: float | None) -> Tensor:
+    require_choice("kind", kind, KlType)
     if kind == "k1":
         return -x
     if kind == "k2":
@@ -29,12 +56,5 @@ def kl_estimate(
     return torch.expm1(x) - x
 
 
-def unbiased_kl(
-    log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kind: KlType = "k3"
-) -> Tensor:
-    """The estimate times pi / pi_old, whose gradient is that of the KL (DeepSeek-V3.2, eq. 7).
-
-    The gradient flows through the ratio too. old_log_probs: of the policy that sampled. All [N].
-    """
-    ratio = torch.exp(clamped(log_probs - old_log_probs.detach(), 20.0))
-    return ratio * kl_estimate(log_probs, ref_log_probs, kind)
+def _limited(kl: Tensor, kind: KlType) -> Tensor:
+    return kl.clamp(max=LOW_VAR_LIMIT) if kind == "low_var_kl" else kl

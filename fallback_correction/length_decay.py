@@ -28,12 +28,21 @@ class LengthDecayConfig:
     onset_multiplier: float = 1.8
     """Period over the surge's onset, where the period is not given. Example: 1.8"""
 
+    default_period: int | None = 160
+    """The period if no surge is confirmed in as many rollout steps: 160 kept both models of the paper
+    stable. None: without a surge nothing decays. Example: 160"""
+
     detector: SurgeDetectorConfig = field(default_factory=SurgeDetectorConfig)
     """What counts as a surge."""
 
     def __post_init__(self) -> None:
         if self.period is not None and self.period < 1:
             raise ValueError(f"period={self.period}: must be at least 1. Use None to detect it.")
+        if self.default_period is not None and self.default_period < 1:
+            raise ValueError(
+                f"default_period={self.default_period}: must be at least 1. Use None for no decay "
+                "without a surge."
+            )
         if self.factor <= 1:
             raise ValueError(f"factor={self.factor}: must be above 1. Use 2 to halve the rate.")
         if not 0 < self.floor <= 1:
@@ -45,8 +54,9 @@ class LengthDecayConfig:
 class LengthDecay:
     """Decides the scale of the learning rate: Algorithm 1, given its period or finding it online.
 
-    Without a given period nothing decays before the surge is confirmed. From then on the scale is
-    Algorithm 1's with the period found; deadlines that have passed by then are made up for at once.
+    Without a given period nothing decays before the surge is confirmed, or `default_period` is over.
+    From then on the scale is Algorithm 1's with that period, which stays; deadlines that have passed
+    by then are made up for at once.
     """
 
     def __init__(self, config: LengthDecayConfig | None = None) -> None:
@@ -56,15 +66,14 @@ class LengthDecay:
         """Calls of `step`: Algorithm 1's t."""
         self.num_decays = 0
         """Decays so far; none is counted once the floor is reached."""
+        self._found_period: int | None = None
         self.scale = 1.0
         """What the base schedule's learning rate is multiplied by, from `floor` to 1."""
 
     @property
     def period(self) -> int | None:
         """Rollout steps between two decays; None until known."""
-        if self.config.period is not None or self.detector.onset is None:
-            return self.config.period
-        return max(round(self.config.onset_multiplier * self.detector.onset), 1)
+        return self._found_period if self.config.period is None else self.config.period
 
     def step(self, mean_length: float, truncated_ratio: float = 0.0) -> float:
         """Take in one rollout step, before its update; the scale for that update.
@@ -73,11 +82,23 @@ class LengthDecay:
         """
         self.detector.update(mean_length, truncated_ratio)
         self.num_rollout_steps += 1
+        if self._found_period is None:
+            self._found_period = self._find_period()
         due = self.num_rollout_steps // self.period if self.period else 0
         while self.num_decays < due and self.scale > self.config.floor:
             self.scale = max(self.scale / self.config.factor, self.config.floor)
             self.num_decays += 1
         return self.scale
+
+    def _find_period(self) -> int | None:
+        if self.detector.onset is not None:
+            return max(round(self.config.onset_multiplier * self.detector.onset), 1)
+        default = self.config.default_period
+        return default if default is not None and self.num_rollout_steps >= default else None
+
+    def bounded(self, factor: float) -> float:
+        """What another cure's factor of the rate may be, lest `scale` times it falls below the floor."""
+        return max(factor, self.config.floor / self.scale)
 
     def metrics(self) -> dict[str, float]:
         """For the log; onset and period are 0 while unknown."""
@@ -95,6 +116,7 @@ class LengthDecay:
             "num_rollout_steps": self.num_rollout_steps,
             "num_decays": self.num_decays,
             "scale": self.scale,
+            "found_period": self._found_period,
             "detector": self.detector.state_dict(),
         }
 
@@ -103,6 +125,7 @@ class LengthDecay:
         self.num_rollout_steps = state["num_rollout_steps"]
         self.num_decays = state["num_decays"]
         self.scale = max(state["scale"], self.config.floor)
+        self._found_period = state.get("found_period")
         self.detector.load_state_dict(state["detector"])
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fallback_correction.choices import require_choices
 from fallback_correction.ratios import clamped
 from fallback_correction.tokens import TokenBatch
 
@@ -35,6 +36,7 @@ class ObjectiveConfig:
     """Dual clip: with a negative advantage the loss is at most -c A (arXiv 1912.09729, eq. 5)."""
 
     def __post_init__(self) -> None:
+        require_choices(self)
         if self.eps_clip_c is not None and not self.eps_clip_c > 1:
             raise ValueError(
                 f"eps_clip_c={self.eps_clip_c}: must be greater than 1. None switches dual clip off."
@@ -105,11 +107,17 @@ def _cispo(
 
 @torch.no_grad()
 def opsm_mask(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, batch: TokenBatch, delta: float
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    batch: TokenBatch,
+    delta: float,
 ) -> Tensor:
     """Off-policy sequence masking (DeepSeek-V3.2, eq. 9): bool [N], false for what is dropped.
 
-    Drops tokens of negative advantage in sequences whose mean log(pi_old / pi) exceeds `delta`.
+    Drops tokens of negative advantage in sequences whose mean log(pi_rollout / pi) exceeds `delta`.
+    The paper calls that policy pi_old: "the sampling probability directly returned by the inference
+    framework", so that both sources of off-policyness count.
     """
-    drift = batch.spread(batch.means(old_log_probs - log_probs))
+    drift = batch.spread(batch.means(rollout_log_probs - log_probs))
     return batch.mask & ~((advantages < 0) & (drift > delta))

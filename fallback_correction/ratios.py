@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fallback_correction.config import CorrectionConfig, Level
-from fallback_correction.tokens import TokenBatch
+from fallback_correction.choices import require_choice
+from fallback_correction.config import CorrectionConfig, Level, WeightLevel
+from fallback_correction.tokens import NonfiniteError, TokenBatch
 
 
 def log_ratios(batch: TokenBatch) -> Tensor:
@@ -18,15 +19,16 @@ def log_ratios(batch: TokenBatch) -> Tensor:
 
 
 def without_nonfinite(batch: TokenBatch, config: CorrectionConfig) -> TokenBatch:
-    """The batch without the tokens whose log-ratio is NaN or infinite.
+    """The batch without the tokens whose log-ratio is NaN or infinite: the one definition of what is
+    rejected as not finite, to be asked before anything else looks at the batch.
 
-    Raises ValueError for the first one where `config.nonfinite` says error.
+    Raises NonfiniteError, a ValueError, for the first one where `config.nonfinite` says error.
     """
     bad = ~torch.isfinite(log_ratios(batch))
     if not bad.any():
         return batch
     if config.nonfinite == "error":
-        raise ValueError(_first_nonfinite(batch, bad))
+        raise NonfiniteError(_first_nonfinite(batch, bad))
     if config.looks_at_sequences:
         bad = batch.spread(batch.sums(bad.float()) > 0)
     return dataclasses.replace(batch, mask=batch.mask & ~bad)
@@ -44,7 +46,8 @@ def _first_nonfinite(batch: TokenBatch, bad: Tensor) -> str:
 
 
 def level_log_ratios(batch: TokenBatch, r: Tensor, level: Level) -> Tensor:
-    """The log-weight of every token before any bound: float32 [N]."""
+    """The log-weight of every token before any bound: float32 [N]; the level `none` has none."""
+    require_choice("level", level, WeightLevel)
     if level == "token":
         return r
     per_sequence = batch.sums(r) if level == "sequence" else batch.means(r)

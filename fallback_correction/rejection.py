@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fallback_correction.choices import require_choice
 from fallback_correction.config import RejectionRule, Veto
 from fallback_correction.ratios import clamped
 from fallback_correction.tokens import TokenBatch
+
+Divergence = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,7 @@ class Rejected:
 
 def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float | None) -> Rejected:
     """What one rule rejects. r: float32 [N]; log-ratios are clamped to +- limit before exp."""
-    if rule.statistic in ("ratio", "k1"):
+    if rule.statistic == "ratio" or rule.statistic == "k1":
         values = torch.exp(clamped(_aggregate_log_ratios(batch, r, rule), limit))
     else:
         values = _aggregate(batch, divergence(clamped(r, limit), rule.statistic), rule)
@@ -37,8 +41,9 @@ def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float |
     )
 
 
-def divergence(r: Tensor, statistic: str) -> Tensor:
+def divergence(r: Tensor, statistic: Divergence) -> Tensor:
     """k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html): [N] -> [N]."""
+    require_choice("statistic", statistic, Divergence)
     if statistic == "k1":
         return -r
     return r.square() / 2 if statistic == "k2" else torch.expm1(r) - r

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 
@@ -15,7 +16,8 @@ class SurgeDetectorConfig:
     """
 
     burn_in: int = 10
-    """No surge is confirmed before this step; a rise that is over by then is none. Example: 10"""
+    """No rise that begins in these steps is a surge: early jumps of the length are a format being
+    learnt, and 1.8 times their onset would be no period. Example: 10"""
 
     baseline_window: int = 40
     """Steps before the rise whose upper quartile is the baseline. A larger window forgives longer
@@ -31,7 +33,14 @@ class SurgeDetectorConfig:
     """Consecutive steps that must have the rise ratio. Example: 5"""
 
     max_rise_steps: int = 20
-    """Steps from the onset to the confirmation at most: a slower rise is growth. Example: 20"""
+    """Steps from the onset to the confirmation of a fast rise at most. Example: 20"""
+
+    slow_rise_steps: int = 45
+    """The same of a slow one. Example: 45"""
+
+    level_ratio: float = 1.1
+    """A slow rise starts from a level: the median of the newer half of `baseline_window` is at most
+    this many times that of the older half. What rises from the start is growth. Example: 1.1"""
 
     max_truncated_ratio: float = 0.8
     """Truncated ratios above this are taken as this: the correction is bounded. Example: 0.8"""
@@ -47,11 +56,14 @@ class SurgeDetectorConfig:
                 f"onset_ratio={self.onset_ratio}, rise_ratio={self.rise_ratio}: must rise from 1. "
                 "Use 1 < onset_ratio <= rise_ratio."
             )
-        if self.max_rise_steps < self.confirmation_steps:
-            raise ValueError(
-                f"max_rise_steps={self.max_rise_steps}: must leave room for the "
-                f"{self.confirmation_steps} confirmation steps. Use at least as many."
-            )
+        for name in ("max_rise_steps", "slow_rise_steps"):
+            if getattr(self, name) < self.confirmation_steps:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must leave room for the "
+                    f"{self.confirmation_steps} confirmation steps. Use at least as many."
+                )
+        if not self.level_ratio >= 1:
+            raise ValueError(f"level_ratio={self.level_ratio}: must be at least 1. Use 1.1.")
         if not 0 <= self.max_truncated_ratio < 1:
             raise ValueError(
                 f"max_truncated_ratio={self.max_truncated_ratio}: must be in [0, 1). Use 0.8."
@@ -61,9 +73,12 @@ class SurgeDetectorConfig:
 class SurgeDetector:
     """Says once at which step the length surged; pure Python floats, the same on every machine.
 
-    The online version of what arXiv 2602.01826, figure 6, leaves to the eye. A rise is a run of
-    consecutive steps above `onset_ratio` times the baseline, which stands still meanwhile. The rise
-    is a surge if its last `confirmation_steps` steps are all above `rise_ratio` times the baseline.
+    The online version of what arXiv 2602.01826, figure 6, leaves to the eye. A fast rise is a run of
+    consecutive steps above `onset_ratio` times the baseline, which stands still meanwhile. A slow one
+    is found by looking back: the baseline is that of the window which ended `slow_rise_steps` ago,
+    and the rise begins where the median of `confirmation_steps` steps leaves `onset_ratio` times it for
+    good. Either is a surge if the last `confirmation_steps` steps are all above `rise_ratio` times the
+    baseline, and if it did not begin in the burn-in.
     """
 
     def __init__(self, config: SurgeDetectorConfig | None = None) -> None:
@@ -78,13 +93,12 @@ class SurgeDetector:
         """Corrected length of the last step over the baseline."""
         self._settled: list[float] = []
         self._rise: list[float] = []
+        self._recent: list[float] = []
 
     @property
     def baseline(self) -> float | None:
         """Upper quartile, in tokens, of the window before the rise; None before the first step."""
-        if not self._settled:
-            return None
-        return sorted(self._settled)[3 * (len(self._settled) - 1) // 4]
+        return _upper_quartile(self._settled) if self._settled else None
 
     def update(self, mean_length: float, truncated_ratio: float = 0.0) -> int | None:
         """Take in one rollout step; the onset on the step that confirms the surge, else None.
@@ -99,15 +113,11 @@ class SurgeDetector:
         self.ratio = length / baseline
         if self.onset is not None:
             return None
-        if self.ratio < self.config.onset_ratio:
-            self._settle([*self._rise, length])
-            return None
-        self._rise.append(length)
-        if self._is_surge(baseline):
+        kept = self.config.baseline_window + self.config.slow_rise_steps
+        self._recent = [*self._recent, length][-kept:]
+        self.onset = self._fast_onset(length, baseline) or self._slow_onset()
+        if self.onset is not None:
             self.confirmed_at = self.step
-            self.onset = self.step - len(self._rise) + 1
-        elif len(self._rise) >= self.config.max_rise_steps:
-            self._settle(self._rise)
         return self.onset
 
     def _corrected(self, mean_length: float, truncated_ratio: float) -> float:
@@ -124,13 +134,40 @@ class SurgeDetector:
             )
         return mean_length / (1 - min(truncated_ratio, self.config.max_truncated_ratio))
 
-    def _is_surge(self, baseline: float) -> bool:
-        last = self._rise[-self.config.confirmation_steps :]
-        return (
-            self.step >= self.config.burn_in
-            and len(last) == self.config.confirmation_steps
-            and all(length >= self.config.rise_ratio * baseline for length in last)
-        )
+    def _fast_onset(self, length: float, baseline: float) -> int | None:
+        """First step of the run above the baseline, if the run is high enough by now."""
+        if self.ratio < self.config.onset_ratio:
+            self._settle([*self._rise, length])
+            return None
+        self._rise.append(length)
+        onset = self.step - len(self._rise) + 1
+        if onset > self.config.burn_in and self._is_high(self._rise, baseline):
+            return onset
+        if len(self._rise) >= self.config.max_rise_steps:
+            self._settle(self._rise)
+        return None
+
+    def _slow_onset(self) -> int | None:
+        """First step for good above the level of `slow_rise_steps` ago, if there was one."""
+        steps, half = self.config.slow_rise_steps, self.config.confirmation_steps // 2
+        level, since = self._recent[:-steps], self._recent[-steps:]
+        middle = len(level) // 2
+        if len(level) < max(self.config.baseline_window // 2, 2):
+            return None
+        if median(level[middle:]) > self.config.level_ratio * median(level[:middle]):
+            return None
+        baseline = _upper_quartile(level)
+        if not self._is_high(since, baseline):
+            return None
+        smooth = [median(since[max(i - half, 0) : i + half + 1]) for i in range(steps)]
+        low = [i for i, x in enumerate(smooth) if x < self.config.onset_ratio * baseline]
+        onset = self.step - steps + 2 + low[-1] if low else 0
+        return onset if onset > self.config.burn_in else None
+
+    def _is_high(self, lengths: list[float], baseline: float) -> bool:
+        last = lengths[-self.config.confirmation_steps :]
+        is_long_enough = len(last) == self.config.confirmation_steps
+        return is_long_enough and min(last) >= self.config.rise_ratio * baseline
 
     def _settle(self, lengths: list[float]) -> None:
         """End a rise that was no surge: its lengths become part of the baseline's window."""
@@ -146,13 +183,19 @@ class SurgeDetector:
             "ratio": self.ratio,
             "settled": list(self._settled),
             "rise": list(self._rise),
+            "recent": list(self._recent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned; an older one knows nothing of slow rises yet."""
         self.step = state["step"]
         self.onset = state["onset"]
         self.confirmed_at = state["confirmed_at"]
         self.ratio = state["ratio"]
         self._settled = list(state["settled"])
         self._rise = list(state["rise"])
+        self._recent = list(state.get("recent", []))
+
+
+def _upper_quartile(lengths: list[float]) -> float:
+    return sorted(lengths)[3 * (len(lengths) - 1) // 4]

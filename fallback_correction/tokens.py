@@ -13,6 +13,10 @@ Gather = Callable[[Tensor], Tensor]
 """Concatenates a float64 vector over the data-parallel ranks, in the same order on each."""
 
 
+class NonfiniteError(ValueError):
+    """A log-probability that is NaN or infinite where one must count."""
+
+
 def alone(values: Tensor) -> Tensor:
     """The `Gather` of one rank."""
     return values

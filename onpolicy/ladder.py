@@ -33,12 +33,19 @@ class Ladder:
 
     @property
     def fallback(self) -> FallbackConfig:
-        """The corrections in force now."""
+        """The corrections in force now.
+
+        On stock none is; from tis on weights, the discrepancy penalty, and the user's own; from mis
+        on rejection and the veto.
+        """
         flags = self.config.fallback
         if self._governor is None:
             return flags
         height = RUNGS.index(self._governor.rung)
-        return replace(flags, use_tis=height >= 1, use_rs=height >= 2, get_mismatch_metrics=True)
+        flags = replace(flags, use_tis=height >= 1, use_rs=height >= 2, get_mismatch_metrics=True)
+        if height < 1:
+            flags = replace(flags, dc_mode="", custom_tis_function_path="")
+        return flags if height >= 2 else replace(flags, rs_veto_threshold=None)
 
     @property
     def lr_scale(self) -> float:
@@ -73,11 +80,13 @@ class Ladder:
 
 def first_rung(config: TrainConfig) -> Rung:
     """The rung that the other flags describe."""
+    flags = config.fallback
     if config.parity.true_on_policy_mode:
         return "aligned"
-    if config.fallback.use_rs:
+    if flags.use_rs or flags.rs_veto_threshold is not None:
         return "mis"
-    return "tis" if config.fallback.use_tis else "stock"
+    corrects = flags.use_tis or flags.dc_mode or flags.custom_tis_function_path
+    return "tis" if corrects else "stock"
 
 
 def make_governor(flags: GovernorFlags, rung: Rung) -> Governor:

@@ -204,7 +204,11 @@ class Run:
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
-        advantages = group_advantages([_rewards(g) for g in kept], algorithm.advantage_estimator)
+        advantages = group_advantages(
+            [_rewards(group) for group in kept],
+            algorithm.advantage_estimator,
+            [[len(sample.rollout_log_probs) for sample in group.samples] for group in kept],
+        )
         samples = [
             sample
             for group, values in zip(kept, advantages, strict=True)

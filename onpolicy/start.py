@@ -35,7 +35,8 @@ from onpolicy.rollout.data import PromptSource, load_prompts
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.train import distributed
-from onpolicy.train.correction import Corrections, loss_settings
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.megatron import start as megatron
 from onpolicy.types import Prompt
 

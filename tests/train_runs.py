@@ -14,7 +14,7 @@ from onpolicy.outputs.metrics import read_jsonl
 
 ROLLOUTS = 4
 TESTS = Path(__file__).parent
-PATHS = [str(TESTS / "e2e"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+PATHS = [str(TESTS / "e2e"), str(TESTS), str(TESTS.parent)]
 """Where a run finds its reward function, and its script what it imports."""
 
 ALIGNED = ("--true-on-policy-mode",)

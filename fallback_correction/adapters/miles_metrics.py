@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fallback_correction.adapters.miles_settings import MisLevel, MisSettings
-from fallback_correction.config import Veto
+from fallback_correction.adapters.miles_settings import MisSettings
+from fallback_correction.choices import require_choice
+from fallback_correction.config import Veto, WeightLevel
 from fallback_correction.mismatch_metrics import CLAMP
 from fallback_correction.ratios import clamped
 from fallback_correction.rejection import apply_veto, divergence
@@ -19,8 +20,9 @@ from fallback_correction.tokens import TokenBatch
 TokenMetrics = dict[str, Tensor]
 
 
-def ratios(batch: TokenBatch, level: MisLevel) -> Tensor:
+def ratios(batch: TokenBatch, level: WeightLevel) -> Tensor:
     """rho of every token, or of its sequence, with log rho cut to +- 20: float32 [N], positive."""
+    require_choice("level", level, WeightLevel)
     r = batch.train_log_probs - batch.rollout_log_probs
     if level == "token":
         return torch.exp(clamped(r, CLAMP))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-from fallback_correction.config import Mode
-
-MisLevel = Literal["token", "sequence", "geometric"]
+from fallback_correction.choices import require_choices
+from fallback_correction.config import Mode, WeightLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,14 +15,14 @@ class MisSettings:
     """The keys with their fallbacks resolved. Bounds are of rho = pi_train / pi_rollout."""
 
     use_tis: bool
-    tis_level: MisLevel
+    tis_level: WeightLevel
     tis_mode: Mode
     tis_lower: float
     tis_upper: float
     batch_normalize: bool
 
     use_rs: bool
-    rs_level: MisLevel
+    rs_level: WeightLevel
     rs_lower: float
     rs_upper: float
 
@@ -34,6 +33,7 @@ class MisSettings:
     """`mis_fixed`, the one key that is ours."""
 
     def __post_init__(self) -> None:
+        require_choices(self)
         if self.use_tis and self.tis_mode != "truncate":
             _require_order("tis", self.tis_lower, self.tis_upper)
         if self.use_rs:
@@ -52,13 +52,13 @@ def read_settings(args: Any) -> MisSettings:
     lower = _or(_number(args, "tis_lower_bound", 0.5), 1 / upper)
     return MisSettings(
         use_tis=bool(getattr(args, "use_tis", False)),
-        tis_level=_choice(args, "tis_level", "token", MisLevel),
-        tis_mode=_choice(args, "tis_mode", "truncate", Mode),
+        tis_level=getattr(args, "tis_level", "token"),
+        tis_mode=getattr(args, "tis_mode", "truncate"),
         tis_lower=lower,
         tis_upper=upper,
         batch_normalize=bool(getattr(args, "tis_batch_normalize", False)),
         use_rs=bool(getattr(args, "use_rs", False)),
-        rs_level=_choice(args, "rs_level", "token", MisLevel),
+        rs_level=getattr(args, "rs_level", "token"),
         rs_lower=_or(_number(args, "rs_lower_bound", None), lower),
         rs_upper=_or(_number(args, "rs_upper_bound", None), upper),
         veto=_number(args, "rs_veto_threshold", 1e-4),
@@ -81,13 +81,6 @@ def _number(args: Any, name: str, default: float | None) -> float | None:
 
 def _or(value: float | None, fallback: float) -> float:
     return fallback if value is None else value
-
-
-def _choice(args: Any, name: str, default: str, choices: Any) -> Any:
-    value = getattr(args, name, default)
-    if value not in get_args(choices):
-        raise ValueError(f"{name}={value!r}: unknown. Use one of {', '.join(get_args(choices))}.")
-    return value
 
 
 def _require_order(prefix: str, lower: float, upper: float) -> None:

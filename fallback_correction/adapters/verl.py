@@ -22,6 +22,7 @@ from torch import Tensor
 from fallback_correction.adapters import verl_metrics
 from fallback_correction.adapters.verl_metrics import Metrics
 from fallback_correction.adapters.verl_presets import PRESETS as PRESETS
+from fallback_correction.adapters.verl_presets import Level, LossType
 from fallback_correction.adapters.verl_presets import (
     RolloutCorrectionConfig as RolloutCorrectionConfig,
 )
@@ -30,6 +31,7 @@ from fallback_correction.adapters.verl_thresholds import (
     importance_bounds,
     rejection_options,
 )
+from fallback_correction.choices import require_choice
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.importance_weights import (
     SMALLEST_MEAN,
@@ -60,6 +62,7 @@ def compute_rollout_correction(
 
     Raises ValueError for bad keys, shapes that differ, or a response_mask without a token.
     """
+    require_choice("loss_type", _get(config, "loss_type", "ppo_clip"), LossType)
     _require_same_shapes(old_log_prob, rollout_log_prob, response_mask)
     batch = TokenBatch.padded(old_log_prob, rollout_log_prob, response_mask)
     r = log_ratios(batch)
@@ -84,8 +87,7 @@ def _importance(
     config: Any, batch: TokenBatch, r: Tensor, gather: Gather
 ) -> tuple[Tensor, Metrics]:
     level = _get(config, "rollout_is")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"rollout_is={level!r}: must be token or sequence. None switches it off.")
+    require_choice("rollout_is", level, Level)
     lower, upper = importance_bounds(_get(config, "rollout_is_threshold", 2.0))
     core = CorrectionConfig(level=level, lower=lower or 0.0, upper=upper, log_ratio_clamp=CLAMP)
     found = importance_weights(batch, r, core)

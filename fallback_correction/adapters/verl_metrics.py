@@ -11,7 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from fallback_correction.adapters.verl_presets import Level
 from fallback_correction.adapters.verl_thresholds import RejectionOption, log
+from fallback_correction.choices import require_choice
 from fallback_correction.mismatch_metrics import CLAMP
 from fallback_correction.ratios import clamped
 from fallback_correction.rejection import divergence
@@ -64,7 +66,7 @@ def mismatch(batch: TokenBatch, r: Tensor) -> Metrics:
 
 def importance(
     batch: TokenBatch,
-    level: str,
+    level: Level,
     r: Tensor,
     raw: Tensor,
     applied: Tensor,
@@ -74,6 +76,7 @@ def importance(
 
     bounds: where fractions are counted from; without a lower bound verl takes 1 / upper.
     """
+    require_choice("level", level, Level)
     upper = bounds[1]
     limited = applied.clamp(max=upper).double()
     squares = token_mean(batch, (limited / (token_mean(batch, limited) + 1e-8)) ** 2)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+from fallback_correction.choices import require_choices
+
+Level = Literal["token", "sequence"]
+LossType = Literal["ppo_clip", "reinforce"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionConfig:
     """verl's keys and defaults. Thresholds: see `verl_thresholds`."""
 
-    rollout_is: str | None = "sequence"
+    rollout_is: Level | None = "sequence"
     rollout_is_threshold: str | float | None = 2.0
     rollout_is_batch_normalize: bool = False
     rollout_rs: str | None = None
@@ -19,8 +25,11 @@ class RolloutCorrectionConfig:
     """pi_rollout is the old policy. This and `loss_type` are for the trainer: the adapter computes
     weights and masks of the log-probabilities that it is given."""
 
-    loss_type: str = "ppo_clip"
+    loss_type: LossType = "ppo_clip"
     """In bypass mode: ppo_clip, which takes the mask and no weights, or reinforce, which takes both."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
 
 
 def _presets() -> dict[str, RolloutCorrectionConfig]:

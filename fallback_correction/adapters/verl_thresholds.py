@@ -8,31 +8,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from fallback_correction.choices import require_choice, require_choices
 
 Spec = str | float | None
 
-OPTIONS = (
+Option = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
     "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "binary_kl",
-)  # fmt: skip
+]  # fmt: skip
+"""SUPPORTED_ROLLOUT_RS_OPTIONS of verl's commit 20c30bf8; `binary_kl` (KPop) is its youngest."""
+
+Statistic = Literal["k1", "k2", "k3", "binary_kl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionOption:
     """One entry of `rollout_rs`: keeps statistics within [lower, upper], both ends included."""
 
-    name: str
-    """Example: seq_mean_k3"""
+    name: Option
 
     lower: float
     """-inf unless k1; of k1 itself, so the logarithm of what the threshold says."""
 
     upper: float
 
+    def __post_init__(self) -> None:
+        require_choices(self)
+
     @property
-    def statistic(self) -> str:
-        """k1, k2, k3 or binary_kl."""
-        return self.name if self.name == "binary_kl" else self.name[-2:]
+    def statistic(self) -> Statistic:
+        return cast(Statistic, self.name if self.name == "binary_kl" else self.name[-2:])
 
     @property
     def aggregation(self) -> str:
@@ -60,9 +67,10 @@ def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
     of thresholds or a bad one.
     """
     options = list(dict.fromkeys(_parts(names)))
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown or not options:
-        raise ValueError(f"rollout_rs={names!r}: must name some of {', '.join(OPTIONS)}.")
+    if not options:
+        raise ValueError(f"rollout_rs={names!r}: must name some of {', '.join(get_args(Option))}.")
+    for name in options:
+        require_choice("rollout_rs", name, Option)
     if threshold is None:
         raise ValueError(
             f"rollout_rs_threshold=None: rollout_rs={names!r} needs one. Example: 0.5_2.0 for k1."
@@ -74,7 +82,7 @@ def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
             "Give one for each, or one for all."
         )
     specs = specs * len(options) if len(specs) == 1 else specs
-    return [_option(name, spec) for name, spec in zip(options, specs, strict=True)]
+    return [_option(cast(Option, name), spec) for name, spec in zip(options, specs, strict=True)]
 
 
 def log(bound: float) -> float:
@@ -82,7 +90,7 @@ def log(bound: float) -> float:
     return math.log(bound) if bound else -math.inf
 
 
-def _option(name: str, spec: str) -> RejectionOption:
+def _option(name: Option, spec: str) -> RejectionOption:
     lower, upper = _one_or_two("rollout_rs_threshold", spec)
     if name.endswith("k1"):
         lower = 1 / upper if lower is None else lower

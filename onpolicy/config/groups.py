@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+LossAggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -145,16 +149,14 @@ class AlgorithmConfig:
     """Dual clip: with a negative advantage the loss is at most -c times it. Greater than 1."""
 
     use_opsm: bool = False
-    """Drop tokens of negative advantage in sequences that drifted from the old policy."""
+    """Drop tokens of negative advantage in sequences that drifted from the rollout's policy."""
 
     opsm_delta: float = 1e-4
-    """Largest mean log-ratio, old over current, of a sequence that is kept."""
+    """Largest mean log-ratio, rollout over current, of a sequence that is kept."""
 
-    loss_aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    loss_aggregation: LossAggregation | None = None
     """Mean over all tokens of the global batch, or over its sequences of their token means or sums
-    (-norm: over --rollout-max-response-len)."""
+    (-norm: over --rollout-max-response-len). Default: token-mean, but seq-mean-token-mean for gspo."""
 
     filter_equal_rewards: bool = False
     """Leave out groups whose rewards are all equal: they carry no signal."""
@@ -165,11 +167,12 @@ class AlgorithmConfig:
     kl_loss_coef: float = 0.001
     """Weight of that penalty."""
 
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that penalty (http://joschu.net/blog/kl-approx.html)."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    """Estimator of that penalty (http://joschu.net/blog/kl-approx.html); low_var_kl is k3 cut at 10
+    nats, since the gradient of k3 grows exponentially."""
 
     use_unbiased_kl: bool = False
-    """Multiply that estimate by the ratio to the old policy, which makes its gradient unbiased."""
+    """Multiply that estimate by the ratio to the rollout's policy, which makes its gradient unbiased."""
 
     ref_checkpoint: str = ""
     """Checkpoint of the reference model; --hf-checkpoint if not given."""
@@ -193,25 +196,35 @@ class FallbackConfig:
     """Cut weights at the upper bound, at both bounds, or leave out what lies outside."""
 
     tis_lower_bound: float | None = None
-    """1 / --tis-upper-bound if not given."""
+    """clip: 1 / --tis-upper-bound if not given; mask: none if not given."""
 
     tis_upper_bound: float = 2.0
     """Largest weight. All bounds bound the ratio pi_train / pi_rollout."""
 
+    rs_statistic: Literal["ratio", "k2", "k3"] = "ratio"
+    """What the bounds of rejection bound: the ratio, or with --rs-upper-bound alone a divergence, k2 or
+    k3: of a token, its sum over a sequence, or (geometric) its mean."""
+
     rs_lower_bound: float | None = None
-    """--tis-lower-bound if not given."""
+    """--tis-lower-bound if not given, or 1 / --tis-upper-bound."""
 
     rs_upper_bound: float | None = None
     """--tis-upper-bound if not given."""
 
     rs_veto_threshold: float | None = None
-    """Reject a whole sequence for one token of a smaller ratio."""
+    """Reject a whole sequence for one token below it."""
+
+    rs_veto_by: Literal["ratio", "rollout_probability"] = "ratio"
+    """What of that token: its ratio, or the probability that the rollout gave it."""
 
     tis_batch_normalize: bool = False
-    """Divide the weights by their mean over the global batch."""
+    """Divide the weights by the mean, over the global batch, of those that are not rejected."""
 
     rejected_in_denominator: bool = True
-    """Count rejected tokens in the denominators of the loss and of that mean."""
+    """Count rejected tokens in the denominators of the loss."""
+
+    rejected_in_kl: bool = False
+    """Let rejected tokens keep their KL penalty."""
 
     tis_log_ratio_clamp: float | None = 20.0
     """Log-ratios are cut to +- this before exp."""
@@ -224,7 +237,8 @@ class FallbackConfig:
     flags above are handed to it and do nothing else."""
 
     use_rollout_logprobs: bool = False
-    """Bypass: the rollout's log-probabilities are the old policy's; the trainer computes none."""
+    """Bypass: the rollout's log-probabilities are the old policy's; the trainer computes none before
+    the loss. Its ratio corrects the rollout; reinforce has none and needs --use-tis."""
 
     use_rollout_routing_replay: bool = False
     """Mixture of experts: train every token with the experts that the rollout chose for it, at gate
@@ -290,11 +304,14 @@ class TrainerConfig:
     length_decay_period: int | None = None
     """Rollouts between two halvings; 1.8 times the step of the length surge if not given."""
 
+    length_decay_default_period: int = 160
+    """The same if no surge was seen in as many rollouts; 0: no halving without a surge."""
+
     length_decay_floor: float = 0.1
     """Smallest share of the rate that is left."""
 
     length_decay_burn_in: int = 10
-    """Rollouts in which no surge is looked for."""
+    """A rise of the length that begins in these rollouts is no surge."""
 
     length_decay_rise_ratio: float = 2.0
     """Rise of the mean response length, over its baseline, that is a surge."""

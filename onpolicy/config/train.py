@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import groups, secrets, settings, sglang_flags, tensor_parallel
+from onpolicy.config import corrections, groups, secrets, settings, sglang_flags, tensor_parallel
 from onpolicy.errors import ConfigError
 from onpolicy.network import is_loopback
 
@@ -69,11 +69,24 @@ class TrainConfig:
         return self.algorithm.eps_clip if high is None else high
 
     @property
+    def loss_aggregation(self) -> groups.LossAggregation:
+        """GSPO's objective is a mean over sequences (arXiv 2507.18071, eq. 5)."""
+        if self.algorithm.loss_aggregation is not None:
+            return self.algorithm.loss_aggregation
+        return "seq-mean-token-mean" if self.algorithm.policy_loss == "gspo" else "token-mean"
+
+    @property
     def may_align(self) -> bool:
         """Whether the run can come to run on aligned operators."""
         governor = self.governor
         climbs = governor.mismatch_governor and governor.governor_highest == "aligned"
         return self.parity.true_on_policy_mode or climbs
+
+    @property
+    def is_always_aligned(self) -> bool:
+        """Whether every rollout runs on aligned operators, so that none is ever corrected."""
+        aligned = self.parity.true_on_policy_mode and not self.governor.mismatch_governor
+        return aligned and self.parity_policy != "fallback"
 
     @property
     def parity_policy(self) -> str:
@@ -117,6 +130,7 @@ def validate(config: TrainConfig) -> None:
     _require_companions(config)
     _require_engines(config)
     _require_corrections(config)
+    corrections.validate(config)
     settings.require_known(config.output.allow_changed_settings, config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
     config.count_row_parallel_blocks()
@@ -132,6 +146,7 @@ _AT_LEAST: dict[str, float] = {
     "rollout_max_response_len": 1, "rollout_max_concurrency": 1, "rollout_num_engines": 1,
     "rollout_max_restarts": 0, "rollout_base_port": 0, "cpu_threads": 0, "eps_clip": 0,
     "kl_loss_coef": 0, "tis_upper_bound": 0, "governor_lr_scale": 0, "length_decay_floor": 0,
+    "length_decay_default_period": 0,
     "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
     "clip_grad": 0, "update_weight_buffer_size": 1, "eval_interval": 0,
     "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "keep_checkpoints": 0,
@@ -168,7 +183,7 @@ def _require_batch_sizes(config: TrainConfig) -> None:
             f"Divisors of {samples}: {_divisors(samples)}.",
         )
     estimator, n = config.algorithm.advantage_estimator, config.rollout.n_samples_per_prompt
-    if estimator != "reinforce" and n < 2:
+    if estimator not in ("reinforce", "reinforce_plus_plus") and n < 2:
         _refuse(
             "n_samples_per_prompt",
             n,
@@ -257,14 +272,6 @@ def _require_corrections(config: TrainConfig) -> None:
                 "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
                 "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.",
             )
-        if flags.use_rollout_logprobs:
-            _refuse(
-                name,
-                value,
-                "with --use-rollout-logprobs the trainer's own log-probabilities are not computed "
-                "before the loss, whose ratio then is the importance ratio already",
-                "Leave one of the two out.",
-            )
     weight_format = config.engine.rollout_weight_format
     conflicts = [
         ("parity_policy", "fallback", falls_back and not config.may_align,
@@ -283,7 +290,8 @@ def _require_corrections(config: TrainConfig) -> None:
          "with --rollout-server-url it cannot start servers under another contract",
          "Leave one of the two out."),
         ("mismatch_governor", True, governed and flags.use_rollout_logprobs,
-         "it measures what --use-rollout-logprobs skips", "Leave one of the two out."),
+         "with --use-rollout-logprobs the loss corrects the rollout, on every rung",
+         "Leave one of the two out."),
     ]  # fmt: skip
     for name, value, is_broken, rule, remedy in conflicts:
         if is_broken:

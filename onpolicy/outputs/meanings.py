@@ -57,7 +57,7 @@ MEANINGS = {
     "correction/veto_sequence_fraction": "share of sequences that the veto drops",
     "correction/rejected_fraction": "share of tokens that the policy loss does not see, in all",
     "correction/nonfinite_fraction": "share of tokens rejected as not finite",
-    "correction/batch_norm_factor": "mean weight of the global batch that weights were divided by",
+    "correction/batch_norm_factor": "mean weight that weights were divided by, rejected ones left out",
     "dc/lambda": "price of a unit of discrepancy that was applied",
     "dc/delta_mean": "mean discrepancy",
     "dc/delta_max": "largest discrepancy",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fallback_correction.config import CorrectionConfig
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
 from onpolicy.train.packing import pack
@@ -32,7 +33,8 @@ class MicroBatch:
     advantages: Tensor
 
     mask: Tensor
-    """bool: false in a filler, which only keeps this rank in step with the others."""
+    """bool: the tokens that count. None of a filler, which only keeps this rank in step with the
+    others, and none that was rejected as not finite."""
 
     old_log_probs: Tensor | None = None
     """Of the policy before the first optimizer step of this rollout."""
@@ -47,11 +49,25 @@ class MicroBatch:
     """Each token's share of the mean over the global batch."""
 
     importance_weights: Tensor | None = None
-    """Factors of each token's policy loss: corrections for an unaligned rollout; 0: rejected."""
+    """Factors of each token's policy loss, of an unaligned rollout; 0 where it is rejected."""
+
+    kept: Tensor | None = None
+    """bool: the tokens that count and that no correction rejected; None: all that count."""
+
+    correction: CorrectionConfig | None = None
+    """Weights and rejection that the loss is to take from its own log-probabilities."""
+
+    custom: CustomCorrection | None = None
+    """The user's own correction."""
 
     @property
     def is_filler(self) -> bool:
         return self.samples[0] is _FILLER
+
+    @property
+    def sampled(self) -> Tensor:
+        """bool [R]: the tokens of samples, whether they are finite or not."""
+        return torch.full_like(self.mask, not self.is_filler)
 
     @property
     def response_lens(self) -> list[int]:
@@ -68,6 +84,10 @@ class MicroBatch:
                 return sample, row
             row -= length
         raise IndexError(row)
+
+
+CustomCorrection = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""(loss [R], its log-probabilities [R], detached, micro-batch) -> (loss [R], mask [R], metrics)."""
 
 
 def make_micro_batches(

@@ -82,6 +82,11 @@ def use_data_group(group: dist.ProcessGroup) -> None:
     _data_group = group
 
 
+def data_group() -> dist.ProcessGroup | None:
+    """The ranks that share out the samples; None: all."""
+    return _data_group
+
+
 def data_rank() -> int:
     """Which of the `data_size` shares of the samples is this rank's."""
     return dist.get_rank(_data_group)

@@ -105,13 +105,13 @@ class FsdpTrainer(PolicyTrainer):
     def _step_optimizer(self) -> float:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * self.lr_scale
+            group["lr"] = rate * self.rate_scale
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(rates[0] * self.lr_scale)
+        return float(rates[0] * self.rate_scale)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         return gather_buckets(self.model, self.dtype, max_bytes)

@@ -68,6 +68,7 @@ def rate_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
 def length_decay_config(config: TrainerConfig) -> LengthDecayConfig:
     return LengthDecayConfig(
         period=config.length_decay_period,
+        default_period=config.length_decay_default_period or None,
         floor=config.length_decay_floor,
         detector=SurgeDetectorConfig(
             burn_in=config.length_decay_burn_in, rise_ratio=config.length_decay_rise_ratio

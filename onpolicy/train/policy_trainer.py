@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fallback_correction.length_decay import BaseSchedule, LengthDecaySchedule
+from fallback_correction.tokens import NonfiniteError
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
@@ -26,7 +27,8 @@ from onpolicy.ops.self_check import self_check
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.train.batch import MicroBatch, make_micro_batches
-from onpolicy.train.correction import Corrections, loss_settings
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.types import TrainSample
@@ -105,6 +107,13 @@ class PolicyTrainer(Trainer):
     def _step_optimizer(self) -> float:
         """Take the step and clear the gradients; returns its learning rate."""
 
+    @property
+    def rate_scale(self) -> float:
+        """What the governor leaves of the schedule's rate: never less than length decay's floor."""
+        if isinstance(self.schedule, LengthDecaySchedule):
+            return self.schedule.decay.bounded(self.lr_scale)
+        return self.lr_scale
+
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
         if contract != self.contract:
             self._use_contract(contract)
@@ -124,16 +133,10 @@ class PolicyTrainer(Trainer):
             if part
         ]
         try:
-            metrics = self._train_on(
-                steps, self._gate(step), corrected=not self.contract.is_aligned
-            )
-        except ParityError as error:
-            if not self._falls_back:
-                raise
-            logger.error("%s Going on with the fallback correction.", error)
-            gate = ParityGate(step, fails=False, warns=False, remedy="")
-            metrics = self._train_on(steps, gate, corrected=True)
-            metrics["parity/num_fallbacks"] = 1.0
+            metrics = self._train_or_fall_back(steps, step)
+        except NonfiniteError as error:
+            how = self.corrections.flags.tis_nonfinite
+            raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
         if isinstance(self.schedule, LengthDecaySchedule):
             metrics |= self.schedule.decay.metrics()
         seconds = time.perf_counter() - start
@@ -142,6 +145,17 @@ class PolicyTrainer(Trainer):
             "perf/train_time": seconds,
             "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
         }
+
+    def _train_or_fall_back(self, steps: list[list[MicroBatch]], step: int) -> dict[str, float]:
+        try:
+            return self._train_on(steps, self._gate(step), corrected=not self.contract.is_aligned)
+        except ParityError as error:
+            if not self._falls_back:
+                raise
+            logger.error("%s Going on with the fallback correction.", error)
+            gate = ParityGate(step, fails=False, warns=False, remedy="")
+            metrics = self._train_on(steps, gate, corrected=True)
+            return {**metrics, "parity/num_fallbacks": 1.0}
 
     def _train_on(
         self, steps: list[list[MicroBatch]], gate: ParityGate, *, corrected: bool
@@ -159,7 +173,7 @@ class PolicyTrainer(Trainer):
         ]
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         if corrected:
-            metrics |= self.corrections.measure(steps[0])
+            metrics |= self.corrections.measure(steps)
         return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
 
     def _optimizer_step(

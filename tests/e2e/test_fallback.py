@@ -46,6 +46,27 @@ def test_an_unaligned_rollout_is_measured_corrected_and_learnt_from(start, tmp_p
     assert records[1]["dc/lambda"] == pytest.approx(min(max(step, 0), 1))
 
 
+def test_reinforce_in_bypass_is_weighted_by_the_losss_own_log_probs(start, tmp_path):
+    argv = [
+        "--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis", "--tis-upper-bound",
+        "1.01", "--use-rs", "--rs-level", "geometric", "--rs-statistic", "k3", "--rs-upper-bound",
+        "5", "--advantage-estimator", "reinforce_plus_plus", "--num-rollout", "2", *INT8,
+    ]  # fmt: skip
+    finish(start(tmp_path, *argv, mode=STOCK))
+    records = metrics_of(tmp_path)
+    assert len(records) == 2
+    for record in records:
+        assert record["parity/num_mismatched_tokens"] > 0
+        assert record["mismatch/k3"] > 1e-6
+        assert 0 < record["correction/truncated_fraction"] < 1
+        assert record["correction/weight_max"] == pytest.approx(1.01)
+        assert record["correction/weight_mean_before"] > record["correction/weight_mean"]
+        assert 0 <= record["correction/rejected_fraction"] < 1
+        assert record["train/grad_norm"] > 0
+        # No pass computed the trainer's log-probabilities, and no reference's.
+        assert record["perf/log_probs_time"] < record["perf/train_time"] / 20
+
+
 ONE_BIT_OFF_AT_STEP_1 = """
 from onpolicy.train.fsdp import FsdpTrainer
 train = FsdpTrainer.train

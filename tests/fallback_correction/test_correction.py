@@ -85,34 +85,61 @@ def test_padding_changes_no_bit(batch, level):
 
 
 @pytest.mark.parametrize(
-    ("level", "rules", "rejected_in_denominator", "mean", "weights"),
+    ("level", "config", "mean", "weights"),
     [
-        ("token", (), True, 3.5 / 3, [2, 1, 0.5]),
-        ("token", (RULE,), True, 3.5 / 3, [0, 1, 0.5]),
-        ("token", (RULE,), False, 1.5 / 2, [0, 1, 0.5]),
-        ("sequence", (), True, 1.25, [2, 2, 0.5]),
-        ("sequence", (RULE,), True, 1.25, [0, 2, 0.5]),
-        ("sequence", (RULE,), False, 1.25, [0, 2, 0.5]),
-        ("sequence", (SEQUENCE_RULE,), True, 1.25, [0, 0, 0.5]),
-        ("sequence", (SEQUENCE_RULE,), False, 0.5, [0, 0, 0.5]),
-        ("geometric", (), True, (2**0.5 + 0.5) / 2, [2**0.5, 2**0.5, 0.5]),
-        ("geometric", (SEQUENCE_RULE,), False, 0.5, [0, 0, 0.5]),
+        ("token", {}, 3.5 / 3, [2, 1, 0.5]),
+        ("token", {"rules": (RULE,)}, 1.5 / 2, [0, 1, 0.5]),
+        ("token", {"mode": "mask", "upper": 1.5}, 1.5 / 2, [0, 1, 0.5]),
+        ("token", {"mode": "mask", "lower": 0.75}, 3 / 2, [2, 1, 0]),
+        ("token", {"veto": Veto(lower=0.75)}, 3 / 2, [2, 1, 0]),
+        ("sequence", {}, 1.25, [2, 2, 0.5]),
+        ("sequence", {"rules": (RULE,)}, 1.25, [0, 2, 0.5]),
+        ("sequence", {"rules": (SEQUENCE_RULE,)}, 0.5, [0, 0, 0.5]),
+        ("sequence", {"mode": "mask", "upper": 1.5}, 0.5, [0, 0, 0.5]),
+        ("geometric", {}, (2**0.5 + 0.5) / 2, [2**0.5, 2**0.5, 0.5]),
+        ("geometric", {"rules": (SEQUENCE_RULE,)}, 0.5, [0, 0, 0.5]),
+        ("geometric", {"veto": Veto(upper=1.5)}, 0.5, [0, 0, 0.5]),
     ],
 )
-def test_self_normalisation_divides_by_the_mean_of_tokens_or_sequences(
-    level, rules, rejected_in_denominator, mean, weights
+@pytest.mark.parametrize("rejected_in_denominator", [True, False])
+def test_self_normalisation_divides_by_the_mean_of_tokens_or_sequences_that_are_left(
+    level, config, mean, weights, rejected_in_denominator
 ):
     config = CorrectionConfig(
         level=level,
-        rules=rules,
         self_normalize=True,
         rejected_in_denominator=rejected_in_denominator,
-        upper=10,
+        **{"upper": 10, **config},
     )
     correction = correct(BATCH, config)
     assert correction.metrics["correction/batch_norm_factor"] == pytest.approx(mean)
     expected = [w / mean for w in weights] + [0, 0]
     assert correction.weights.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rejects", [{"mode": "mask"}, {"rules": (RULE,)}, {"veto": Veto(upper=9)}])
+def test_a_rejected_weight_does_not_decide_the_others(rejects):
+    """One token of ratio e^20 among 100: by its weight the other 99 would weigh 2.1e-7."""
+    batch = by_log_ratios([[0.0]] * 99 + [[20.0]])
+    config = CorrectionConfig(level="token", self_normalize=True, **{"upper": 1e9, **rejects})
+    if "mode" in rejects:
+        config = replace(config, upper=2.0)
+    correction = correct(batch, config)
+    assert correction.weights.tolist() == [1.0] * 99 + [0.0]
+    assert correction.metrics["correction/batch_norm_factor"] == 1.0
+
+
+@given(batches(), configs(), st.sampled_from(LEVELS), st.booleans())
+def test_self_normalised_weights_have_mean_one_over_what_is_left(batch, config, level, counted):
+    config = replace(config, level=level, rejected_in_denominator=counted)
+    correction = correct(batch, config)
+    left = replace(batch, mask=correction.mask)
+    assert not correction.weights[~correction.mask].any()
+    assert torch.equal(correction.counted, batch.mask if counted else correction.mask)
+    if correction.mask.any() and correction.metrics["correction/batch_norm_factor"] > 1e-8:
+        per_sequence = left.means(correction.weights)[left.counts > 0]
+        means = correction.weights[left.mask] if level == "token" else per_sequence
+        assert means.double().mean().item() == pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.parametrize("r", [-40.0, -18.5])

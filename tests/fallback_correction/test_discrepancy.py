@@ -396,9 +396,6 @@ def test_the_defaults_are_the_papers():
 @pytest.mark.parametrize(
     "values",
     [
-        {"mode": "dual"},
-        {"measure": "k3"},
-        {"average": "batch"},
         {"eta": math.nan},
         {"budget": -1e-9},
         {"lambda_max": math.inf},

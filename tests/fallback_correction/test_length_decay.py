@@ -59,22 +59,38 @@ def test_period_is_1_8_times_the_onset(onset, period):
     assert scales(lengths) == scales(lengths, period=period)
 
 
-def test_nothing_decays_without_a_surge():
-    assert set(scales(level(1000))) == {1.0}
+def test_without_a_surge_the_default_period_sets_in():
+    """160 rollouts, as the paper's 8B model had and its 4B model would have borne."""
+    assert scales(level(1000)) == scales(level(1000), period=160)
+    assert scales(level(1000), default_period=70) == scales(level(1000), period=70)
+    assert set(scales(level(1000), default_period=None)) == {1.0}
+
+
+def test_a_surge_before_the_default_period_has_the_say_and_one_after_it_none():
+    before, after = surge(120, rise=1, n=1000), surge(170, rise=1, n=1000)
+    assert scales(before) == scales(before, period=216)
+    assert scales(after) == scales(after, period=160)
+    decay = LengthDecay()
+    for length in after:
+        decay.step(length)
+    assert (decay.period, decay.detector.onset) == (160, 170)
+
+
+@pytest.mark.parametrize("onset", [2, 3, 6, 8])
+def test_a_jump_in_the_burn_in_sets_no_period(onset):
+    """A jump at step 2 gave a period of 4, and the floor by step 20."""
+    lengths = surge(onset, rise=1, n=400)
+    assert scales(lengths) == scales(lengths, period=160)
 
 
 def test_late_confirmation_decays_at_once_and_keeps_the_deadlines():
-    """Onset 6, period 11, confirmed at 10 or, with a longer burn-in, at 15: 4 steps late."""
-    lengths = surge(6, rise=1, n=100)
-    in_time, late = scales(lengths), scales(lengths, detector=SurgeDetectorConfig(burn_in=15))
-    assert in_time[9:12] == [1.0, 0.5, 0.5]
-    assert late[12:16] == [1.0, 1.0, 0.5, 0.5]
-    assert late[14:] == in_time[14:]
-
-
-def test_surge_at_step_3_decays_at_once():
-    """Period 5, confirmed at the end of the burn-in: step 5's deadline has passed, step 10's is now."""
-    assert scales(surge(3, rise=1, n=21))[8:] == [1.0] + [0.25] * 5 + [0.125] * 5 + [0.1] * 2
+    """Onset 11, period 20, confirmed at 15 or, with more steps to confirm, at 22: 2 steps late."""
+    lengths = surge(11, rise=1, n=100)
+    slow = SurgeDetectorConfig(confirmation_steps=12)
+    in_time, late = scales(lengths), scales(lengths, detector=slow)
+    assert in_time[18:21] == [1.0, 0.5, 0.5]
+    assert late[18:23] == [1.0, 1.0, 1.0, 0.5, 0.5]
+    assert late[21:] == in_time[21:]
 
 
 def test_decays_are_not_counted_below_the_floor():
@@ -82,6 +98,19 @@ def test_decays_are_not_counted_below_the_floor():
     for _ in range(50):
         decay.step(1000.0)
     assert (decay.scale, decay.num_decays, decay.num_rollout_steps) == (0.1, 4, 50)
+
+
+@pytest.mark.parametrize(
+    ("decays", "factor", "share"),
+    [(0, 0.5, 0.5), (1, 0.5, 0.25), (2, 0.5, 0.125), (3, 0.5, 0.1), (4, 0.5, 0.1), (0, 0.05, 0.1),
+     (4, 1.0, 0.1), (1, 1.0, 0.5)],
+)  # fmt: skip
+def test_another_factor_of_the_rate_does_not_undercut_the_floor(decays, factor, share):
+    """The governor's 0.5 on top of the floor's 0.1 made 0.05."""
+    decay = LengthDecay(LengthDecayConfig(period=1))
+    for _ in range(decays):
+        decay.step(1000.0)
+    assert decay.scale * decay.bounded(factor) == pytest.approx(share, rel=1e-15)
 
 
 def test_metrics_before_and_after_the_surge():
@@ -107,9 +136,15 @@ def test_metrics_before_and_after_the_surge():
     }
 
 
-@given(cut=st.integers(0, 120), onset=st.integers(2, 60), period=st.none() | st.integers(1, 50))
-def test_resumed_decision_continues_identically(cut, onset, period):
-    config, lengths = LengthDecayConfig(period=period), surge(onset, rise=3, n=120)
+@given(
+    cut=st.integers(0, 120),
+    onset=st.integers(2, 60),
+    period=st.none() | st.integers(1, 50),
+    default=st.none() | st.integers(1, 90),
+)
+def test_resumed_decision_continues_identically(cut, onset, period, default):
+    config = LengthDecayConfig(period=period, default_period=default)
+    lengths = surge(onset, rise=3, n=120)
     whole, first, second = LengthDecay(config), LengthDecay(config), LengthDecay(config)
     for length in lengths[:cut]:
         assert first.step(length) == whole.step(length)
@@ -130,10 +165,22 @@ def test_period_and_floor_changed_at_a_resume_take_over():
     assert resumed.step(1000.0) == 0.2
 
 
+def test_a_state_from_before_default_periods_is_taken_up():
+    config, lengths = LengthDecayConfig(), surge(20, rise=1, n=100)
+    whole, resumed = LengthDecay(config), LengthDecay(config)
+    for length in lengths[:50]:
+        whole.step(length)
+    state = whole.state_dict()
+    del state["found_period"]
+    resumed.load_state_dict(state)
+    assert [resumed.step(x) for x in lengths[50:]] == [whole.step(x) for x in lengths[50:]]
+
+
 @pytest.mark.parametrize(
     "setting",
-    [{"period": 0}, {"factor": 1.0}, {"floor": 0.0}, {"floor": 1.5}, {"onset_multiplier": 0.0}],
-)
+    [{"period": 0}, {"factor": 1.0}, {"floor": 0.0}, {"floor": 1.5}, {"onset_multiplier": 0.0},
+     {"default_period": 0}],
+)  # fmt: skip
 def test_impossible_setting_is_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         LengthDecayConfig(**setting)

@@ -1,5 +1,6 @@
 """fallback_correction.adapters.miles against Miles' documented formulas, written out token by token."""
 
+import dataclasses
 import itertools
 import math
 import threading
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from fallback_correction.adapters import miles
 from fallback_correction.config import RejectionRule, Veto
+from fallback_correction.correction import correct
+from fallback_correction.tokens import TokenBatch
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")
@@ -344,6 +347,18 @@ def test_fixed_keeps_what_miles_keeps_when_both_reject(batch, changed):
     _, masks, _ = miles.compute_mis_weights(keys(**changed), **tensors(batch))
     _, fixed, _ = miles.compute_mis_weights(keys(**changed, mis_fixed=True), **tensors(batch))
     assert all(map(torch.equal, masks, fixed))
+
+
+@given(sequences, settings_of_tis, st.booleans())
+def test_fixed_weights_are_those_of_the_correction_that_the_keys_mean(batch, changed, counted):
+    args = keys(**changed, mis_fixed=True)
+    weights, masks, _ = miles.compute_mis_weights(args, **tensors(batch))
+    columns = [torch.tensor([t[i] for s in batch for t in s]) for i in range(3)]
+    packed = TokenBatch.packed(columns[0], columns[1], [len(s) for s in batch], columns[2])
+    config = dataclasses.replace(miles.correction_config(args), rejected_in_denominator=counted)
+    ours = correct(packed, config)
+    assert torch.equal(torch.cat([torch.zeros(0), *weights]), ours.weights)
+    assert torch.equal(torch.cat([torch.zeros(0), *masks]).bool(), ours.mask)
 
 
 def test_a_rejected_outlier_empties_the_other_weights_only_in_miles():

@@ -25,9 +25,10 @@ def feed(lengths, truncated=0.0, **config):
 
 
 @pytest.mark.parametrize("shape", SURGES, ids=lambda shape: shape.name)
-def test_onset_is_found_within_5_steps_under_20_seeds_of_noise(shape):
+def test_onset_is_found_in_time_under_20_seeds_of_noise(shape):
     onsets = [detect(shape, seed).onset for seed in range(20)]
-    assert all(onset is not None and abs(onset - shape.onset) <= 5 for onset in onsets), onsets
+    found = [onset is not None and -5 <= onset - shape.onset <= shape.late for onset in onsets]
+    assert all(found), onsets
 
 
 @pytest.mark.parametrize("shape", OTHERS, ids=lambda shape: shape.name)
@@ -40,7 +41,7 @@ def test_table_in_the_docs_is_what_the_script_prints():
     assert table(100) in page.read_text()
 
 
-@pytest.mark.parametrize(("onset", "confirmed"), [(100, 104), (90, 94), (11, 15), (3, 10)])
+@pytest.mark.parametrize(("onset", "confirmed"), [(100, 104), (90, 94), (11, 15)])
 def test_sudden_surge_is_confirmed_after_k_steps_and_back_dated(onset, confirmed):
     detector, returned = feed(surge(onset, rise=1))
     assert returned == {confirmed: onset}
@@ -63,11 +64,53 @@ def test_confirmation_steps_are_consecutive():
     assert feed(steps)[1] == {70: 51}
 
 
-def test_no_surge_is_confirmed_within_the_burn_in():
-    bump = [1000.0] * 2 + [3500.0] * 10 + [1000.0] * 20
-    assert feed(bump, burn_in=10)[1] == {10: 3}
-    assert feed(bump, burn_in=13)[1] == {}
-    assert feed(surge(3, rise=1), burn_in=7)[1] == {7: 3}
+@pytest.mark.parametrize("onset", range(2, 11))
+@pytest.mark.parametrize("rise", [1, 3, 10])
+def test_no_surge_begins_within_the_burn_in(onset, rise):
+    """A jump at step 2 gave a period of 4, and the floor by step 20."""
+    detector, returned = feed(surge(onset, rise=rise))
+    assert returned == {} or (returned.keys() == {15} and onset + rise > 12)
+    if onset < 9:
+        assert returned == {} and detector.baseline == 3500.0
+
+
+def test_the_first_step_after_the_burn_in_may_be_the_onset():
+    assert feed(surge(11, rise=1))[1] == {15: 11}
+    assert feed(surge(11, rise=1), burn_in=11)[1] == {}
+    assert feed(surge(12, rise=1), burn_in=11)[1] == {16: 12}
+
+
+def test_after_a_jump_in_the_burn_in_a_real_surge_is_found():
+    jump = [1000.0] * 2 + [2500.0] * 97 + [6000.0] * 20
+    assert feed(jump)[1] == {104: 100}
+
+
+def test_a_slow_rise_is_found_from_where_it_leaves_its_level():
+    """Past 1250 at the tenth step, past 2000 at the fortieth, and for 5 steps at the forty-fourth."""
+    assert feed(surge(101, rise=100))[1] == {144: 110}
+    assert feed(surge(101, rise=100), slow_rise_steps=30)[1] == {}
+
+
+def test_a_slow_rise_without_a_level_before_it_is_growth():
+    growth = [1000.0 + 40 * t for t in range(120)]
+    assert feed(growth, level_ratio=99.0)[1] == {65: 25}
+    assert feed(growth)[1] == {}
+
+
+def test_a_slow_rise_that_began_in_the_burn_in_is_none():
+    assert feed(surge(30, rise=60))[1] != {}
+    assert feed(surge(30, rise=60), burn_in=60)[1] == {}
+
+
+def test_a_state_from_before_slow_rises_is_taken_up():
+    detector = SurgeDetector()
+    for length in surge(100)[:90]:
+        detector.update(length)
+    old = {name: value for name, value in detector.state_dict().items() if name != "recent"}
+    resumed = SurgeDetector()
+    resumed.load_state_dict(old)
+    onsets = [resumed.update(length) for length in surge(100)[90:120]]
+    assert [onset for onset in onsets if onset] == [100]
 
 
 def test_rise_ratio_is_exact():
@@ -85,7 +128,8 @@ def test_onset_is_the_first_step_at_the_onset_ratio():
 def test_rise_that_takes_too_long_is_growth():
     ramp = [1000.0] * 50 + [1500.0] * 15 + [2500.0] * 20
     assert feed(ramp)[1] == {70: 51}
-    assert feed(ramp, max_rise_steps=19)[1] == {}
+    assert feed(ramp, max_rise_steps=19, slow_rise_steps=19)[1] == {}
+    assert feed(ramp, max_rise_steps=19, slow_rise_steps=25)[1] == {70: 51}
 
 
 def test_baseline_forgets_what_is_older_than_its_window():
@@ -160,9 +204,8 @@ def test_resumed_detector_continues_identically(shape, seed, cut):
 def test_onset_lies_before_its_confirmation_and_within_the_longest_rise(lengths):
     detector, returned = feed(lengths)
     for confirmed, onset in returned.items():
-        assert 1 < onset <= confirmed - 4
-        assert confirmed - onset < detector.config.max_rise_steps
-        assert confirmed >= detector.config.burn_in
+        assert detector.config.burn_in < onset <= confirmed
+        assert confirmed - onset < detector.config.slow_rise_steps
     assert len(returned) <= 1
 
 
@@ -188,6 +231,8 @@ def test_impossible_truncated_ratio_is_refused(ratio):
         {"onset_ratio": 3.0},
         {"rise_ratio": 1.0},
         {"max_rise_steps": 4},
+        {"slow_rise_steps": 4},
+        {"level_ratio": 0.9},
         {"max_truncated_ratio": 1.0},
     ],
 )

@@ -455,7 +455,10 @@ def test_weights_carry_no_gradient():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rollout_is": "geometric"}, r"rollout_is='geometric': must be token or sequence"),
+        (
+            {"rollout_is": "geometric"},
+            r"rollout_is='geometric': unknown. Use one of token, sequence",
+        ),
         ({"rollout_is": "token", "rollout_is_threshold": "a"}, r"rollout_is_threshold='a'"),
         ({"rollout_is": "token", "rollout_is_threshold": True}, r"rollout_is_threshold='True'"),
         ({"rollout_is": "token", "rollout_is_threshold": -1}, r"must be positive"),

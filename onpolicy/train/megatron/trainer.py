@@ -130,13 +130,13 @@ class MegatronTrainer(PolicyTrainer):
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * self.lr_scale
+            group["lr"] = rate * self.rate_scale
         self.optimizer.step_with_ready_grads()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         self.schedule.step()
         self.optimizer.zero_grad()
-        return float(rates[0] * self.lr_scale)
+        return float(rates[0] * self.rate_scale)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, max_bytes)

@@ -25,6 +25,7 @@ def test_the_defaults_are_valid():
         (["--lr", "-1"], "--lr=-1.0: must be at least 0"),
         (["--lr", "nan"], "--lr=nan: must be at least 0"),
         (["--adam-beta2", "1"], r"--adam-beta2=1.0: must be in \[0, 1\)"),
+        (["--length-decay-default-period", "-1"], "--length-decay-default-period=-1: must be at least"),
         (["--rm-time-limit", "0"], "--rm-time-limit=0.0: must be greater than 0"),
         (["--rollout-temperature", "0"], "--rollout-temperature=0.0: .*greedy"),
         (["--rm-type", ""], "exactly one of them"),
@@ -125,6 +126,11 @@ def test_blocks_are_refused_where_nothing_sums_in_them():
         check("--row-parallel-blocks", "2")
 
 
+@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_plus_plus"])
+def test_an_estimator_that_compares_no_group_takes_one_sample_of_a_prompt(estimator):
+    check("--n-samples-per-prompt", "1", "--advantage-estimator", estimator)
+
+
 def test_what_cuda_graphs_need_can_be_set_in_true_on_policy_mode():
     check(*MODE, "--sglang-cuda-graph-backend-prefill", "breakable")
 
@@ -183,8 +189,6 @@ GOVERNOR = ["--mismatch-governor"]
             r"--use-tis=True: with --true-on-policy-mode the ratio is exactly 1",
         ),
         ([*MODE, "--dc-mode", "fixed"], r"--dc-mode=fixed: .*nothing to correct"),
-        (["--use-tis", "--use-rollout-logprobs"], r"--use-tis=True: with --use-rollout-logprobs"),
-        (["--dc-mode", "fixed", "--use-rollout-logprobs"], r"--dc-mode=fixed: with --use-rollout"),
         (
             ["--parity-policy", "fallback", "--use-tis"],
             r"--parity-policy=fallback: without aligned",
@@ -195,7 +199,7 @@ GOVERNOR = ["--mismatch-governor"]
             [*GOVERNOR, "--rollout-server-url", "http://x"],
             r"--mismatch-governor=True: .*cannot start",
         ),
-        ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: it measures what"),
+        ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: .*on every rung"),
         ([*GOVERNOR, "--rollout-top-p", "0.9"], r"--rollout-top-p=0.9"),
         ([*GOVERNOR, "--sglang-quantization", "fp8"], r"--sglang-quantization: not with"),
     ],

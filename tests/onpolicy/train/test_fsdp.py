@@ -199,6 +199,26 @@ def test_corrections_do_not_depend_on_the_micro_batches(make):
     assert all(few[name] == pytest.approx(many[name], rel=1e-3, abs=1e-4) for name in few)
 
 
+def test_a_log_prob_that_is_not_finite_stops_the_run_in_plain_words_or_is_rejected(make):
+    flags = {"use_tis": True, "dc_mode": "fixed", "get_mismatch_metrics": True}
+    stops, rejects = (
+        make(aligned=False, fallback={**flags, "tis_nonfinite": how}) for how in ("error", "reject")
+    )
+    samples = make_samples(stops)
+    samples[2] = with_log_prob(samples[2], 1, -math.inf)
+    with pytest.raises(
+        TrainingError, match=r"--tis-nonfinite=error: rollout_log_probs\[\d+\]=-inf"
+    ):
+        stops.train(samples, step=0)
+    metrics = rejects.train(samples, step=0)
+    total = sum(len(sample.rollout_log_probs) for sample in samples)
+    for name in ("mismatch/nonfinite_fraction", "correction/nonfinite_fraction"):
+        assert metrics[name] == pytest.approx(1 / total)
+    # What the parity check compared was that far apart.
+    infinite = {name for name, value in metrics.items() if not math.isfinite(value)}
+    assert infinite == {"train/train_rollout_logprob_abs_diff", "train/k3_kl"}
+
+
 def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
     flags = {"fallback": MIS, "parity": {"true_on_policy_mode": True, "parity_policy": "fallback"}}
     falls, follows = make(**flags), make(aligned=False, fallback=MIS)
@@ -226,6 +246,17 @@ def test_a_multiplier_is_in_the_checkpoint(make, tmp_path):
     first.save(tmp_path)
     second.load(tmp_path)
     assert second.corrections.penalty.lam == first.corrections.penalty.lam
+
+
+def test_the_governors_rate_does_not_undercut_the_floor_of_length_decay(make):
+    decay = {"lr_schedule": "length-decay", "length_decay_period": 1, "max_tokens_per_gpu": 100}
+    trainer = make(aligned=False, trainer={"lr": 1e-3, **decay})
+    trainer.adapt(trainer.contract, groups.FallbackConfig(), lr_scale=0.5)
+    rates = []
+    for step in range(5):
+        trainer.observe_rollout(100.0, 0.0)
+        rates.append(trainer.train(make_samples(trainer, count=2), step)["train/lr"])
+    assert rates == pytest.approx([2.5e-4, 1.25e-4, 1e-4, 1e-4, 1e-4])
 
 
 def test_activation_checkpointing_changes_no_bit(make):

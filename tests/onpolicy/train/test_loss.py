@@ -6,31 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from onpolicy_batches import make_batch
 
 from fallback_correction.objectives import ObjectiveConfig
-from onpolicy.train.batch import make_micro_batches
-from onpolicy.train.loss import LossSettings, miles_correction, policy_loss
-from onpolicy.types import TrainSample
+from onpolicy.config import TrainConfig, groups
+from onpolicy.train.loss import LossSettings, policy_loss
 
 SETTINGS = LossSettings(objective=ObjectiveConfig(eps_clip=0.2, eps_clip_high=0.3))
-
-
-def make_batch(ratios, advantages, **more):
-    """A micro-batch of one-token responses with equal shares, and log-probs in these ratios to old."""
-    samples = [
-        TrainSample(
-            token_ids=[1, 2], prompt_len=1, rollout_log_probs=[0.0], advantage=a, label=str(i)
-        )
-        for i, a in enumerate(advantages)
-    ]
-    (batch,) = make_micro_batches(
-        samples, rank=0, num_ranks=1, max_tokens=99, temperature=1.0, device=torch.device("cpu")
-    )
-    n = len(ratios)
-    batch.old_log_probs, batch.shares = torch.zeros(n), torch.full((n,), 1 / n)
-    for name, value in more.items():
-        setattr(batch, name, value)
-    return torch.tensor(ratios).log().requires_grad_(), batch
 
 
 @pytest.mark.parametrize(
@@ -79,7 +61,7 @@ def test_a_token_without_a_share_adds_nothing_whatever_its_values(value):
 
 
 def test_the_kl_penalty_is_added_with_its_coefficient():
-    settings = LossSettings(kl_loss_coef=0.1, kl_loss_type="k3")
+    settings = LossSettings(kl_loss_coef=0.1)
     case = make_batch([1.0], [1.0], ref_log_probs=torch.tensor([-0.5]))
     loss, metrics = policy_loss(*case, settings)
     k3 = math.exp(-0.5) + 0.5 - 1
@@ -95,6 +77,42 @@ def test_the_unbiased_kl_is_weighted_by_the_ratio():
         assert loss.item() == pytest.approx(factor * math.log(2))
 
 
+def test_the_unbiased_kl_takes_the_ratio_to_the_policy_that_sampled():
+    """Of the trainer's old policy it would be as biased as the engines are apart: 3 here, not 2."""
+    case = make_batch([2.0], [0.0], ref_log_probs=torch.tensor([0.0]))
+    case[1].old_log_probs = torch.tensor([math.log(2 / 3)])
+    settings = LossSettings(kl_loss_coef=1.0, kl_loss_type="k1", use_unbiased_kl=True)
+    assert policy_loss(*case, settings)[0].item() == pytest.approx(2 * math.log(2))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_a_reference_at_a_masked_token_may_be_anything(kind, junk, unbiased):
+    log_probs, batch = make_batch([1.5, 1.0], [1.0, 1.0])
+    batch.ref_log_probs = torch.tensor([-0.5, junk])
+    batch.mask = torch.tensor([True, False])
+    settings = LossSettings(
+        kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=unbiased and kind != "k2"
+    )
+    loss, _ = policy_loss(log_probs, batch, settings)
+    loss.backward()
+    assert loss.isfinite() and log_probs.grad.isfinite().all() and log_probs.grad[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("rejected_in_kl", "kl", "gradient"), [(False, 0.25, [0.5, 0.0]), (True, 0.5, [0.5, 0.5])]
+)
+def test_rejected_tokens_have_no_kl_unless_it_is_asked_for(rejected_in_kl, kl, gradient):
+    settings = LossSettings(kl_loss_coef=1.0, kl_loss_type="k1", rejected_in_kl=rejected_in_kl)
+    log_probs, batch = make_batch([1.0, 1.0], [0.0, 0.0], ref_log_probs=torch.tensor([-0.5, -0.5]))
+    batch.kept, batch.importance_weights = torch.tensor([True, False]), torch.tensor([9.0, 0.0])
+    loss, metrics = policy_loss(log_probs, batch, settings)
+    assert loss.item() == metrics["train/kl_loss"].item() == kl
+    loss.backward()
+    assert log_probs.grad.tolist() == gradient
+
+
 def test_sequences_that_drifted_are_masked_if_their_advantage_is_negative():
     settings = LossSettings(opsm_delta=0.1)
     _, metrics = policy_loss(*make_batch([0.5, 0.5, 1.0], [-1.0, 1.0, -1.0]), settings)
@@ -102,19 +120,23 @@ def test_sequences_that_drifted_are_masked_if_their_advantage_is_negative():
     assert metrics["train/pg_loss"].item() == pytest.approx((-0.5 + 1.0) / 3)
 
 
-def test_a_correction_of_the_users_own_gets_what_miles_gives_it():
-    def correction(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
-                   total_lengths, response_lengths, **_):  # fmt: skip
-        assert args == "args"
-        assert [len(x) for x in train_log_probs] == response_lengths == [1, 1]
-        assert total_lengths == [2, 2]
-        masks = [loss_masks[0], loss_masks[1] * 0]
-        return pg_loss * 3, masks, {"name": torch.tensor([1.0, 5.0])}
+def test_drift_is_from_the_rollouts_policy_and_not_from_the_trainers_old_one():
+    """DeepSeek-V3.2: the mismatch of the engines is drift too. Token 1 lies off the rollout only,
+    token 2 off the old policy only."""
+    log_probs, batch = make_batch([0.5, 1.0], [-1.0, -1.0])
+    batch.old_log_probs = torch.tensor([math.log(0.5), math.log(2.0)])
+    _, metrics = policy_loss(log_probs, batch, LossSettings(opsm_delta=0.1))
+    assert metrics["train/opsm_fraction"].item() == 0.5
+    assert metrics["train/pg_loss"].item() == pytest.approx(0.8 / 2)  # ratio 1/2, clipped at 0.8
 
-    settings = LossSettings(custom=miles_correction(correction, "args"))
-    _, metrics = policy_loss(*make_batch([1.0, 1.0], [1.0, 1.0]), settings)
-    assert metrics["train/pg_loss"].item() == -1.5
-    assert metrics["tis/name"].item() == 3.0
+
+def test_a_token_of_gspo_weighs_by_its_sequence_unless_asked_otherwise():
+    def config(**algorithm):
+        return TrainConfig(algorithm=groups.AlgorithmConfig(**algorithm)).loss_aggregation
+
+    assert config(policy_loss="gspo") == "seq-mean-token-mean"
+    assert config(policy_loss="ppo") == "token-mean"
+    assert config(policy_loss="gspo", loss_aggregation="token-mean") == "token-mean"
 
 
 @given(st.integers(2, 12), st.data())

@@ -3,7 +3,7 @@ import torch
 
 from fallback_correction.length_decay import LengthDecaySchedule
 from onpolicy.config import TrainConfig, groups
-from onpolicy.train.optimizer import make_optimizer, make_schedule
+from onpolicy.train.optimizer import length_decay_config, make_optimizer, make_schedule
 
 
 def make(steps, **flags):
@@ -70,6 +70,18 @@ def test_length_decay_halves_the_rate_of_the_base_schedule():
         optimizer.step()
         schedule.step()
     assert seen == [1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("flags", "period"),
+    [
+        ({}, 160),
+        ({"length_decay_default_period": 50}, 50),
+        ({"length_decay_default_period": 0}, None),
+    ],
+)
+def test_without_a_surge_the_default_period_is_the_flags(flags, period):
+    assert length_decay_config(groups.TrainerConfig(**flags)).default_period == period
 
 
 def test_another_learning_rate_at_resume_takes_over():

@@ -1,0 +1,20 @@
+"""Names that are one of a few: what every `Literal` of this package is held to, at run time too."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Raise ValueError, naming them, unless `value` is one of the names of `choices`, a Literal."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name}={value!r}: unknown. Use one of {', '.join(get_args(choices))}.")
+
+
+def require_choices(config: object) -> None:
+    """`require_choice` of every field of a dataclass that is a Literal, or None where it may be."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        literals = [arm for arm in (hint, *get_args(hint)) if get_origin(arm) is Literal]
+        if literals and not (value is None and type(None) in get_args(hint)):
+            require_choice(name, value, literals[0])

@@ -1,0 +1,112 @@
+"""A correction of the user's own, called as Miles and slime call --custom-tis-function-path.
+
+Miles: `policy_loss_function` in miles/backends/training_utils/loss/hub/losses.py; slime: the same in
+slime/backends/megatron_utils/loss.py, without parallel_state and max_seq_lens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onpolicy.errors import ConfigError
+from onpolicy.train import distributed
+from onpolicy.train.batch import CustomCorrection, MicroBatch
+from onpolicy.train.loss import weighted_sum
+
+GIVEN = (
+    "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths",
+    "response_lengths", "parallel_state", "max_seq_lens", "cur_log_probs",
+)  # fmt: skip
+"""What a function may ask for by name, besides `args`."""
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """A rank's place in a group, under the names that Miles has for it."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """What a function may know of the ranks, of Miles' class of this name."""
+
+    cp: GroupInfo = field(default_factory=GroupInfo)
+    """Sequences come whole, under context parallelism too."""
+
+    intra_dp: GroupInfo = field(default_factory=GroupInfo)
+    """Ranks that hold other samples."""
+
+
+def miles_correction(
+    function: Callable[..., Any], args: object, *, bypass: bool = False
+) -> CustomCorrection:
+    """The function as a correction of a micro-batch.
+
+    It gets `args`, the per-token loss [R], lists of one tensor per sequence, and what else of `GIVEN`
+    its signature names; train_log_probs are the old policy's, or with `bypass`, where nobody
+    computed them, the loss's own. It returns (loss [R], masks, metrics of [R]); metrics become
+    `tis/<name>`, as shares of the global batch. Raises ConfigError if it needs more than is given.
+    """
+    names = _asked_for(function)
+
+    def correction(
+        loss: Tensor, log_probs: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        shares = batch.shares
+        assert batch.old_log_probs is not None and shares is not None
+        lens = batch.response_lens
+        given = {
+            "pg_loss": loss,
+            "train_log_probs": (log_probs if bypass else batch.old_log_probs).split(lens),
+            "rollout_log_probs": batch.rollout_log_probs.split(lens),
+            "loss_masks": batch.mask.float().split(lens),
+            "total_lengths": [len(sample.token_ids) for sample in batch.samples],
+            "response_lengths": lens,
+            "parallel_state": _parallel_state(),
+            "max_seq_lens": None,  # Miles' for padded sequences; these are packed
+            "cur_log_probs": log_probs.split(lens),
+        }
+        asked = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if k in names}
+        loss, masks, found = function(args, **asked)
+        metrics = {
+            f"tis/{name}": weighted_sum(_flat(value), shares) for name, value in found.items()
+        }
+        return loss, _flat(masks), metrics
+
+    return correction
+
+
+def _asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names among `GIVEN` that the function takes."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]  # after args
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return GIVEN
+    needs = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if unknown := [name for name in needs if name not in GIVEN]:
+        name = getattr(function, "__name__", function)
+        raise ConfigError(
+            f"--custom-tis-function-path: {name} needs {', '.join(unknown)}, which no caller gives. It "
+            f"may ask for {', '.join(GIVEN)}, or take **kwargs."
+        )
+    return tuple(p.name for p in parameters if p.name in GIVEN)
+
+
+def _parallel_state() -> ParallelState:
+    if not dist.is_initialized():
+        return ParallelState()
+    data = GroupInfo(distributed.data_rank(), distributed.data_size(), distributed.data_group())
+    return ParallelState(intra_dp=data)
+
+
+def _flat(values: Any) -> Tensor:
+    return torch.cat(list(values)) if isinstance(values, (list, tuple)) else values

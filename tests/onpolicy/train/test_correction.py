@@ -1,0 +1,307 @@
+"""What corrections write into micro-batches, and the loss that comes of it."""
+
+import dataclasses
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallback_correction.adapters.verl import PRESETS, compute_rollout_correction
+from fallback_correction.config import RejectionRule, Veto
+from onpolicy.config import TrainConfig, groups, parse, validate
+from onpolicy.train import distributed
+from onpolicy.train.batch import make_micro_batches
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings, weight_correction
+from onpolicy.train.loss import policy_loss
+from onpolicy.types import TrainSample
+
+INF, NAN = math.inf, math.nan
+BYPASS = "--use-rollout-logprobs"
+
+
+def config_of(*argv):
+    """What a run has after these flags; they are checked."""
+    needed = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
+    config = parse(TrainConfig, [*needed, *argv], "onpolicy train")
+    validate(config)
+    return config
+
+
+def make_samples(log_ratios, advantages, rollout=-1.0):
+    """One response a list, of tokens whose log pi_train - log pi_rollout will be these."""
+    return [
+        TrainSample(
+            token_ids=list(range(len(r) + 1)),
+            prompt_len=1,
+            rollout_log_probs=[rollout] * len(r),
+            advantage=a,
+            label=str(i),
+        )
+        for i, (r, a) in enumerate(zip(log_ratios, advantages, strict=True))
+    ]
+
+
+def prepare(config, log_ratios, advantages, max_tokens=1000, ref=None):
+    """(corrections, micro-batches, the trainer's log-probabilities of each, metrics)."""
+    distributed.init_process_group()
+    samples = make_samples(log_ratios, advantages)
+    by_label = {s.label: r for s, r in zip(samples, log_ratios, strict=True)}
+    batches = make_micro_batches(
+        samples, rank=0, num_ranks=1, max_tokens=max_tokens, temperature=1.0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    own = []
+    for batch in batches:
+        r = torch.tensor([x for s in batch.samples for x in by_label[s.label]])
+        own.append((batch.rollout_log_probs + r).requires_grad_())
+        bypass = config.fallback.use_rollout_logprobs
+        batch.old_log_probs = batch.rollout_log_probs if bypass else own[-1].detach().clone()
+        batch.train_log_probs = own[-1].detach().clone()
+        batch.ref_log_probs = None if ref is None else torch.full_like(r, ref)
+    corrections = Corrections(config)
+    return corrections, batches, own, corrections.prepare([batches], active=True)
+
+
+def losses(config, log_ratios, advantages, max_tokens=1000, ref=None):
+    """(loss, {label: gradients of the sample's tokens}, sums of metrics) of a global batch."""
+    _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens, ref)
+    results = [policy_loss(x, b, loss_settings(config)) for x, b in zip(own, batches, strict=True)]
+    total = sum(loss for loss, _ in results)
+    total.backward()
+    gradients = {
+        sample.label: part.tolist()
+        for batch, x in zip(batches, own, strict=True)
+        for sample, part in zip(batch.samples, x.grad.split(batch.response_lens), strict=True)
+    }
+    sums = {name: sum(m[name].item() for _, m in results) for name in results[0][1]}
+    return total.item(), [gradients[str(i)] for i in range(len(log_ratios))], sums
+
+
+# Bypass
+
+
+def presets_in_the_docs():
+    """{verl's preset: flags} of the table in docs/fallback_correction.md."""
+    page = Path(__file__).parents[3] / "docs" / "fallback_correction.md"
+    rows = re.findall(r"^\| `(bypass_\w+)` \| `(.*)` \|$", page.read_text(), re.MULTILINE)
+    return {name: flags.split() for name, flags in rows}
+
+
+def test_every_bypass_preset_of_verl_is_in_the_docs():
+    assert presets_in_the_docs().keys() == {n for n, c in PRESETS.items() if c.bypass_mode}
+
+
+def verl_loss(preset, log_prob, rollout, advantages, mask):
+    """compute_policy_loss_bypass_mode of verl/trainer/ppo/core_algos.py; token-mean, [B, T].
+
+    Denominators are the trainer's, from before rejection.
+    """
+    weights, kept, _ = compute_rollout_correction(
+        preset, old_log_prob=log_prob.detach(), rollout_log_prob=rollout, response_mask=mask
+    )
+    if preset.loss_type == "reinforce":
+        per_token = -advantages * log_prob * (1 if weights is None else weights)
+    else:
+        ratio = (log_prob - rollout).clamp(-20, 20).exp()
+        clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+        dual = torch.minimum(-advantages * 3, clipped)
+        per_token = torch.where(advantages < 0, dual, clipped)
+    return (per_token * kept).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(("name", "flags"), presets_in_the_docs().items())
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("max_tokens", [1, 1000])
+def test_verls_bypass_presets_run_as_flags_and_agree_with_verl(name, flags, seed, max_tokens):
+    rng = random.Random(seed)
+    scales = [1e-4, 3e-4, 0.01, 0.2, 0.6, 1.5]
+    r = [[rng.gauss(0, s) for _ in range(rng.randrange(1, 9))] for s in scales]
+    advantages = [rng.uniform(-1, 1) for _ in r]
+    loss, gradients, _ = losses(config_of(BYPASS, *flags), r, advantages, max_tokens)
+
+    width = max(map(len, r))
+    mask = torch.tensor([[float(t < len(s)) for t in range(width)] for s in r])
+    rollout = -mask
+    log_prob = torch.tensor([[-1 + x for x in s] + [0.0] * (width - len(s)) for s in r])
+    log_prob.requires_grad_()
+    expected = verl_loss(PRESETS[name], log_prob, rollout, torch.tensor(advantages)[:, None], mask)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    for ours, theirs in zip(gradients, log_prob.grad.tolist(), strict=True):
+        assert ours == pytest.approx(theirs[: len(ours)], rel=1e-4, abs=1e-7)
+
+
+R = [[0.5, -1.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights"),
+    [
+        (["--tis-level", "token"], [math.exp(0.5), math.exp(-1), 2.0]),
+        (["--tis-level", "sequence"], [math.exp(-0.5)] * 2 + [2.0]),
+        (["--tis-level", "geometric"], [math.exp(-0.25)] * 2 + [2.0]),
+        (["--tis-mode", "clip"], [math.exp(0.5), 0.5, 2.0]),
+        (["--tis-mode", "mask"], [math.exp(0.5), math.exp(-1), 0.0]),
+        (["--use-rs", "--rs-upper-bound", "1.1"], [0.0, 0.0, 0.0]),
+        (["--rs-veto-threshold", "0.5"], [0.0, 0.0, 2.0]),
+    ],
+)
+def test_reinforce_in_bypass_weighs_every_token_by_its_own_ratio(flags, weights):
+    """L = -sg(w) A log pi: the gradient is -w A over the three tokens."""
+    config = config_of(BYPASS, "--policy-loss", "reinforce", "--use-tis", *flags)
+    loss, gradients, _ = losses(config, R, [2.0, -1.0])
+    by_token = [-2 * weights[0] / 3, -2 * weights[1] / 3, weights[2] / 3]
+    assert [g for s in gradients for g in s] == pytest.approx(by_token)
+    log_probs = [-1 + x for s in R for x in s]
+    assert loss == pytest.approx(sum(g * x for g, x in zip(by_token, log_probs, strict=True)))
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo"])
+def test_a_loss_with_a_ratio_is_rejected_from_in_bypass_and_not_weighted(policy_loss):
+    flags = [BYPASS, "--policy-loss", policy_loss, "--loss-aggregation", "token-mean"]
+    plain = losses(config_of(*flags), R, [2.0, -1.0])[1]
+    flags += ["--use-rs", "--rs-level", "sequence", "--rs-upper-bound", "5"]
+    rejected = losses(config_of(*flags), R, [2.0, -1.0])[1]
+    assert rejected == [plain[0], [0.0]]  # e^-0.5 is kept, e^2 is not
+    assert plain[1] != [0.0]
+
+
+@given(st.integers(0, 99), st.sampled_from(["token", "sequence", "geometric"]))
+def test_bypass_does_not_depend_on_the_micro_batches(seed, level):
+    rng = random.Random(seed)
+    r = [[rng.gauss(0, 0.5) for _ in range(rng.randrange(1, 6))] for _ in range(5)]
+    advantages = [rng.uniform(-1, 1) for _ in r]
+    config = config_of(
+        BYPASS, "--policy-loss", "reinforce", "--use-tis", "--tis-level", level, "--use-rs",
+        "--rs-level", level,
+    )  # fmt: skip
+    (whole, one, _), (cut, other, _) = (losses(config, r, advantages, m) for m in (1000, 1))
+    assert cut == pytest.approx(whole, abs=1e-6)
+    assert [g for s in other for g in s] == pytest.approx([g for s in one for g in s])
+
+
+def test_what_bypass_did_is_measured_over_all_its_optimizer_steps():
+    config = config_of(BYPASS, "--policy-loss", "reinforce", "--use-tis")
+    corrections, batches, _, metrics = prepare(config, R, [1.0, 1.0], max_tokens=1)
+    assert not any(name.startswith("correction/") for name in metrics)
+    first, second = ([b] for b in sorted(batches, key=lambda b: b.response_lens[0]))
+    measured = corrections.measure([first, second])
+    assert measured["correction/truncated_fraction"] == 0.5  # all of one step, none of the other
+    assert measured["mismatch/k1"] == -2.0  # the first step alone
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("flags", [["--use-tis"], [], ["--use-tis", "--tis-level", "sequence"]])
+@pytest.mark.parametrize("bad", [-INF, NAN])
+def test_a_token_that_is_not_finite_is_rejected_before_anything_else_looks(flags, bad):
+    """--dc-mode measured it and raised; nonfinite_fraction then read 0."""
+    config = config_of(
+        "--tis-nonfinite", "reject", "--dc-mode", "fixed", "--dc-measure", "log", *flags,
+        "--use-kl-loss", "--kl-loss-type", "k2", "--kl-loss-coef", "1", "--rejected-in-kl",
+        "--use-opsm",
+    )  # fmt: skip
+    corrections, batches, own, metrics = prepare(config, [[0.5, bad], [0.25]], [1.0, 1.0], ref=-1.0)
+    takes_its_sequence = "sequence" in flags
+    (batch,) = batches
+    assert batch.mask.tolist() == [not takes_its_sequence, False, True]
+    # |r| is 0.5 and 0.25, lambda 0.1.
+    left = [0.25] if takes_its_sequence else [0.5, 0.25]
+    assert metrics["dc/delta_mean"] == pytest.approx(sum(left) / len(left))
+    assert corrections.measure([batches])["mismatch/nonfinite_fraction"] == pytest.approx(1 / 3)
+    loss, _ = policy_loss(own[0], batch, loss_settings(config))
+    loss.backward()
+    assert loss.isfinite() and own[0].grad.isfinite().all()
+    assert own[0].grad[1] == 0 and own[0].grad[2] != 0
+
+
+def test_a_token_that_is_not_finite_stays_in_the_denominators_as_rejected_ones_do():
+    for flags, share in (
+        (["--use-tis"], 1 / 3),
+        (["--use-tis", "--no-rejected-in-denominator"], 0.5),
+    ):
+        config = config_of("--tis-nonfinite", "reject", *flags)
+        _, (batch,), _, metrics = prepare(config, [[0.0, -INF], [0.0]], [1.0, 1.0])
+        assert batch.shares.tolist() == pytest.approx([share, 0.0, share])
+        assert metrics["correction/nonfinite_fraction"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("bad", [-INF, NAN])
+def test_in_bypass_the_loss_rejects_what_is_not_finite(bad):
+    config = config_of(
+        BYPASS, "--policy-loss", "reinforce", "--use-tis", "--tis-nonfinite", "reject",
+        "--use-kl-loss", "--kl-loss-type", "k2", "--rejected-in-kl",
+    )  # fmt: skip
+    _, gradients, _ = losses(config, [[0.5, bad], [0.0]], [1.0, 1.0], ref=-1.0)
+    assert gradients[0][1] == 0 and gradients[1] == [pytest.approx(-1 / 3)]
+    with pytest.raises(ValueError, match=r"train_log_prob=.* at token 1"):
+        argv = [BYPASS, "--policy-loss", "reinforce", "--use-tis"]
+        losses(config_of(*argv), [[0.5, bad], [0.0]], [1.0, 1.0])
+
+
+# From flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "lower"),
+    [
+        ({"tis_mode": "mask"}, 0.0),  # MIS bounds above only
+        ({"tis_mode": "mask", "tis_upper_bound": 0.8}, 0.0),
+        ({"tis_mode": "mask", "tis_lower_bound": 0.5}, 0.5),  # IcePop
+        ({"tis_mode": "clip", "tis_upper_bound": 4.0}, 0.25),
+        ({"tis_mode": "clip", "tis_lower_bound": 0.1}, 0.1),
+    ],
+)
+def test_masking_bounds_below_only_if_asked_to(flags, lower):
+    config = weight_correction(groups.FallbackConfig(use_tis=True, **flags))
+    assert config.lower == lower
+
+
+def test_rejection_falls_back_to_the_bounds_of_the_weights_as_in_miles():
+    flags = groups.FallbackConfig(use_tis=True, use_rs=True, tis_mode="mask")
+    assert weight_correction(flags).rules == (RejectionRule(lower=0.5, upper=2.0),)
+
+
+@pytest.mark.parametrize(
+    ("level", "aggregation"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")]
+)
+@pytest.mark.parametrize("statistic", ["k2", "k3"])
+def test_a_divergence_may_be_what_rejects(statistic, level, aggregation):
+    flags = groups.FallbackConfig(
+        use_rs=True, rs_statistic=statistic, rs_level=level, rs_upper_bound=0.01
+    )
+    rule = RejectionRule(statistic=statistic, aggregation=aggregation, upper=0.01)
+    assert weight_correction(flags).rules == (rule,)
+
+
+@pytest.mark.parametrize("by", ["ratio", "rollout_probability"])
+def test_the_veto_looks_at_what_it_is_told_to(by):
+    flags = groups.FallbackConfig(rs_veto_threshold=1e-6, rs_veto_by=by)
+    assert weight_correction(flags).veto == Veto(by=by, lower=1e-6)
+
+
+def test_a_veto_on_the_rollouts_probability_takes_the_sequence():
+    config = config_of("--rs-veto-threshold", "0.4", "--rs-veto-by", "rollout_probability")
+    # The rollout gave every token e^-1 = 0.37.
+    _, (batch,), _, _ = prepare(config, [[0.0, 0.5], [0.0]], [1.0, 1.0])
+    assert batch.kept.tolist() == [False] * 3
+    config = config_of("--rs-veto-threshold", "0.4", "--rs-veto-by", "ratio")
+    _, (batch,), _, _ = prepare(config, [[0.0, -1.0], [0.0]], [1.0, 1.0])
+    assert batch.kept.tolist() == [False, False, True]
+
+
+def test_an_aligned_rollout_is_left_alone():
+    path = "fallback_correction.adapters.miles.compute_mis_weights_with_cp"
+    for flags in (["--use-tis"], ["--custom-tis-function-path", path]):
+        corrections, batches, _, _ = prepare(config_of(*flags), R, [1.0, 1.0])
+        empty = {"custom": None, "kept": None, "importance_weights": None}
+        fresh = [dataclasses.replace(batch, **empty) for batch in batches]
+        assert corrections.prepare([fresh], active=False) == {}
+        assert all(b.custom is b.kept is b.importance_weights is None for b in fresh)
