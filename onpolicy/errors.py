@@ -35,3 +35,9 @@ class CheckpointError(OnPolicyError, OSError):
 
 class TrainingError(OnPolicyError, ArithmeticError):
     """An optimizer step that cannot be taken, such as one with gradients that are not finite."""
+
+
+def in_one_line(error: BaseException, limit: int = 300) -> str:
+    """What another library's error says, to be put into a message of ours."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else f"{text[:limit]}..."

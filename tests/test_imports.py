@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-GROUND = {"errors", "types", "config", "contract", "torchvision_ops"}
+GROUND = {"errors", "types", "config", "contract", "reading", "torchvision_ops"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "plugins": GROUND,

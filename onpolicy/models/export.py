@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from onpolicy.models.checkpoint import INDEX
+from onpolicy.models.weight_files import INDEX
 from onpolicy.weights import WeightBucket
 
 

@@ -67,12 +67,18 @@ def test_an_empty_yaml_file_changes_nothing(overlay):
     assert train(*overlay("")).trainer == TrainConfig().trainer
 
 
-def test_an_unknown_flag_ends_the_process_and_names_the_nearest(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train("--rollout-batchsize", "3")
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert "--rollout-batch-size" in printed.out + printed.err
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollout-batchsize", "3"], "--rollout-batchsize: .*Did you mean --rollout-batch-size"),
+        (["--no-shufle"], "--no-shufle: unknown flag. Did you mean --no-shuffle"),
+        (["--shuffle", "no"], "'no' after --shuffle: is no flag.*--no-name"),
+        (["train"], "'train': is no flag"),
+    ],
+)
+def test_an_argument_that_is_no_flag_is_refused_with_the_nearest_name(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        train(*argv)
 
 
 def test_sglang_flags_are_collected_in_order_with_their_values(overlay):

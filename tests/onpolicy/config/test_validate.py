@@ -84,7 +84,7 @@ def test_true_on_policy_mode_refuses_what_breaks_it_and_stock_does_not(argv, mes
     ("argv", "message"),
     [
         (["--sglang-tp-size", "3"], r"--sglang-tp-size=3: must be a power of two.*binary tree"),
-        (["--sglang-tp", "0"], r"--sglang-tp-size=0: must be a power of two"),
+        (["--sglang-tp", "0"], r"--sglang-tp-size=0: must be at least 1"),
         (["--row-parallel-blocks", "6"], r"--row-parallel-blocks=6: must be a power of two"),
         (["--row-parallel-blocks", "-2"], r"--row-parallel-blocks=-2: must be a power of two"),
         (
