@@ -29,6 +29,10 @@ class WeightSyncError(OnPolicyError, RuntimeError):
     """An engine whose weights are not, bit for bit, the ones that were pushed to it."""
 
 
+class RewardError(OnPolicyError, RuntimeError):
+    """A reward rule that fails on more samples than the run lets pass."""
+
+
 class CheckpointError(OnPolicyError, OSError):
     """A checkpoint that could not be written completely, or cannot be read back."""
 

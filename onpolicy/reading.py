@@ -25,14 +25,14 @@ def read_text(file: Path, name: str) -> str:
 
 
 def require_file(file: Path, name: str) -> None:
-    """Raise ConfigError unless there is something at `file` that can be read to its end."""
+    """Raise ConfigError unless `file` is a file."""
     try:
         file.stat()
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"{name}: cannot be read ({reason}). Give the path of a file.") from error
-    if not (file.is_file() or file.is_fifo()):
-        kind = "a directory" if file.is_dir() else "a device"
+    if not file.is_file():
+        kind = "a directory" if file.is_dir() else "a device or a pipe"
         raise ConfigError(f"{name}: is {kind}, not a file. Give the path of a file.")
 
 

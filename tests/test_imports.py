@@ -25,6 +25,7 @@ MAY_IMPORT = {
 """Packages and modules of onpolicy below the ones that compose; those may import anything."""
 
 COMPOSING = {
+    "input_checks",
     "ladder",
     "start",
     "engines",

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
+from onpolicy.config import parse
 from onpolicy.config.tools import ReportConfig
 from onpolicy.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
     """Read the runs and write the page."""
-    config = tyro.cli(ReportConfig, args=list(argv), prog="onpolicy report")
+    config = parse(ReportConfig, argv, "onpolicy report")
     if not config.runs:
         raise ConfigError("RUN is missing: a report needs at least one. Give a run's directory.")
 

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onpolicy.config import parse, sglang_flags, tensor_parallel
+from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import ServeConfig
 from onpolicy.config.train import require_key_for_host, require_mode_for_operators
 from onpolicy.errors import EngineError
+from onpolicy.outputs.places import require_directory
 
 
 def main(argv: Sequence[str]) -> int:
     """Start the server, print how to use it, and keep it until interrupted."""
     config = parse(ServeConfig, argv, "onpolicy serve")
+    require_ranges(config)
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
     require_key_for_host(config.rollout_host, config.rollout_api_key)
     require_mode_for_operators(config.operators, aligned=config.true_on_policy_mode)
@@ -25,9 +28,13 @@ def main(argv: Sequence[str]) -> int:
         {"--sglang-tp-size": tp_size},
         aligned=config.true_on_policy_mode,
     )
+    require_directory("--run-dir", config.run_dir)
 
     from onpolicy.models.checkpoint import load_config
+    from onpolicy.models.weight_files import require_fit
     from onpolicy.rollout.engine_args import EngineSpec
+    from onpolicy.rollout.flag_check import FlagCheck
+    from onpolicy.rollout.reach import require_place
     from onpolicy.rollout.server import EngineServer
     from onpolicy.start import cache_tokens, make_contract, share_of_cores
 
@@ -54,6 +61,10 @@ def main(argv: Sequence[str]) -> int:
         trust_remote_code=config.trust_remote_code,
         sglang_args=config.sglang_args,
     )
+    require_place(config.rollout_host, config.rollout_base_port)
+    with FlagCheck(spec) as flags:
+        require_fit(config.hf_checkpoint, hf_config, config.trust_remote_code)
+        flags.require_passed()
     server = EngineServer(spec, config.rollout_base_port, Path(config.run_dir) / "engine.log")
     try:
         server.start()

@@ -1,0 +1,34 @@
+"""Where results are to be written, tried before the work that leads to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onpolicy.errors import ConfigError
+
+
+def require_directory(flag: str, path: str) -> None:
+    """Make the directory that `flag` names. Raises ConfigError if that cannot be done."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refusal(flag, path, error) from error
+
+
+def require_writable(flag: str, path: str) -> None:
+    """Raise ConfigError if the file that `flag` names could not be written; leaves it as it is."""
+    file = Path(path)
+    existed = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise _refusal(flag, path, error) from error
+
+
+def _refusal(flag: str, path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{flag}={path}: cannot be written ({error.strerror}). Give a path that can be."
+    )
