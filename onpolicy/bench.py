@@ -119,13 +119,12 @@ def check_inputs(config: BenchConfig) -> None:
             f"--num-tokens={' '.join(map(str, config.num_tokens))}: a sequence has --prompt-len + "
             f"--max-new-tokens = {length} tokens, and at least one must fit. Give larger numbers."
         )
-    require_fit(config.hf_checkpoint, hf_config)
     for backend in _backends(config):
         check_layout(_train_config(config, "aligned", backend))
-    for kind in KINDS:
-        spec = make_engine_spec(_train_config(config, kind), hf_config, _contract(config, kind))
-        with FlagCheck(spec) as flags:
-            flags.require_passed()
+    train_config, contract = _train_config(config, "aligned"), _contract(config, "aligned")
+    with FlagCheck(make_engine_spec(train_config, hf_config, contract)) as flags:
+        require_fit(config.hf_checkpoint, hf_config)
+        flags.require_passed()
 
 
 def bench_step(config: BenchConfig) -> dict[str, Any]:

@@ -226,8 +226,8 @@ class FallbackConfig:
     """What to do with log-probabilities that are NaN or infinite."""
 
     custom_tis_function_path: str = ""
-    """Own correction instead, as package.module.function, with the arguments that Miles gives it; the
-    flags above are handed to it and do nothing else."""
+    """Own correction instead: package.module.function or path/to/file.py:function, with the arguments
+    that Miles gives it; the flags above are handed to it and do nothing else."""
 
     use_rollout_logprobs: bool = False
     """Bypass: the rollout's log-probabilities are the old policy's; the trainer computes none."""

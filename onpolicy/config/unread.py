@@ -50,8 +50,9 @@ READERS = (
         "--use-tis, --use-rs, --dc-mode or --get-mismatch-metrics",
         lambda v: _corrects(v) or v["get_mismatch_metrics"] or v["dc_mode"],
     ),
-    Reader("rs_level rs_lower_bound rs_upper_bound", "--use-rs", _rejects),
-    Reader("tis_* rejected_in_denominator", "--use-tis or --use-rs", _corrects),
+    Reader("rs_veto_*", "--rs-veto-threshold", lambda v: v["rs_veto_threshold"] is not None),
+    Reader("rs_*", "--use-rs", _rejects),
+    Reader("tis_* rejected_in_*", "--use-tis or --use-rs", _corrects),
     Reader("dc_margin", "--dc-mode margin", lambda v: v["dc_mode"] == "margin"),
     Reader(
         "dc_eta dc_budget dc_lambda_min dc_lambda_max dc_average",
