@@ -18,7 +18,7 @@ def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
     if size > num_prompts:
         raise ConfigError(
             f"--rollout-batch-size={size}: --prompt-data={config.data.prompt_data} has {num_prompts} "
-            "prompts that differ, and those of a rollout must all differ. Lower it (and raise "
+            "prompts that differ, fewer than a rollout takes. Lower it (and raise "
             "--n-samples-per-prompt for as many samples), or give more prompts."
         )
 

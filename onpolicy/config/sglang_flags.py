@@ -48,6 +48,7 @@ _UNALIGNED = {
     "rl-quant-profile": _WEIGHTS,
     "speculative-algorithm": "accepted draft tokens are not samples of softmax(logits / temperature)",
     "speculative-draft-model-path": "draft models are not part of the contract",
+    "speculative-draft-model": "draft models are not part of the contract",
     "enable-lora": "adapters are not part of the model that is trained",
     "lora-paths": "adapters are not part of the model that is trained",
     "enable-torch-compile": _COMPILED,
