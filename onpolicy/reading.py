@@ -46,10 +46,9 @@ def parse_json(text: str) -> Any:
 
 def read_json_object(file: Path, name: str) -> dict[str, Any]:
     """The object in a JSON file."""
+    text = read_text(file, name)
     try:
-        value = parse_json(read_text(file, name))
-    except ConfigError:
-        raise
+        value = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{name}: not valid JSON ({error}). Mend it, or get it again.") from error
     if not isinstance(value, dict):

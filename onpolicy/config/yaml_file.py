@@ -43,10 +43,9 @@ def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list
 
 
 def _read(path: str, name: str) -> dict[Any, Any]:
+    text = read_text(Path(path), name)
     try:
-        values = yaml.load(read_text(Path(path), name), _Loader)
-    except ConfigError:
-        raise
+        values = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{name}: not valid YAML: {error.problem}{line}.") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,10 +138,8 @@ def _label(row: dict[str, Any], key: str, where: str) -> str:
     if key == "label" and "label" not in row and "reward_model" in row:
         key = "reward_model.ground_truth"
     value = _field(row, key, where)
-    is_nan = isinstance(value, float) and math.isnan(
-        value
-    )  # parquet's, for a label that is missing
-    if not isinstance(value, (str, int, float)) or is_nan:
+    is_missing = value is None or value != value  # NaN stands for a missing number in parquet
+    if is_missing or isinstance(value, (dict, list, bytes)):
         raise ConfigError(f"{where}: {key}={value!r}. A label must be a string or a number.")
     return str(value)
 
