@@ -3,8 +3,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from onpolicy.config import TrainConfig, parse
+from onpolicy.config.flags import flag_defaults, flag_types, flag_values
 from onpolicy.config.parse import known_keys
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
@@ -41,6 +43,23 @@ def test_yaml_sets_defaults_and_the_command_line_wins(overlay):
     assert (config.trainer.lr, config.rollout.rollout_batch_size) == (0.5, 9)
     assert config.data.shuffle is False
     assert config.rollout.rollout_stop_token_ids == (3, 4)
+
+
+def test_every_default_can_be_written_in_yaml_and_changes_nothing(overlay):
+    defaults = flag_defaults(TrainConfig)
+    defaults.pop("custom_config_path")
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
+    file = overlay(yaml.safe_dump(values))
+    assert flag_values(train(*file)) == {
+        **flag_values(TrainConfig()),
+        "custom_config_path": file[1],
+    }
+
+
+@pytest.mark.parametrize("name", flag_types(TrainConfig))
+def test_a_value_of_another_kind_is_refused_in_yaml_for_every_flag(overlay, name):
+    with pytest.raises(ConfigError, match=rf"config.yaml: {name}"):
+        train(*overlay(f"{name}: {{a: 1}}"))
 
 
 def test_an_unknown_yaml_key_names_the_nearest(overlay):
