@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.bench import bench_rollout, bench_step, check_inputs
     from onpolicy.train import distributed
 
-    logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
     check_inputs(config)
+    logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
     distributed.init_process_group()
     result = bench_rollout(config) if config.what == "rollout" else bench_step(config)
     text = json.dumps(result, indent=2)

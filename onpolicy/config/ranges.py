@@ -73,7 +73,8 @@ def require_ranges(config: Any) -> None:
     for name, value in values.items():
         for item in value if isinstance(value, tuple) else (value,):
             if rule := _broken_rule(name, item):
-                raise ConfigError(f"{spelled(name)}={_short(item)}: {rule}")
+                shown = "..." if name == "rollout_api_key" else _short(item)
+                raise ConfigError(f"{spelled(name)}={shown}: {rule}")
     for lower, upper in _ORDERED:
         low, high = values.get(lower), values.get(upper)
         if low is not None and high is not None and low > high:

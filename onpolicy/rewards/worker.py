@@ -65,7 +65,7 @@ def score(*arguments: Any) -> dict[str, float] | Failure:
         return Failure(reason=f"raised {describe(error)}", traceback=traceback.format_exc())
     try:
         return _numbers(result)
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # its own __float__ may raise anything
         return Failure(reason=f"returned {_shown(result)}: {error}")
 
 

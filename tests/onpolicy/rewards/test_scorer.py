@@ -47,6 +47,11 @@ def slow_for_some(sample):
     return len(sample.response)
 
 
+class NoNumber:
+    def __float__(self):
+        raise RuntimeError("two elements")
+
+
 MISDEEDS = {
     "raises": lambda: 1 / 0,
     "exits": lambda: sys.exit(3),
@@ -58,6 +63,7 @@ MISDEEDS = {
     "huge": lambda: 10**400,
     "no score": lambda: {"other": 1.0},
     "number as a name": lambda: {"score": 1.0, 2: 3.0},
+    "no scalar": NoNumber,
 }
 
 
@@ -131,7 +137,7 @@ def test_what_fails_scores_0_is_counted_and_ends_no_worker_for_good(scorer, capl
         assert metrics == {
             "rollout/reward_timeouts": 0.0, "rollout/reward_errors": float(len(MISDEEDS)),
         }  # fmt: skip
-    assert caplog.text.count("10 of 12 samples could not be scored; they get the reward 0") == 2
+    assert caplog.text.count("11 of 13 samples could not be scored; they get the reward 0") == 2
     assert caplog.text.count("ZeroDivisionError: division by zero\n") == 1  # one traceback
     assert "prompt 0, sample 0, label '42', response 'raises'" in caplog.text
 
@@ -162,6 +168,7 @@ REFUSED = [
     ("huge", r"returned 10000.*int too large"),
     ("no score", r'must hold the reward under "score"'),
     ("number as a name", r"the names in a dict must be text"),
+    ("no scalar", r"returned <.*NoNumber object.*>: two elements"),
 ]
 
 
