@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from onpolicy.commands.ranks import is_first_rank
 from onpolicy.config import parse, sglang_flags
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import BenchConfig
@@ -27,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.bench import bench_rollout, bench_step, check_inputs
     from onpolicy.train import distributed
 
-    check_inputs(config)
+    if is_first_rank():
+        check_inputs(config)
     logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
     distributed.init_process_group()
     result = bench_rollout(config) if config.what == "rollout" else bench_step(config)
