@@ -12,8 +12,11 @@ import sys
 from typing import Self
 
 from onpolicy.config.sglang_flags import PREFIX
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, EngineError
 from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
+
+ANSWER = '{"refused":'
+"""Begins the line that `sglang_patches.check_flags` answers with, among SGLang's own."""
 
 ANY_PORT = 30000
 """Stands for the server's port, which the check does not open."""
@@ -45,13 +48,21 @@ class FlagCheck:
             self._process.communicate()
 
     def require_passed(self) -> None:
-        """Wait for the answer. Raises ConfigError with SGLang's own words if it is no."""
+        """Wait for the answer. Raises ConfigError with SGLang's own words if it is no.
+
+        Raises EngineError if there is none.
+        """
         if self._process is None:
             return
         output, log = self._process.communicate()
-        lines = (output or log).strip().splitlines() or [""]
-        refused = json.loads(lines[-1])["refused"] if lines[-1].startswith("{") else lines[-1]
-        if not refused:
+        answers = [line for line in output.splitlines() if line.startswith(ANSWER)]
+        if not answers:
+            tail = "\n".join(log.splitlines()[-12:])
+            raise EngineError(
+                f"SGLang could not be asked about its flags. The end of its log:\n{tail}"
+            )
+        refused = json.loads(answers[-1])["refused"]
+        if refused is None:
             return
         given = " ".join(arg.replace("--", PREFIX, 1) for arg in self._given)
         reason = refused if refused.startswith(PREFIX) else f"{given}: {refused}"
