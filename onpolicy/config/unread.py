@@ -50,6 +50,11 @@ READERS = (
         "--use-tis, --use-rs, --dc-mode or --get-mismatch-metrics",
         lambda v: _corrects(v) or v["get_mismatch_metrics"] or v["dc_mode"],
     ),
+    Reader(
+        "tis_lower_bound",
+        "--tis-mode clip or mask, or --use-rs",
+        lambda v: _rejects(v) or (_weighs(v) and v["tis_mode"] != "truncate"),
+    ),
     Reader("rs_veto_*", "--rs-veto-threshold", lambda v: v["rs_veto_threshold"] is not None),
     Reader("rs_*", "--use-rs", _rejects),
     Reader("tis_* rejected_in_*", "--use-tis or --use-rs", _corrects),
