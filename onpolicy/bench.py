@@ -15,10 +15,20 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
 from onpolicy.models.checkpoint import load_config
+from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
+from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.start import check_layout, make_contract, make_rollout_group, share_of_cores
+from onpolicy.start import (
+    MARGIN,
+    check_layout,
+    make_contract,
+    make_engine_spec,
+    make_rollout_group,
+    share_of_cores,
+)
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import Request, SamplingParams, TrainSample
 
@@ -94,10 +104,27 @@ def _backends(config: BenchConfig) -> list[Backend]:
     return cast(list[Backend], config.train_backend.split(","))
 
 
-def check_layouts(config: BenchConfig) -> None:
-    """Raise ConfigError if an engine cannot hold the model; starts nothing."""
+def check_inputs(config: BenchConfig) -> None:
+    """Raise ConfigError for whatever an engine could not run; starts nothing."""
+    hf_config = load_config(config.hf_checkpoint)
+    length, context = config.prompt_len + config.max_new_tokens, hf_config.max_position_embeddings
+    if length + MARGIN > context:
+        raise ConfigError(
+            f"--max-new-tokens={config.max_new_tokens}: with --prompt-len {config.prompt_len} and "
+            f"{MARGIN} tokens that SGLang keeps free it does not fit the model's context of {context}. "
+            "Lower one of the two."
+        )
+    if config.what == "step" and (not config.num_tokens or min(config.num_tokens) < length):
+        raise ConfigError(
+            f"--num-tokens={' '.join(map(str, config.num_tokens))}: a sequence has --prompt-len + "
+            f"--max-new-tokens = {length} tokens, and at least one must fit. Give larger numbers."
+        )
     for backend in _backends(config):
         check_layout(_train_config(config, "aligned", backend))
+    train_config, contract = _train_config(config, "aligned"), _contract(config, "aligned")
+    with FlagCheck(make_engine_spec(train_config, hf_config, contract)) as flags:
+        require_fit(config.hf_checkpoint, hf_config)
+        flags.require_passed()
 
 
 def bench_step(config: BenchConfig) -> dict[str, Any]:

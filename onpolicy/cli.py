@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from onpolicy.commands.ranks import is_first_on_host
 from onpolicy.errors import ConfigError, OnPolicyError
 
 COMMANDS = {
@@ -32,9 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = importlib.import_module(f"onpolicy.commands.{arguments[0]}")
     try:
         return command.main(arguments[1:])
+    except ConfigError as error:
+        if is_first_on_host():
+            print(f"\nConfigError: {error}", file=sys.stderr)
+        return 2
     except OnPolicyError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

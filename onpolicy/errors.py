@@ -29,6 +29,10 @@ class WeightSyncError(OnPolicyError, RuntimeError):
     """An engine whose weights are not, bit for bit, the ones that were pushed to it."""
 
 
+class RewardError(OnPolicyError, RuntimeError):
+    """A reward rule that fails on more samples than the run lets pass."""
+
+
 class CheckpointError(OnPolicyError, OSError):
     """A checkpoint that could not be written completely, or cannot be read back."""
 
@@ -39,3 +43,9 @@ class OutputError(OnPolicyError, OSError):
 
 class TrainingError(OnPolicyError, ArithmeticError):
     """An optimizer step that cannot be taken, such as one with gradients that are not finite."""
+
+
+def in_one_line(error: BaseException, limit: int = 300) -> str:
+    """What another library's error says, to be put into a message of ours."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,24 +1,85 @@
-"""Functions of the user's own, named by dotted path."""
+"""Functions of the user's own, named by dotted path or by file."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, in_one_line
+
+FORMS = "Give package.module.function or path/to/file.py:function."
 
 
 def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """The function at `package.module.function`. Raises ConfigError that names `flag`."""
-    module_name, _, name = path.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{flag}={path}: cannot be imported ({error}). Give package.module.function, and make "
-            "sure that the package is installed or its directory is in PYTHONPATH."
-        ) from error
+    """The function at `package.module.function` or `path/to/file.py:function`.
+
+    Modules are looked for in the current directory too, after all others; a file finds the modules
+    beside it. Raises ConfigError that names `flag`, whatever importing the module does.
+    """
+    file, colon, name = path.rpartition(":")
+    if not colon:
+        file, _, name = path.rpartition(".")
+    if not file or not name or (colon and not file.endswith(".py")) or path.endswith(".py"):
+        raise ConfigError(f"{flag}={path}: names no function. {FORMS}")
+    module = _import(lambda: _load_file(Path(file)) if colon else _load_module(file), path, flag)
+    function = getattr(module, name, None)
+    if function is None:
+        place = getattr(module, "__file__", file)
+        raise ConfigError(f"{flag}={path}: {place} has no {name!r}. {FORMS}")
     if not callable(function):
-        raise ConfigError(f"{flag}={path}: is a {type(function).__name__}, not a function.")
+        raise ConfigError(f"{flag}={path}: is a {type(function).__name__}, not a function. {FORMS}")
     return function
+
+
+def _import(load: Callable[[], ModuleType], path: str, flag: str) -> ModuleType:
+    try:
+        return load()
+    except (Exception, SystemExit) as error:  # a module is a program of the user's
+        raise ConfigError(
+            f"{flag}={path}: cannot be imported: {describe(error)}. {FORMS} Modules are looked for "
+            "among the installed ones, in PYTHONPATH and in the current directory."
+        ) from error
+
+
+def _load_module(name: str) -> ModuleType:
+    _search(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _load_file(file: Path) -> ModuleType:
+    _search(str(file.resolve().parent))
+    # Under a name of its own: a file called math.py must not become everybody's math.
+    name = f"onpolicy_plugin_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _search(directory: str) -> None:
+    if directory not in sys.path:
+        sys.path.append(directory)
+
+
+def describe(error: BaseException) -> str:
+    """An error of the user's code in one line, with the place where it was raised."""
+    try:
+        text = f"{type(error).__name__}: {in_one_line(error)}"
+    except Exception:  # its own __str__ raises
+        text = type(error).__name__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_the_users(f.filename)]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return text if isinstance(error, SyntaxError) else text + place
+
+
+def _is_the_users(file: str) -> bool:
+    machinery = ("<frozen", str(Path(__file__).parent), str(Path(importlib.__file__).parent))
+    return not file.startswith(machinery)

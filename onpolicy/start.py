@@ -10,29 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.secrets import reveal
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.input_checks import require_full_batch, require_tokens, require_weights
 from onpolicy.ladder import Ladder
 from onpolicy.models.checkpoint import has_experts, load_config, require_alignable
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable
+from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.ops.capability import Machine, choose_backend
 from onpolicy.ops.environment import require_exact
 from onpolicy.outputs.directory import LOG_FORMAT
+from onpolicy.reading import read_json_object
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.data import PromptSource, load_prompts
 from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.reach import require_addresses
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.train import distributed
 from onpolicy.train.correction import Corrections
@@ -66,35 +66,46 @@ class Inputs:
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
-    path = config.model.hf_checkpoint
-    hf_config = load_config(path, config.model.trust_remote_code)
-    longest = max(
-        config.rollout.rollout_max_response_len,
-        config.eval.eval_max_response_len or 0,
-    )
+    path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    hf_config = load_config(path, trust)
+    require_addresses(config.engine, config.engine.rollout_api_key)
+    lengths = {
+        "--rollout-max-response-len": config.rollout.rollout_max_response_len,
+        "--eval-max-response-len": config.eval.eval_max_response_len or 0,
+    }
+    flag, longest = max(lengths.items(), key=lambda item: item[1])
     context_len = hf_config.max_position_embeddings
     if longest + MARGIN >= context_len:
         raise ConfigError(
-            f"--rollout-max-response-len={longest}: with {MARGIN} tokens that SGLang keeps free it "
+            f"{flag}={longest}: with {MARGIN} tokens that SGLang keeps free it "
             f"does not fit the model's context of {context_len}. Lower it."
         )
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, trust_remote_code=config.model.trust_remote_code
-    )
+    tokenizer = load_tokenizer(path, trust)
 
-    def read(file: str) -> list[Prompt]:
-        prompts = load_prompts(file, config.data, tokenizer, context_len - MARGIN - longest)
-        scorer.check_labels(prompts, file)
+    def read(file: str, flag: str) -> list[Prompt]:
+        room = context_len - MARGIN - longest
+        prompts = load_prompts(file, config.data, tokenizer, room, hf_config.vocab_size, flag)
+        scorer.check_labels(prompts, f"{flag}={file}")
         return prompts
 
-    return Inputs(
-        hf_config=hf_config,
-        ladder=make_ladder(config, hf_config),
-        tokenizer=tokenizer,
-        prompts=PromptSource(read(config.data.prompt_data), config.seed, config.data.shuffle),
-        eval_prompts=read(config.eval.eval_prompt_data) if config.eval.eval_interval else [],
-        stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
-    )
+    ladder = make_ladder(config, hf_config)
+    with FlagCheck(make_engine_spec(config, hf_config, ladder.contract)) as flags:
+        prompts = read(config.data.prompt_data, "--prompt-data")
+        require_full_batch(config, len(prompts))
+        scorer.try_out(prompts[0])
+        inputs = Inputs(
+            hf_config=hf_config,
+            ladder=ladder,
+            tokenizer=tokenizer,
+            prompts=PromptSource(prompts, config.seed, config.data.shuffle),
+            eval_prompts=read(config.eval.eval_prompt_data, "--eval-prompt-data")
+            if config.eval.eval_interval
+            else [],
+            stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
+        )
+        require_weights(config, hf_config)
+        flags.require_passed()
+    return inputs
 
 
 def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
@@ -172,13 +183,17 @@ def make_contract(
 def stop_token_ids(
     path: str, hf_config: PretrainedConfig, extra: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """The tokens that end a response: the checkpoint's end-of-sequence tokens and `extra`."""
-    ids = set(extra)
-    sources = [hf_config.eos_token_id]
-    if (Path(path) / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    for eos in sources:
-        ids.update([eos] if isinstance(eos, int) else eos or [])
+    """The tokens that end a response: the checkpoint's end-of-sequence tokens and `extra`.
+
+    Raises ConfigError for a token that the model does not have.
+    """
+    ids = set(require_tokens("--rollout-stop-token-ids", extra, hf_config))
+    name = f"--hf-checkpoint={path}"
+    ids |= require_tokens(f"{name}: config.json: eos_token_id", hf_config.eos_token_id, hf_config)
+    file = Path(path) / "generation_config.json"
+    if file.is_file():
+        eos = read_json_object(file, f"{name}: {file.name}").get("eos_token_id")
+        ids |= require_tokens(f"{name}: {file.name}: eos_token_id", eos, hf_config)
     return tuple(sorted(ids))
 
 
@@ -186,11 +201,18 @@ def make_rollout_group(
     config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract, logs: Path
 ) -> RolloutGroup:
     """The rollout's servers, not started yet."""
+    return SglangGroup(config.engine, make_engine_spec(config, hf_config, contract), logs)
+
+
+def make_engine_spec(
+    config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract
+) -> EngineSpec:
+    """What each of the rollout's servers is started with."""
     engine = config.engine
     num_processes = engine.rollout_num_engines * tensor_parallel_size(config.sglang_args)
     if contract.device == "cuda":
         _require_gpus(config)
-    spec = EngineSpec(
+    return EngineSpec(
         hf_checkpoint=config.model.hf_checkpoint,
         contract=contract,
         host=engine.rollout_host,
@@ -205,7 +227,6 @@ def make_rollout_group(
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )
-    return SglangGroup(engine, spec, logs)
 
 
 def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:

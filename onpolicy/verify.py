@@ -6,21 +6,26 @@ import json
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import VerifyConfig
+from onpolicy.contract import NumericsContract
 from onpolicy.engines import EnginePair
 from onpolicy.errors import ConfigError
 from onpolicy.models.checkpoint import load_config
+from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
 from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.start import MARGIN, make_contract
+from onpolicy.start import MARGIN, check_layout, make_contract, make_engine_spec
 from onpolicy.train import distributed
 from onpolicy.types import Completion, Request, SamplingParams, TrainSample
 
@@ -28,31 +33,30 @@ logger = logging.getLogger(__name__)
 
 CHUNKED_PREFILL_SIZE = 48
 LEARNING_RATE = 1e-3
+SHORTEST_PROMPT = 8
 
 Report = dict[str, Any]
+
+
+def check_inputs(config: VerifyConfig) -> None:
+    """Raise ConfigError for whatever `verify` could not run; starts nothing."""
+    train_config = make_train_config(config)
+    check_layout(train_config)
+    hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    _longest_prompt(config, hf_config)
+    contract = _contract(config, train_config, hf_config)
+    spec = make_engine_spec(train_config, hf_config, contract)
+    with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
+        require_fit(config.hf_checkpoint, hf_config, config.trust_remote_code)
+        flags.require_passed()
 
 
 def verify(config: VerifyConfig) -> Report:
     """Run both rounds and return the report; collective over the trainer's ranks."""
     hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
     train_config = make_train_config(config)
-    contract = make_contract(
-        config.hf_checkpoint,
-        hf_config,
-        dtype=config.dtype,
-        aligned=config.true_on_policy_mode,
-        tp_size=tensor_parallel_size(config.sglang_args),
-        row_parallel_blocks=train_config.count_row_parallel_blocks(),
-        operators=config.operators,
-        trust_remote_code=config.trust_remote_code,
-    )
-    longest_prompt = hf_config.max_position_embeddings - MARGIN - config.max_new_tokens
-    if longest_prompt < 8:
-        raise ConfigError(
-            f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of "
-            f"{hf_config.max_position_embeddings}. Lower it."
-        )
-    prompts = make_prompts(config, hf_config.vocab_size, longest_prompt)
+    contract = _contract(config, train_config, hf_config)
+    prompts = make_prompts(config, hf_config.vocab_size, _longest_prompt(config, hf_config))
     engines = EnginePair(train_config, hf_config, contract, Path(config.run_dir))
     counts, num_cached = ParityCounts(), 0
     try:
@@ -77,6 +81,31 @@ def verify(config: VerifyConfig) -> Report:
         "versions": versions(),
         "contract": {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint},
     }
+
+
+def _contract(
+    config: VerifyConfig, train_config: TrainConfig, hf_config: PretrainedConfig
+) -> NumericsContract:
+    return make_contract(
+        config.hf_checkpoint,
+        hf_config,
+        dtype=config.dtype,
+        aligned=config.true_on_policy_mode,
+        tp_size=tensor_parallel_size(config.sglang_args),
+        row_parallel_blocks=train_config.count_row_parallel_blocks(),
+        operators=config.operators,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
+    longest = hf_config.max_position_embeddings - MARGIN - config.max_new_tokens
+    if longest < SHORTEST_PROMPT:
+        raise ConfigError(
+            f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of "
+            f"{hf_config.max_position_embeddings}. Lower it."
+        )
+    return longest
 
 
 def passes(report: Report, config: VerifyConfig) -> bool:

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-GROUND = {"errors", "types", "config", "contract", "files", "network", "private_directory"}
+GROUND = {
+    "errors", "types", "config", "contract", "files", "reading", "network", "private_directory",
+}  # fmt: skip
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "plugins": GROUND,
@@ -25,6 +27,7 @@ MAY_IMPORT = {
 """Packages and modules of onpolicy below the ones that compose; those may import anything."""
 
 COMPOSING = {
+    "input_checks",
     "ladder",
     "start",
     "engines",

@@ -11,11 +11,17 @@ num_trainers=${NUM_TRAINERS:-4}
 num_engines=${NUM_ENGINES:-4}
 work=${WORK_DIR:-runs/dapo_math_8gpu}
 
-torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train \
-  --custom-config-path "$here/config.yaml" \
-  --hf-checkpoint "$HF_CHECKPOINT" \
-  --prompt-data "$PROMPT_DATA" \
-  --rollout-num-engines "$num_engines" \
-  --run-dir "$work/run" \
-  --save "$work/checkpoints" --load "$work/checkpoints" \
+flags=(
+  --custom-config-path "$here/config.yaml"
+  --hf-checkpoint "$HF_CHECKPOINT"
+  --prompt-data "$PROMPT_DATA"
+  --rollout-num-engines "$num_engines"
+  --run-dir "$work/run"
+  --save "$work/checkpoints" --load "$work/checkpoints"
   "$@"
+)
+
+# Bad inputs are said once here, and not by every rank.
+WORLD_SIZE=$num_trainers LOCAL_WORLD_SIZE=$num_trainers onpolicy train "${flags[@]}" --dry-run > /dev/null
+
+torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train "${flags[@]}"

@@ -11,15 +11,21 @@ work=${WORK_DIR:-$repo/runs/mismatch_correction_megatron}
 
 python "$here/../quickstart/prepare.py" "$work/inputs"
 
-torchrun --standalone --nproc-per-node 2 --no-python onpolicy train \
-  --train-backend megatron --megatron-tp 2 \
-  --use-tis --custom-config-path "$here/mis.yaml" \
-  --hf-checkpoint "$work/inputs/model" \
-  --prompt-data "$work/inputs/data.jsonl" \
-  --rm-type exact \
-  --rollout-weight-format fp8_e4m3 \
-  --num-rollout 20 --rollout-batch-size 32 --n-samples-per-prompt 8 \
-  --rollout-max-response-len 8 --max-tokens-per-gpu 4096 \
-  --lr 3e-4 --lr-warmup-steps 5 --weight-decay 0 \
-  --run-dir "$work/run" \
+flags=(
+  --train-backend megatron --megatron-tp 2
+  --use-tis --custom-config-path "$here/mis.yaml"
+  --hf-checkpoint "$work/inputs/model"
+  --prompt-data "$work/inputs/data.jsonl"
+  --rm-type exact
+  --rollout-weight-format fp8_e4m3
+  --num-rollout 20 --rollout-batch-size 32 --n-samples-per-prompt 8
+  --rollout-max-response-len 8 --max-tokens-per-gpu 4096
+  --lr 3e-4 --lr-warmup-steps 5 --weight-decay 0
+  --run-dir "$work/run"
   "$@"
+)
+
+# Bad inputs are said once here, and not by every rank.
+WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 onpolicy train "${flags[@]}" --dry-run > /dev/null
+
+torchrun --standalone --nproc-per-node 2 --no-python onpolicy train "${flags[@]}"

@@ -12,13 +12,19 @@ num_trainers=${NUM_TRAINERS:-6}
 num_engines=${NUM_ENGINES:-2}
 work=${WORK_DIR:-runs/true_on_policy_qwen3_30b_a3b_megatron}
 
-torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train \
-  --custom-config-path "$here/config.yaml" \
-  --hf-checkpoint "$HF_CHECKPOINT" \
-  --prompt-data "$PROMPT_DATA" \
-  --train-backend megatron --megatron-pp 3 --megatron-ep 2 \
-  --rollout-num-engines "$num_engines" \
-  --max-tokens-per-gpu 8192 \
-  --run-dir "$work/run" \
-  --save "$work/checkpoints" --load "$work/checkpoints" \
+flags=(
+  --custom-config-path "$here/config.yaml"
+  --hf-checkpoint "$HF_CHECKPOINT"
+  --prompt-data "$PROMPT_DATA"
+  --train-backend megatron --megatron-pp 3 --megatron-ep 2
+  --rollout-num-engines "$num_engines"
+  --max-tokens-per-gpu 8192
+  --run-dir "$work/run"
+  --save "$work/checkpoints" --load "$work/checkpoints"
   "$@"
+)
+
+# Bad inputs are said once here, and not by every rank.
+WORLD_SIZE=$num_trainers LOCAL_WORLD_SIZE=$num_trainers onpolicy train "${flags[@]}" --dry-run > /dev/null
+
+torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train "${flags[@]}"

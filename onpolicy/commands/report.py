@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tyro
-
-from onpolicy.commands.output import write_output
+from onpolicy.config import parse
 from onpolicy.config.tools import ReportConfig
 from onpolicy.errors import ConfigError
+from onpolicy.outputs.places import require_writable, write_output
 
 
 def main(argv: Sequence[str]) -> int:
     """Read the runs and write the page."""
-    config = tyro.cli(ReportConfig, args=list(argv), prog="onpolicy report")
+    config = parse(ReportConfig, argv, "onpolicy report")
     if not config.runs:
         raise ConfigError("RUN is missing: a report needs at least one. Give a run's directory.")
+
+    require_writable("--output", config.output)
 
     from onpolicy.outputs.report import render
     from onpolicy.outputs.report_runs import read_runs

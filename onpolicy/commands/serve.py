@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onpolicy.config import parse, sglang_flags, tensor_parallel
+from onpolicy.config.ranges import require_ranges
 from onpolicy.config.secrets import reveal
 from onpolicy.config.tools import ServeConfig
 from onpolicy.config.train import (
@@ -16,11 +17,13 @@ from onpolicy.config.train import (
     require_secrets,
 )
 from onpolicy.errors import EngineError
+from onpolicy.outputs.places import require_directory
 
 
 def main(argv: Sequence[str]) -> int:
     """Start the server, print how to use it, and keep it until interrupted."""
     config = parse(ServeConfig, argv, "onpolicy serve")
+    require_ranges(config)
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
     require_key_for_host(config.rollout_host, config.rollout_api_key)
     require_secrets(config.rollout_api_key, config.sglang_args)
@@ -31,9 +34,13 @@ def main(argv: Sequence[str]) -> int:
         {"--sglang-tp-size": tp_size},
         aligned=config.true_on_policy_mode,
     )
+    require_directory("--run-dir", config.run_dir)
 
     from onpolicy.models.checkpoint import load_config
+    from onpolicy.models.weight_files import require_fit
     from onpolicy.rollout.engine_args import EngineSpec
+    from onpolicy.rollout.flag_check import FlagCheck
+    from onpolicy.rollout.reach import require_place
     from onpolicy.rollout.server import EngineServer, open_private
     from onpolicy.start import cache_tokens, make_contract, share_of_cores
 
@@ -61,6 +68,10 @@ def main(argv: Sequence[str]) -> int:
         sglang_args=config.sglang_args,
     )
     directory = Path(config.run_dir).absolute()
+    require_place(config.rollout_host, config.rollout_base_port)
+    with FlagCheck(spec) as flags:
+        require_fit(config.hf_checkpoint, hf_config, config.trust_remote_code)
+        flags.require_passed()
     server = EngineServer(spec, config.rollout_base_port, directory / "engine.log")
     given = config.rollout_api_key
     key_file = None if given.startswith("@") else directory / "api_key"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 
+from onpolicy.commands.ranks import is_first_rank
 from onpolicy.config import TrainConfig, parse, validate
 
 
@@ -21,7 +21,7 @@ def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.start import check_layout, read_inputs
 
-    if os.environ.get("RANK", "0") != "0":  # torchrun: one answer is enough
+    if not is_first_rank():
         return 0
     check_layout(config)
     inputs = read_inputs(config, Scorer(config.reward))
@@ -40,9 +40,12 @@ def _train(config: TrainConfig) -> int:
     from onpolicy.train import distributed
 
     configure_logging()
-    check_layout(config)
+    inputs = None
+    if is_first_rank():  # before any rank waits for another
+        check_layout(config)
+        inputs = read_inputs(config, Scorer(config.reward))
     distributed.init_process_group()
-    inputs = distributed.run_on_rank_zero(lambda: read_inputs(config, Scorer(config.reward)))
+    inputs = distributed.share_from_rank_zero(inputs)
     if distributed.rank() == 0:
         print(config.batch_equation(), flush=True)
     summary = train(config, inputs)

@@ -5,24 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from onpolicy.commands.output import write_output
+from onpolicy.commands.ranks import is_first_rank
 from onpolicy.config import parse, sglang_flags
+from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.config.train import require_mode_for_operators
+from onpolicy.config.unread import refuse_unread
+from onpolicy.outputs.places import require_directory, require_writable, write_output
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print the report, and say by the exit code whether the mode's promise holds."""
     config = parse(VerifyConfig, argv, "onpolicy verify")
+    require_ranges(config)
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
     require_mode_for_operators(config.operators, aligned=config.true_on_policy_mode)
+    refuse_unread(config)
+    require_directory("--run-dir", config.run_dir)
+    if config.json:
+        require_writable("--json", config.json)
 
-    from onpolicy.start import check_layout, configure_logging
+    from onpolicy.start import configure_logging
     from onpolicy.train import distributed
-    from onpolicy.verify import make_train_config, passes, verify
+    from onpolicy.verify import check_inputs, passes, verify
 
     configure_logging()
-    check_layout(make_train_config(config))
+    if is_first_rank():
+        check_inputs(config)
     distributed.init_process_group()
     report = verify(config)
     if distributed.rank() == 0:

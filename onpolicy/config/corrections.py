@@ -29,19 +29,14 @@ def validate(config: TrainConfig) -> None:
 def _rejection(config: TrainConfig) -> list[_RuleBroken]:
     flags = config.fallback
     statistic, is_divergence = flags.rs_statistic, flags.rs_statistic != "ratio"
-    by_probability = flags.rs_veto_by != "ratio"
     may_reject = flags.use_rs or config.governor.mismatch_governor
     return [
-        ("rs-statistic", statistic, is_divergence and not may_reject,
-         "only rejection looks at it", "Add --use-rs, or leave it out."),
-        ("rs-upper-bound", None, is_divergence and flags.rs_upper_bound is None,
+        ("rs-upper-bound", None, may_reject and is_divergence and flags.rs_upper_bound is None,
          f"--rs-statistic {statistic} needs it, since the bounds of ratios are none of a divergence",
          "Give one; verl's is 0.01 for the mean k3 of a sequence."),
         ("rs-lower-bound", flags.rs_lower_bound, is_divergence and flags.rs_lower_bound is not None,
          f"--rs-statistic {statistic} grows on both sides of a ratio of 1, and has an upper bound only",
          "Leave it out."),
-        ("rs-veto-by", flags.rs_veto_by, by_probability and flags.rs_veto_threshold is None,
-         "there is no veto without its threshold", "Add --rs-veto-threshold, or leave it out."),
     ]  # fmt: skip
 
 
@@ -54,8 +49,6 @@ def _kl(config: TrainConfig) -> list[_RuleBroken]:
          "Use k1, k3 or low_var_kl, or leave --use-unbiased-kl out."),
         ("rejected-in-kl", True, flags.rejected_in_kl and not flags.rejected_in_denominator,
          "with --no-rejected-in-denominator rejected tokens are no part of any mean", _LEAVE_ONE_OUT),
-        ("rejected-in-kl", True, flags.rejected_in_kl and not algorithm.use_kl_loss,
-         "there is no KL penalty", "Add --use-kl-loss, or leave it out."),
     ]  # fmt: skip
 
 

@@ -118,10 +118,18 @@ class RewardConfig:
     """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact."""
 
     custom_rm_path: str = ""
-    """Own rule instead, as package.module.function(sample) -> float or dict with "score"."""
+    """Own rule instead: package.module.function or path/to/file.py:function, which takes a Sample and
+    returns a number, or a dict with one under "score" (docs/rewards.md)."""
 
     rm_time_limit: float = 10.0
     """Seconds for scoring one response; after that its reward is 0 and the timeout is counted."""
+
+    rm_workers: int = 0
+    """Processes that score; 0: one per core, at least 4 and at most 32. Changes no reward."""
+
+    rm_max_error_rate: float = 0.01
+    """Share of the samples scored at once that the rule may fail on. They get the reward 0 and are
+    counted; beyond this share the run ends. 0: at the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +241,8 @@ class FallbackConfig:
     """What to do with log-probabilities that are NaN or infinite."""
 
     custom_tis_function_path: str = ""
-    """Own correction instead, as package.module.function, with the arguments that Miles gives it; the
-    flags above are handed to it and do nothing else."""
+    """Own correction instead: package.module.function or path/to/file.py:function, with the arguments
+    that Miles gives it; the flags above are handed to it and do nothing else."""
 
     use_rollout_logprobs: bool = False
     """Bypass: the rollout's log-probabilities are the old policy's; the trainer computes none before

@@ -5,95 +5,70 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tyro
-import yaml
 
-from onpolicy.config import sglang_flags
+from onpolicy.config import sglang_flags, yaml_file
+from onpolicy.config.flags import SGLANG_ARGS, flag_types, spelled
 from onpolicy.errors import ConfigError
 
 Config = TypeVar("Config")
-CONFIG_FLAG = "--custom-config-path"
 
 
 def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     """Parse flags of `config_class`, a dataclass of flags or of groups of flags.
 
-    Raises ConfigError for a bad YAML file; unknown flags end the process with the nearest name.
+    Raises ConfigError for a bad YAML file, and for arguments that are no flags, with the nearest
+    name; a value that is not of its flag's type ends the process with that flag's help.
     """
     rest, sglang_args = sglang_flags.split(argv)
-    flags = _file_flags(config_class, rest)
-    config = tyro.cli(config_class, args=[*flags, *rest], prog=prog)
-    file_sglang = sglang_flags.split(_yaml_arguments(rest, only_sglang=True))[1]
-    if file_sglang or sglang_args:
-        config = dataclasses.replace(config, sglang_args=(*file_sglang, *sglang_args))  # type: ignore[type-var]
+    path = _config_path(rest) if yaml_file.CONFIG_KEY in flag_types(config_class) else ""
+    from_file: tuple[list[str], list[str]] = ([], [])
+    if path:
+        from_file = yaml_file.read_arguments(path, flag_types(config_class))
+    arguments = [*from_file[0], *rest]
+    config, unknown = tyro.cli(config_class, args=arguments, prog=prog, return_unknown_args=True)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], rest, known_keys(config_class), prog))
+    if sglang := (*from_file[1], *sglang_args):
+        if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
+            raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
+        config = dataclasses.replace(config, sglang_args=sglang)  # type: ignore[type-var]
     return config
-
-
-def _file_flags(config_class: type, argv: Sequence[str]) -> list[str]:
-    """The YAML file's values as flags, to stand before the command line's."""
-    keys = known_keys(config_class)
-    for key in _yaml_values(argv):
-        if key not in keys and not key.startswith("sglang_"):
-            nearest = difflib.get_close_matches(key, keys, 1)
-            hint = f" Did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(f"{_yaml_path(argv)}: unknown key {key!r}.{hint}")
-    return _yaml_arguments(argv, only_sglang=False)
 
 
 def known_keys(config_class: type) -> list[str]:
     """The flags of a configuration class, as YAML keys."""
-    keys: list[str] = []
-    for item in dataclasses.fields(config_class):
-        default = (
-            item.default_factory() if item.default_factory is not dataclasses.MISSING else None
+    return list(flag_types(config_class))
+
+
+def _config_path(argv: Sequence[str]) -> str:
+    """The value of --custom-config-path, which tyro takes with underscores too."""
+    found: list[str] = []
+    for i, arg in enumerate(argv):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == spelled(yaml_file.CONFIG_KEY):
+            found.append(value if equals else "".join(argv[i + 1 : i + 2]))
+    if len(found) > 1:
+        raise ConfigError(
+            f"{spelled(yaml_file.CONFIG_KEY)}={found[1]}: given twice, and one file is read. Put both "
+            "into one."
         )
-        if dataclasses.is_dataclass(default):
-            keys += [inner.name for inner in dataclasses.fields(default)]
-        elif item.name != "sglang_args":
-            keys.append(item.name)
-    return keys
+    return found[0] if found else ""
 
 
-def _yaml_path(argv: Sequence[str]) -> str | None:
-    for position, arg in enumerate(argv):
-        if arg == CONFIG_FLAG and position + 1 < len(argv):
-            return argv[position + 1]
-        if arg.startswith(CONFIG_FLAG + "="):
-            return arg.split("=", 1)[1]
-    return None
-
-
-def _yaml_values(argv: Sequence[str]) -> dict[str, Any]:
-    path = _yaml_path(argv)
-    if not path:
-        return {}
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"{CONFIG_FLAG}={path}: cannot be read ({error.strerror}).") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{CONFIG_FLAG}={path}: not valid YAML: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{CONFIG_FLAG}={path}: must be a mapping of flag names to values.")
-    return values
-
-
-def _yaml_arguments(argv: Sequence[str], only_sglang: bool) -> list[str]:
-    arguments: list[str] = []
-    for key, value in _yaml_values(argv).items():
-        if key.startswith("sglang_") != only_sglang:
-            continue
-        name = key.replace("_", "-")
-        if isinstance(value, bool) and not only_sglang:
-            arguments.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, bool):
-            arguments += [f"--{name}"] if value else []
-        else:
-            values = value if isinstance(value, list) else [value]
-            arguments += [f"--{name}", *map(str, values)]
-    return arguments
+def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> str:
+    """What to say of an argument that no flag takes."""
+    if not arg.startswith("-"):
+        before = argv[argv.index(arg) - 1] if arg in argv[1:] else ""
+        where = f" after {before}" if before.startswith("--") else ""
+        return (
+            f"{arg!r}{where}: is no flag, and no flag takes it as a value. Switches have none: they are "
+            f"--name or --no-name. See {prog} --help"
+        )
+    flags = [*map(spelled, keys), *(spelled(f"no_{key}") for key in keys)]
+    name = arg.split("=")[0].replace("_", "-")
+    nearest = difflib.get_close_matches(name, flags, 1)
+    hint = f"Did you mean {nearest[0]}? " if nearest else ""
+    return f"{arg}: unknown flag. {hint}See {prog} --help"

@@ -19,6 +19,7 @@ _OURS = {
     "trust-remote-code": "--trust-remote-code",
     "random-seed": "--seed",
     "device": "CUDA_VISIBLE_DEVICES= to hide a GPU",
+    "config": "--custom-config-path, a file that takes sglang_* keys too",
 }
 
 _ATTENTION = "the attention operator is part of the contract"
@@ -47,6 +48,7 @@ _UNALIGNED = {
     "rl-quant-profile": _WEIGHTS,
     "speculative-algorithm": "accepted draft tokens are not samples of softmax(logits / temperature)",
     "speculative-draft-model-path": "draft models are not part of the contract",
+    "speculative-draft-model": "draft models are not part of the contract",
     "enable-lora": "adapters are not part of the model that is trained",
     "lora-paths": "adapters are not part of the model that is trained",
     "enable-torch-compile": _COMPILED,
@@ -75,14 +77,18 @@ _COMPILED_GRAPH = "tc_piecewise"
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate --sglang-* flags and their values from the rest: (rest, SGLang's arguments)."""
+    """Separate --sglang-* flags and their values from the rest: (rest, SGLang's arguments).
+
+    Like our own flags, they may be written with _ for -.
+    """
     rest: list[str] = []
     sglang: list[str] = []
     target = rest
     for arg in argv:
-        if arg.startswith(PREFIX):
+        name, equals, value = arg.partition("=")
+        if (flag := name.replace("_", "-")).startswith(PREFIX):
             target = sglang
-            target.append("--" + arg[len(PREFIX) :])
+            target.append("--" + flag[len(PREFIX) :] + equals + value)
         elif arg.startswith("--"):
             target = rest
             target.append(arg)
@@ -92,10 +98,21 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
-    """Devices of one server: the value of --sglang-tp-size, 1 if it is not given."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    """Devices of one server: the value of --sglang-tp-size, 1 if it is not given.
+
+    Raises ConfigError for a value that is no number of devices.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
-    return parser.parse_known_args(sglang_args)[0].tp_size
+    try:
+        size = parser.parse_known_args(sglang_args)[0].tp_size
+    except argparse.ArgumentError as error:
+        raise ConfigError(
+            f"{PREFIX}tp-size: {error.message}. Give a number of devices, such as 2."
+        ) from error
+    if size < 1:
+        raise ConfigError(f"{PREFIX}tp-size={size}: must be at least 1. Leave it out for 1.")
+    return size
 
 
 def validate(sglang_args: Sequence[str], aligned: bool) -> None:

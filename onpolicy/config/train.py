@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import corrections, groups, secrets, settings, sglang_flags, tensor_parallel
+from onpolicy.config import (
+    addresses,
+    corrections,
+    groups,
+    secrets,
+    settings,
+    sglang_flags,
+    tensor_parallel,
+)
+from onpolicy.config.ranges import SMALLEST_TEMPERATURE, require_ranges
+from onpolicy.config.unread import refuse_unread
 from onpolicy.errors import ConfigError
 from onpolicy.network import is_loopback
 
@@ -124,7 +134,7 @@ class TrainConfig:
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
-    _require_positive(config)
+    require_ranges(config)
     _require_batch_sizes(config)
     _require_sampling(config)
     _require_companions(config)
@@ -135,45 +145,29 @@ def validate(config: TrainConfig) -> None:
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
     config.count_row_parallel_blocks()
     require_mode_for_operators(config.parity.operators, aligned=config.may_align)
+    refuse_unread(config)
 
 
 def _refuse(flag: str, value: object, rule: str, remedy: str) -> None:
     raise ConfigError(f"--{flag.replace('_', '-')}={value}: {rule}. {remedy}")
 
 
-_AT_LEAST: dict[str, float] = {
-    "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1,
-    "rollout_max_response_len": 1, "rollout_max_concurrency": 1, "rollout_num_engines": 1,
-    "rollout_max_restarts": 0, "rollout_base_port": 0, "cpu_threads": 0, "eps_clip": 0,
-    "kl_loss_coef": 0, "tis_upper_bound": 0, "governor_lr_scale": 0, "length_decay_floor": 0,
-    "length_decay_default_period": 0,
-    "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
-    "clip_grad": 0, "update_weight_buffer_size": 1, "eval_interval": 0,
-    "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "keep_checkpoints": 0,
-    "seed": 0,
-}  # fmt: skip
-
-
-def _require_positive(config: TrainConfig) -> None:
-    values = config.to_dict()
-    for name, least in _AT_LEAST.items():
-        if not values[name] >= least:
-            _refuse(name, values[name], f"must be at least {least:g}", "Give a larger value.")
-    for name in (
-        "rollout_request_timeout", "rollout_start_timeout", "rollout_health_timeout",
-        "rm_time_limit", "adam_eps",
-    ):  # fmt: skip
-        if not values[name] > 0:
-            _refuse(name, values[name], "must be greater than 0", "Give a larger value.")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= values[name] < 1:
-            _refuse(name, values[name], "must be in [0, 1)", "Give a value in that range.")
+MAX_SAMPLES = 10_000_000
+"""Samples of a rollout at most: one process holds all of them."""
 
 
 def _require_batch_sizes(config: TrainConfig) -> None:
     samples, size = config.samples_per_rollout, config.trainer.global_batch_size
-    if size is not None and (size < 1 or samples % size):
-        rollout = config.rollout
+    rollout = config.rollout
+    if samples > MAX_SAMPLES:
+        _refuse(
+            "rollout_batch_size",
+            rollout.rollout_batch_size,
+            f"x n_samples_per_prompt {rollout.n_samples_per_prompt} = {samples} samples, and a rollout, "
+            f"which one process holds, may have {MAX_SAMPLES}",
+            "Lower one of the two.",
+        )
+    if size is not None and samples % size:
         _refuse(
             "global_batch_size",
             size,
@@ -198,12 +192,13 @@ def _divisors(n: int) -> str:
 
 def _require_sampling(config: TrainConfig) -> None:
     rollout = config.rollout
-    if not rollout.rollout_temperature > 0:
+    if rollout.rollout_temperature < SMALLEST_TEMPERATURE:
         _refuse(
             "rollout_temperature",
             rollout.rollout_temperature,
-            "must be greater than 0, since a greedy rollout has no log-probabilities to learn from",
-            "Give 1.0, or another positive value.",
+            f"must be at least {SMALLEST_TEMPERATURE:g}: SGLang samples greedily below it, and a greedy "
+            "rollout has no log-probabilities to learn from",
+            "Give 1.0, or another value in that range.",
         )
     neutral = {"rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
     for name, value in neutral.items():
@@ -248,14 +243,6 @@ def _require_companions(config: TrainConfig) -> None:
                 f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
                 "does nothing without the other. Give both, or neither."
             )
-    output = config.output
-    if output.keep_checkpoints and not output.save:
-        _refuse(
-            "keep_checkpoints", output.keep_checkpoints, "deletes what --save wrote", "Add --save."
-        )
-    if output.allow_changed_settings and not output.load:
-        names = " ".join(output.allow_changed_settings)
-        _refuse("allow_changed_settings", names, "is about what --load resumes", "Add --load.")
 
 
 def _require_corrections(config: TrainConfig) -> None:
@@ -319,6 +306,7 @@ def _require_engines(config: TrainConfig) -> None:
             "with --rollout-server-url no server is started, so nothing would read it",
             "Give it to the command that starts the server.",
         )
+    addresses.validate(engine)
     require_key_for_host(engine.rollout_host, engine.rollout_api_key)
     require_secrets(engine.rollout_api_key, config.sglang_args)
 

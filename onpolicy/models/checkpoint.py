@@ -6,81 +6,77 @@ file, code that would have to be trusted, an architecture that the two engines c
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import has_usual_experts, unusual_experts
+from onpolicy.models.weight_files import stored_shapes
+from onpolicy.reading import read_json_object
 
-INDEX = "model.safetensors.index.json"
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+"""What every part of onpolicy asks a configuration for."""
 
 
-def load_config(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The checkpoint's configuration, after checking that its files are there and complete."""
+def load_config(
+    path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
+) -> PretrainedConfig:
+    """The checkpoint's configuration, after checking that its files are there and complete.
+
+    Raises ConfigError, which blames `flag`, for whatever is wrong with the directory.
+    """
     directory = Path(path)
+    if not path:
+        raise ConfigError(
+            f"{flag} is missing: a directory with a checkpoint is needed. Give its path."
+        )
     if not (directory / "config.json").is_file():
         raise ConfigError(
-            f"--hf-checkpoint={path}: no config.json there. It must be a local directory with a "
-            "Hugging Face checkpoint (config.json and *.safetensors); download it first."
+            f"{flag}={path}: no config.json there. It must be a local directory with a Hugging Face "
+            "checkpoint (config.json and *.safetensors); download it first."
         )
-    raw = _read_json(directory / "config.json")
+    raw = read_json_object(directory / "config.json", f"{flag}={path}: config.json")
     if raw.get("auto_map") and not trust_remote_code:
         raise ConfigError(
-            f"--hf-checkpoint={path}: its config.json asks to run the checkpoint's own Python code "
+            f"{flag}={path}: its config.json asks to run the checkpoint's own Python code "
             f"(auto_map={raw['auto_map']}). Read that code; if you trust it, add --trust-remote-code."
         )
-    _check_weight_files(directory)
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-def _check_weight_files(directory: Path) -> None:
-    index = directory / INDEX
-    if index.is_file():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
-    else:
-        names = sorted(file.name for file in directory.glob("*.safetensors"))
-    if not names:
+    num_tensors = len(stored_shapes(directory, flag))
+    if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > num_tensors:
         raise ConfigError(
-            f"--hf-checkpoint={directory}: no *.safetensors file there. Convert the weights with "
-            "transformers' save_pretrained; pickled weights (*.bin) are not loaded."
+            f"{flag}={path}: num_hidden_layers={layers} in config.json, and the weights are "
+            f"{num_tensors} tensors. They do not belong together; download the checkpoint again."
         )
-    for name in names:
-        _check_safetensors(directory / name)
+    return _parse_config(path, trust_remote_code, flag)
 
 
-def _check_safetensors(file: Path) -> None:
-    """Compare the file's size with what its header promises."""
-    if not file.is_file():
-        raise ConfigError(f"{file}: missing, but {INDEX} names it. Download the checkpoint again.")
-    size = file.stat().st_size
+def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedConfig:
     try:
-        with file.open("rb") as handle:
-            (header_size,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(header_size))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        expected = 8 + header_size + max(ends, default=0)
-    except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever its validators raise
         raise ConfigError(
-            f"{file}: not a safetensors file ({error}). Download it again."
+            f"{flag}={path}: transformers cannot read its config.json "
+            f"({in_one_line(error)}). Choose a checkpoint that transformers "
+            f"{transformers.__version__} knows, or download it again."
         ) from error
-    if size != expected:
-        raise ConfigError(
-            f"{file}: {size} bytes, but its header promises {expected}: the file is truncated or "
-            "damaged. Download it again."
-        )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}). Download it again.") from error
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{flag}={path}: {name}={size} in config.json, and it must be a whole number of at "
+                "least 1. Choose a causal language model, or download the checkpoint again."
+            )
+    return config
 
 
 def require_alignable(

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from onpolicy.models.checkpoint import INDEX
+from onpolicy.models.weight_files import INDEX
 from onpolicy.weights import WeightBucket, write_weights
 
 

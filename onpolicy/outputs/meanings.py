@@ -7,6 +7,7 @@ MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's samples",
     "rollout/reward_std": "standard deviation of those rewards",
     "rollout/reward_timeouts": "samples that the reward rule did not finish in time; they score 0",
+    "rollout/reward_errors": "samples that the reward rule failed on, by error or crash; they score 0",
     "rollout/response_length": "mean length of the responses, in tokens",
     "rollout/response_length_max": "length of the longest response",
     "rollout/truncated_ratio": "share of responses that reached the length limit",

@@ -1,42 +1,47 @@
-"""Scores samples in a worker process, with a time limit for each that really ends it."""
+"""Scores samples in worker processes, with a time limit for each that really ends it."""
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Sequence
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from typing import Any
 
-from pebble import ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 from onpolicy.config.groups import RewardConfig
-from onpolicy.errors import ConfigError
-from onpolicy.plugins import load_function
-from onpolicy.rewards import load_rule
-from onpolicy.types import Prompt, Sample
+from onpolicy.errors import ConfigError, RewardError
+from onpolicy.rewards import load_rule, worker
+from onpolicy.rewards.worker import Failure
+from onpolicy.types import FinishReason, Prompt, Sample
 
-Scored = float | dict[str, float]
+logger = logging.getLogger(__name__)
+
+FEWEST_WORKERS, MOST_WORKERS = 4, 32
+
+START_SECONDS = 120.0
+"""How long a worker may take to import a rule, besides the time limit of a sample."""
 
 
 class Scorer:
-    """Fills in the rewards of samples by the configured rule."""
+    """Fills in the rewards of samples by the configured rule.
+
+    Rewards depend on the samples alone: neither on the number of workers nor on who ends first.
+    """
 
     def __init__(self, config: RewardConfig):
         self.config = config
-        self._custom: Callable[[Sample], Any] | None = None
         self._pool: ProcessPool | None = None
-        if config.custom_rm_path:
-            self._custom = load_function(config.custom_rm_path, "--custom-rm-path")
-            if inspect.iscoroutinefunction(self._custom):
-                raise ConfigError(
-                    f"--custom-rm-path={config.custom_rm_path}: is async. It is called for one "
-                    "sample at a time in a worker process; make it a plain function."
-                )
+        self._has_reported = False
 
-    def check_labels(self, prompts: Sequence[Prompt], path: str) -> None:
-        """Raise ConfigError for the first label that the rule cannot read."""
-        if self._custom is not None:
+    def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
+        """Raise ConfigError for the first label that the rule cannot read; `name`: flag and file."""
+        if self.config.custom_rm_path:
             return
         rule = load_rule(self.config.rm_type)
         for prompt in prompts:
@@ -44,53 +49,137 @@ class Scorer:
                 rule.check_label(prompt.label)
             except ValueError as error:
                 raise ConfigError(
-                    f"{path}: prompt {prompt.index}, label={prompt.label!r}: --rm-type "
+                    f"{name}: prompt {prompt.index}, label={prompt.label!r}: --rm-type "
                     f"{self.config.rm_type} cannot read it: {error}. Correct the row, or choose "
                     "another rule."
                 ) from error
 
+    def try_out(self, prompt: Prompt) -> None:
+        """Score a made-up response to `prompt`, its label, once. Raises ConfigError if that fails."""
+        if not self.config.custom_rm_path:
+            return
+        pool = _pool(self.config, workers=1)
+        job = self._submit(pool, _made_up(prompt))
+        try:
+            result = _result(job, START_SECONDS + self.config.rm_time_limit)
+        finally:
+            pool.stop()
+            pool.join()
+        if result is None:
+            limit = f"--rm-time-limit={self.config.rm_time_limit:g} seconds"
+            result = Failure(reason=f"gave no result within {limit}")
+        if isinstance(result, Failure):
+            raise ConfigError(result.reason if result.in_loading else self._refusal(result.reason))
+
+    def _refusal(self, reason: str) -> str:
+        return (
+            f"{self._name}: tried on the first prompt with its label as the response, it {reason}. It "
+            'must take one Sample and return a number, or a dict with one under "score"; see '
+            "docs/rewards.md."
+        )
+
     def score(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Set every sample's reward; return metrics. A timeout scores 0 and is counted."""
-        jobs = [self._submit(sample) for sample in samples]
-        timeouts = 0
+        """Set every sample's reward and return metrics.
+
+        A sample whose scoring takes too long or fails gets the reward 0 and is counted. Raises
+        RewardError if more of them fail than --rm-max-error-rate lets pass.
+        """
+        if self._pool is None:
+            self._pool = _pool(self.config, self.config.rm_workers or default_workers())
+        jobs = [self._submit(self._pool, sample) for sample in samples]
+        timeouts, failed = 0, list[tuple[Sample, Failure]]()
         for sample, job in zip(samples, jobs, strict=True):
-            try:
-                _set_reward(sample, job.result(), self.config)
-            except FutureTimeout:
-                timeouts += 1
-                sample.reward = 0.0
-        return {"rollout/reward_timeouts": float(timeouts)}
+            result = _result(job)
+            if isinstance(result, Failure):
+                failed.append((sample, result))
+            timeouts += result is None
+            parts = result if isinstance(result, dict) else {"score": 0.0}
+            sample.reward = parts.pop("score")
+            sample.reward_parts = parts
+        self._judge(failed, len(samples))
+        return {
+            "rollout/reward_timeouts": float(timeouts),
+            "rollout/reward_errors": float(len(failed)),
+        }
 
     def close(self) -> None:
-        """End the worker process."""
+        """End the worker processes."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
 
-    def _submit(self, sample: Sample) -> Any:
-        if self._pool is None:
-            self._pool = ProcessPool(max_workers=1)
-        limit = self.config.rm_time_limit
-        if self._custom is not None:
-            return self._pool.schedule(self._custom, args=[sample], timeout=limit)
-        arguments = [self.config.rm_type, sample.response, sample.prompt.label]
-        return self._pool.schedule(_score, args=arguments, timeout=limit)
+    @property
+    def _name(self) -> str:
+        config = self.config
+        own = f"{worker.FLAG}={config.custom_rm_path}"
+        return own if config.custom_rm_path else f"--rm-type={config.rm_type}"
+
+    def _submit(self, pool: ProcessPool, sample: Sample) -> Any:
+        arguments: list[Any] = [sample.response, sample.prompt.label]
+        if self.config.custom_rm_path:
+            arguments = [replace(sample, routed_experts=None)]  # megabytes that no rule looks at
+        return pool.schedule(worker.score, args=arguments, timeout=self.config.rm_time_limit)
+
+    def _judge(self, failed: Sequence[tuple[Sample, Failure]], num_samples: int) -> None:
+        """Say what failed; raise RewardError if it is too much."""
+        if not failed:
+            return
+        sample, failure = failed[0]
+        where = f"prompt {sample.prompt.index}, sample {sample.sample_index}"
+        count = f"{self._name}: {len(failed)} of {num_samples} samples could not be scored"
+        logger.warning("%s; they get the reward 0. The first, %s, %s", count, where, failure.reason)
+        if not self._has_reported:
+            self._has_reported = True
+            logger.error(
+                "The first failure of %s: %s, label %r, response %.500r\n%s",
+                self._name, where, sample.prompt.label, sample.response, failure.traceback,
+            )  # fmt: skip
+        if len(failed) > self.config.rm_max_error_rate * num_samples:
+            raise RewardError(
+                f"{count}, more than --rm-max-error-rate={self.config.rm_max_error_rate:g} of them. The "
+                f"first, {where}, {failure.reason}. Mend the rule and resume from the last checkpoint "
+                "with --load, or raise the limit."
+            )
 
 
-def _score(rule: str, response: str, label: str) -> Scored:
-    return load_rule(rule).score(response, label)
+def default_workers() -> int:
+    """As many as there are cores, within limits: scoring alternates with work that uses them all."""
+    return min(max(len(os.sched_getaffinity(0)), FEWEST_WORKERS), MOST_WORKERS)
 
 
-def _set_reward(sample: Sample, scored: Any, config: RewardConfig) -> None:
-    name = f"--custom-rm-path {config.custom_rm_path}" if config.custom_rm_path else config.rm_type
-    parts = scored if isinstance(scored, dict) else {"score": scored}
-    if "score" not in parts:
-        raise ConfigError(f'{name} returned {scored!r}: a dict must hold the reward under "score".')
+def _pool(config: RewardConfig, workers: int) -> ProcessPool:
+    return ProcessPool(
+        max_workers=workers,
+        initializer=worker.load,
+        initargs=(config.rm_type, config.custom_rm_path),
+        # A fork of a process with threads, or with a GPU, may hang.
+        context=multiprocessing.get_context("spawn"),
+    )
+
+
+def _made_up(prompt: Prompt) -> Sample:
+    return Sample(
+        prompt=prompt,
+        sample_index=0,
+        response_ids=prompt.token_ids[-1:],
+        rollout_log_probs=[-1.0],
+        finish_reason=FinishReason.STOP,
+        weight_version="0",
+        num_cached_tokens=0,
+        response=prompt.label,
+    )
+
+
+def _result(job: Any, seconds: float | None = None) -> dict[str, float] | Failure | None:
+    """What the worker says of a sample; None if the sample's time ran out."""
     try:
-        numbers = {key: float(value) for key, value in parts.items()}
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} returned {scored!r}: it must be a number or numbers.") from error
-    sample.reward = numbers.pop("score")
-    sample.reward_parts = numbers
-    if not math.isfinite(sample.reward):
-        raise ConfigError(f"{name} returned {sample.reward}: a reward must be finite.")
+        return job.result(seconds)
+    except FutureTimeout:
+        late = Failure(reason=f"was not imported after {seconds} seconds")
+        return None if job.done() else late
+    except BrokenProcessPool:
+        return Failure(reason="ends the process that imports it")
+    except ProcessExpired as error:
+        code = error.exitcode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return Failure(reason=f"ended its process ({how})")

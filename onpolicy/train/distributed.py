@@ -64,6 +64,15 @@ def run_on_rank_zero(function: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
+def share_from_rank_zero(value: T | None) -> T:
+    """Rank 0's `value`, on every rank."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    assert values[0] is not None
+    return values[0]
+
+
 def device(kind: str) -> torch.device:
     """This rank's device of a kind: `cpu`, or `cuda` by its place on the host."""
     if kind == "cuda":

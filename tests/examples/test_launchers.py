@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import make_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,17 +29,33 @@ def launch(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("prompt", ["x+y=?", [{"role": "user", "content": "x+y=?"}]])
-def test_the_8_gpu_launcher_is_a_valid_run(launch, tmp_path, prompt):
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    checkpoint = make_checkpoint(tmp_path / "model", max_position_embeddings=16384)
-    (checkpoint / "chat_template.jinja").write_text(template)
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": prompt, "label": "7"}) + "\n")
-    done = launch(
-        "dapo_math_8gpu/run.sh", "--dry-run", "--num-rollout", "3",
-        HF_CHECKPOINT=str(checkpoint), PROMPT_DATA=str(data), NUM_TRAINERS="2",
-    )  # fmt: skip
+@pytest.fixture
+def inputs(tmp_path):
+    """Makes a checkpoint and a rollout's prompts, and returns the launchers' variables."""
+
+    def make(architecture="qwen3", chats=False):
+        template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        checkpoint = make_checkpoint(
+            tmp_path / "model", architecture, max_position_embeddings=16384
+        )
+        (checkpoint / "chat_template.jinja").write_text(template)
+        write_problems(tmp_path / "data.jsonl", chats)
+        data = tmp_path / "data.jsonl"
+        return {"HF_CHECKPOINT": str(checkpoint), "PROMPT_DATA": str(data), "NUM_TRAINERS": "2"}
+
+    return make
+
+
+def write_problems(file, chats=False):
+    texts = [f"x+{n}=?" for n in range(64)]
+    prompts = [[{"role": "user", "content": text}] if chats else text for text in texts]
+    file.write_text("".join(json.dumps({"prompt": p, "label": "7"}) + "\n" for p in prompts))
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_the_8_gpu_launcher_is_a_valid_run(launch, inputs, chats):
+    given = inputs(chats=chats)
+    done = launch("dapo_math_8gpu/run.sh", "--dry-run", "--num-rollout", "3", **given)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("1024 samples = global_batch_size 512 x 2 optimizer steps") == 1
     assert '"num_rollout": 3' in done.stdout
@@ -48,20 +65,52 @@ def test_the_8_gpu_launcher_is_a_valid_run(launch, tmp_path, prompt):
 @pytest.mark.parametrize(
     ("script", "servers"), [("run_qwen3_4b.sh", 4), ("run_qwen3_30b_a3b.sh", 2)]
 )
-def test_the_true_on_policy_launchers_are_valid_runs(launch, tmp_path, script, servers):
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    checkpoint = make_checkpoint(tmp_path / "model", max_position_embeddings=16384)
-    (checkpoint / "chat_template.jinja").write_text(template)
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": "x+y=?", "label": "7"}) + "\n")
-    done = launch(
-        f"true_on_policy/{script}", "--dry-run", "--operators", "auto",
-        HF_CHECKPOINT=str(checkpoint), PROMPT_DATA=str(data), NUM_TRAINERS="2",
-    )  # fmt: skip
+def test_the_true_on_policy_launchers_are_valid_runs(launch, inputs, script, servers):
+    done = launch(f"true_on_policy/{script}", "--dry-run", "--operators", "auto", **inputs())
     assert done.returncode == 0, done.stderr
     assert "1024 samples = global_batch_size 1024 x 1 optimizer steps" in done.stdout
     assert f'"rollout_num_engines": {servers}' in done.stdout
     assert '"true_on_policy_mode": true' in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.parametrize(
+    "script", ["run_qwen3_4b.sh", "run_qwen3_30b_a3b.sh", "run_qwen3_30b_a3b_megatron.sh"]
+)
+def test_without_a_gpu_a_launcher_says_so_once(launch, inputs, script):
+    given = inputs("qwen3-moe")
+    argv = ["--megatron-ep", "1", "--megatron-pp", "2"] if "megatron" in script else []
+    done = launch(f"true_on_policy/{script}", *argv, **given)
+    assert done.returncode == 2
+    assert done.stderr.count("ConfigError: --operators=hopper: this machine has no GPU") == 1
+    assert "Traceback" not in done.stderr and "torchrun" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [([], "ConfigError: --prompt-data=none.jsonl: "), (["--lr", "nan"], "ConfigError: --lr=nan: ")],
+)
+def test_ranks_that_torchrun_starts_say_once_what_is_wrong(tmp_path, checkpoint, argv, message):
+    """For users with launchers of their own; torchrun adds a traceback that is not ours."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    flags = [
+        "--hf-checkpoint",
+        str(checkpoint),
+        "--prompt-data",
+        "none.jsonl",
+        "--rm-type",
+        "exact",
+    ]
+    flags += ["--rollout-max-response-len", "8", *argv]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "onpolicy.cli", "train", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("ConfigError: ") == done.stderr.count(message) == 1
 
 
 @pytest.mark.parametrize("script", ["dapo_math_8gpu/run.sh", "true_on_policy/run_qwen3_4b.sh"])
@@ -71,16 +120,11 @@ def test_a_launcher_says_what_it_was_not_given(launch, script):
     assert "HF_CHECKPOINT: must name a local Hugging Face checkpoint" in done.stderr
 
 
-def test_the_megatron_launcher_is_a_valid_run(launch, tmp_path):
+def test_the_megatron_launcher_is_a_valid_run(launch, inputs):
     pytest.importorskip("megatron.core")
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    checkpoint = make_checkpoint(tmp_path / "model", "qwen3-moe", max_position_embeddings=16384)
-    (checkpoint / "chat_template.jinja").write_text(template)
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": "x+y=?", "label": "7"}) + "\n")
+    given = inputs("qwen3-moe")
     script = "true_on_policy/run_qwen3_30b_a3b_megatron.sh"
     argv = ["--dry-run", "--operators", "auto", "--megatron-pp", "2", "--megatron-ep"]
-    given = {"HF_CHECKPOINT": str(checkpoint), "PROMPT_DATA": str(data), "NUM_TRAINERS": "2"}
     done = launch(script, *argv, "1", **given)
     assert done.returncode == 0, done.stderr
     assert '"train_backend": "megatron"' in done.stdout
@@ -94,7 +138,7 @@ def test_the_megatron_launcher_of_the_corrections_is_a_valid_run(launch, tmp_pat
     inputs = tmp_path / "inputs"
     make_checkpoint(inputs / "model")
     for name in ("data", "eval"):
-        (inputs / f"{name}.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+        write_problems(inputs / f"{name}.jsonl")
     done = launch(
         "mismatch_correction/run_megatron.sh", "--dry-run", "--num-rollout", "3",
         WORK_DIR=str(tmp_path),

@@ -37,6 +37,7 @@ def dry_run(checkpoint, tmp_path):
     return [
         "train", "--dry-run", "--hf-checkpoint", str(checkpoint), "--prompt-data", str(data),
         "--rm-type", "exact", "--rollout-max-response-len", "8", "--true-on-policy-mode",
+        "--rollout-batch-size", "1",
     ]  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def test_a_dry_run_prints_the_resolved_configuration_and_the_batch_equation(dry_
     assert main(dry_run) == 0
     printed = capsys.readouterr().out
     assert '"rollout_max_response_len": 8' in printed
-    assert "rollout_batch_size 32 prompts x n_samples_per_prompt 8 = 256 samples" in printed
+    assert "rollout_batch_size 1 prompts x n_samples_per_prompt 8 = 8 samples" in printed
     assert "1 prompts; contract " in printed
 
 

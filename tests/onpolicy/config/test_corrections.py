@@ -33,12 +33,13 @@ def check(*argv):
          r"--kl-loss-type=k2: the mean of k2 is not the KL"),
         (["--use-kl-loss", "--use-rs", "--rejected-in-kl", "--no-rejected-in-denominator"],
          r"--rejected-in-kl=True: with --no-rejected-in-denominator"),
-        (["--use-rs", "--rejected-in-kl"], r"--rejected-in-kl=True: there is no KL penalty"),
-        (["--rs-statistic", "k3", "--rs-upper-bound", "1"], r"--rs-statistic=k3: .*Add --use-rs"),
+        (["--use-rs", "--rejected-in-kl"], r"--rejected-in-kl=True: only --use-kl-loss reads it"),
+        (["--rs-statistic", "k3", "--rs-upper-bound", "1"], r"--rs-statistic=k3: only --use-rs"),
         (K3, r"--rs-upper-bound=None: --rs-statistic k3 needs it"),
         ([*K3, "--rs-upper-bound", "1", "--rs-lower-bound", "0.1"],
          r"--rs-lower-bound=0.1: --rs-statistic k3 grows on both sides"),
-        (["--rs-veto-by", "rollout_probability"], r"--rs-veto-by=rollout_probability: there is no veto"),
+        (["--rs-veto-by", "rollout_probability"],
+         r"--rs-veto-by=rollout_probability: only --rs-veto-threshold reads it"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):

@@ -3,8 +3,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from onpolicy.config import TrainConfig, parse
+from onpolicy.config.flags import flag_defaults, flag_types, flag_values
 from onpolicy.config.parse import known_keys
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
@@ -43,6 +45,23 @@ def test_yaml_sets_defaults_and_the_command_line_wins(overlay):
     assert config.rollout.rollout_stop_token_ids == (3, 4)
 
 
+def test_every_default_can_be_written_in_yaml_and_changes_nothing(overlay):
+    defaults = flag_defaults(TrainConfig)
+    defaults.pop("custom_config_path")
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
+    file = overlay(yaml.safe_dump(values))
+    assert flag_values(train(*file)) == {
+        **flag_values(TrainConfig()),
+        "custom_config_path": file[1],
+    }
+
+
+@pytest.mark.parametrize("name", flag_types(TrainConfig))
+def test_a_value_of_another_kind_is_refused_in_yaml_for_every_flag(overlay, name):
+    with pytest.raises(ConfigError, match=rf"config.yaml: {name}"):
+        train(*overlay(f"{name}: {{a: 1}}"))
+
+
 def test_an_unknown_yaml_key_names_the_nearest(overlay):
     with pytest.raises(
         ConfigError, match=r"config.yaml: unknown key 'rollout_batchsize'.*rollout_batch_size"
@@ -67,12 +86,18 @@ def test_an_empty_yaml_file_changes_nothing(overlay):
     assert train(*overlay("")).trainer == TrainConfig().trainer
 
 
-def test_an_unknown_flag_ends_the_process_and_names_the_nearest(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train("--rollout-batchsize", "3")
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert "--rollout-batch-size" in printed.out + printed.err
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollout-batchsize", "3"], "--rollout-batchsize: .*Did you mean --rollout-batch-size"),
+        (["--no-shufle"], "--no-shufle: unknown flag. Did you mean --no-shuffle"),
+        (["--shuffle", "no"], "'no' after --shuffle: is no flag.*--no-name"),
+        (["train"], "'train': is no flag"),
+    ],
+)
+def test_an_argument_that_is_no_flag_is_refused_with_the_nearest_name(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        train(*argv)
 
 
 def test_sglang_flags_are_collected_in_order_with_their_values(overlay):

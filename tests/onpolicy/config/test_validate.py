@@ -33,9 +33,9 @@ def test_the_defaults_are_valid():
         (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt=1: --advantage-estimator grpo"),
         (["--save-interval", "5"], "--save-interval=5, --save='': the one does nothing"),
         (["--save", "/s"], "--save-interval=0, --save='/s'"),
-        (["--keep-checkpoints", "2"], "--keep-checkpoints=2: deletes what --save wrote. Add --save"),
+        (["--keep-checkpoints", "2"], "--keep-checkpoints=2: only --save reads it"),
         (["--keep-checkpoints", "-1"], "--keep-checkpoints=-1: must be at least 0"),
-        (["--allow-changed-settings", "lr"], "--allow-changed-settings=lr: is about what --load"),
+        (["--allow-changed-settings", "lr"], "--allow-changed-settings=lr: only --load reads it"),
         (["--load", "/s", "--allow-changed-settings", "lrr"], "settings=lrr: no .* Did you mean lr?"),
         (["--eval-interval", "5"], "--eval-interval=5, --eval-prompt-data=''"),
         (["--rollout-host", "0.0.0.0"], "--rollout-host=0.0.0.0: .*needs a key"),
@@ -89,7 +89,7 @@ def test_true_on_policy_mode_refuses_what_breaks_it_and_stock_does_not(argv, mes
     ("argv", "message"),
     [
         (["--sglang-tp-size", "3"], r"--sglang-tp-size=3: must be a power of two.*binary tree"),
-        (["--sglang-tp", "0"], r"--sglang-tp-size=0: must be a power of two"),
+        (["--sglang-tp", "0"], r"--sglang-tp-size=0: must be at least 1"),
         (["--row-parallel-blocks", "6"], r"--row-parallel-blocks=6: must be a power of two"),
         (["--row-parallel-blocks", "-2"], r"--row-parallel-blocks=-2: must be a power of two"),
         (

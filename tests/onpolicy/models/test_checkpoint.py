@@ -28,18 +28,18 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
         load_config(str(tmp_path))
 
 
-def test_a_truncated_file_is_refused_with_both_sizes(copy):
+def test_a_truncated_file_is_refused(copy):
     file = copy / "model.safetensors"
     size = file.stat().st_size
     with file.open("r+b") as handle:
         handle.truncate(size - 100)
-    with pytest.raises(ConfigError, match=f"{size - 100} bytes, but its header promises {size}"):
+    with pytest.raises(ConfigError, match=f"model.safetensors is no complete .*{size - 100} bytes"):
         load_config(str(copy))
 
 
 def test_a_file_that_is_no_safetensors_is_refused(copy):
     (copy / "model.safetensors").write_bytes(b"not a tensor in sight")
-    with pytest.raises(ConfigError, match="not a safetensors file"):
+    with pytest.raises(ConfigError, match="no complete safetensors file"):
         load_config(str(copy))
 
 
@@ -49,7 +49,7 @@ def test_missing_weights_and_missing_shards_are_refused(copy):
         load_config(str(copy))
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"model-1.safetensors: missing"):
+    with pytest.raises(ConfigError, match=r"model-1.safetensors is missing"):
         load_config(str(copy))
 
 

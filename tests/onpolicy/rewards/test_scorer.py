@@ -1,15 +1,20 @@
+import ctypes
+import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from onpolicy.config.groups import RewardConfig
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, RewardError
+from onpolicy.rewards import scorer as scorer_module
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.types import FinishReason, Prompt, Sample
 
 
-def sample(response, label="42"):
-    prompt = Prompt(index=0, token_ids=[1], label=label, text="")
+def sample(response, label="42", **metadata):
+    prompt = Prompt(index=0, token_ids=[1], label=label, text="", metadata=metadata)
     return Sample(
         prompt=prompt,
         sample_index=0,
@@ -28,23 +33,59 @@ def length_or_hang(sample):
     return {"score": len(sample.response), "half": len(sample.response) / 2}
 
 
-def wrong_kind(sample):
-    return {"other": 1.0} if sample.response == "dict" else "text"
+def meets_others(sample):
+    """Comes back when as many samples as there are in all are being scored at the same time."""
+    place = Path(sample.prompt.metadata["directory"])
+    (place / sample.response).touch()
+    while len(list(place.iterdir())) < sample.prompt.metadata["count"]:
+        time.sleep(0.01)
+    return 1.0
 
 
-def not_finite(sample):
-    return float("nan")
+def slow_for_some(sample):
+    time.sleep(0.05 * (len(sample.response) % 3))
+    return len(sample.response)
+
+
+class NoNumber:
+    def __float__(self):
+        raise RuntimeError("two elements")
+
+
+MISDEEDS = {
+    "raises": lambda: 1 / 0,
+    "exits": lambda: sys.exit(3),
+    "dies": lambda: os._exit(3),
+    "crashes": lambda: ctypes.string_at(0),
+    "none": lambda: None,
+    "text": lambda: "1.0",
+    "nan": lambda: float("nan"),
+    "huge": lambda: 10**400,
+    "no score": lambda: {"other": 1.0},
+    "number as a name": lambda: {"score": 1.0, 2: 3.0},
+    "no scalar": NoNumber,
+}
+
+
+def misbehaves(sample):
+    return MISDEEDS[sample.response]() if sample.response in MISDEEDS else 1.0
+
+
+def takes_two(sample, label):
+    return 1.0
 
 
 async def asynchronous(sample):
     return 1.0
 
 
+a_lambda = lambda sample: 2.0  # noqa: E731
+
+
 @pytest.fixture
 def scorer(monkeypatch, request):
-    """A scorer whose worker process can import this file."""
+    """A scorer whose worker processes can import this file."""
     monkeypatch.syspath_prepend(str(request.path.parent))
-    monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
     made = []
 
     def make(**config):
@@ -60,44 +101,118 @@ def scorer(monkeypatch, request):
 
 def test_a_rule_scores_samples_in_order(scorer):
     samples = [sample("42"), sample("41"), sample("42")]
-    metrics = scorer(rm_type="exact").score(samples)
+    metrics = scorer(rm_type="exact", rm_workers=2).score(samples)
     assert [s.reward for s in samples] == [1.0, 0.0, 1.0]
-    assert metrics["rollout/reward_timeouts"] == 0
+    assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
 
 
 def test_a_function_of_ones_own_may_return_parts_and_a_hanging_one_is_ended(scorer):
     samples = [sample("abc"), sample("hang"), sample("abcd")]
-    metrics = scorer(function="length_or_hang", rm_time_limit=2.0).score(samples)
+    metrics = scorer(function="length_or_hang", rm_time_limit=2.0, rm_workers=2).score(samples)
     assert [s.reward for s in samples] == [3.0, 0.0, 4.0]
     assert samples[2].reward_parts == {"half": 2.0}
     assert metrics["rollout/reward_timeouts"] == 1
 
 
-@pytest.mark.parametrize(
-    ("function", "response", "message"),
-    [
-        ("wrong_kind", "dict", 'must hold the reward under "score"'),
-        ("wrong_kind", "text", "must be a number"),
-        ("not_finite", "", "a reward must be finite"),
-    ],
-)
-def test_what_is_no_reward_is_refused(scorer, function, response, message):
+def test_four_samples_are_scored_at_the_same_time_by_default(scorer, tmp_path):
+    samples = [sample(str(i), directory=str(tmp_path), count=4) for i in range(4)]
+    metrics = scorer(function="meets_others", rm_time_limit=60.0).score(samples)
+    assert [s.reward for s in samples] == [1.0] * 4
+    assert metrics["rollout/reward_timeouts"] == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_rewards_do_not_depend_on_the_number_of_workers(scorer, workers):
+    samples = [sample("x" * n) for n in range(9)]
+    scorer(function="slow_for_some", rm_workers=workers).score(samples)
+    assert [s.reward for s in samples] == [float(n) for n in range(9)]
+
+
+def test_what_fails_scores_0_is_counted_and_ends_no_worker_for_good(scorer, caplog):
+    rule = scorer(function="misbehaves", rm_workers=2, rm_max_error_rate=0.9)
+    samples = [sample(name) for name in MISDEEDS] + [sample("good"), sample("good")]
+    for _ in range(2):
+        metrics = rule.score(samples)
+        assert [s.reward for s in samples] == [0.0] * len(MISDEEDS) + [1.0, 1.0]
+        assert metrics == {
+            "rollout/reward_timeouts": 0.0, "rollout/reward_errors": float(len(MISDEEDS)),
+        }  # fmt: skip
+    assert caplog.text.count("11 of 13 samples could not be scored; they get the reward 0") == 2
+    assert caplog.text.count("ZeroDivisionError: division by zero\n") == 1  # one traceback
+    assert "prompt 0, sample 0, label '42', response 'raises'" in caplog.text
+
+
+def test_more_failures_than_are_let_pass_end_the_run(scorer):
+    samples = [sample("raises"), *[sample("good") for _ in range(9)]]
+    scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.1).score(samples)
+    message = r"1 of 10 samples .* more than --rm-max-error-rate=0.09 .* raised ZeroDivisionError"
+    with pytest.raises(RewardError, match=message):
+        scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.09).score(samples)
+
+
+def test_a_share_of_0_lets_nothing_pass(scorer):
+    rule = scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.0)
+    rule.score([sample("good")])
+    with pytest.raises(RewardError, match="1 of 1 samples"):
+        rule.score([sample("nan")])
+
+
+REFUSED = [
+    ("raises", r"it raised ZeroDivisionError: division by zero \(test_scorer.py, line \d+\)"),
+    ("exits", r"it raised SystemExit: 3"),
+    ("dies", r"it ended its process \(exit code 3\)"),
+    ("crashes", r"it ended its process \(SIGSEGV\)"),
+    ("none", r"returned None: it must be a number"),
+    ("text", r"returned '1.0': it must be a number"),
+    ("nan", r"returned nan: a reward must be finite"),
+    ("huge", r"returned 10000.*int too large"),
+    ("no score", r'must hold the reward under "score"'),
+    ("number as a name", r"the names in a dict must be text"),
+    ("no scalar", r"returned <.*NoNumber object.*>: two elements"),
+]
+
+
+@pytest.mark.parametrize(("label", "message"), REFUSED)
+def test_a_function_is_tried_on_the_first_prompt_with_its_label_as_the_response(
+    scorer, label, message
+):
+    assert {label for label, _ in REFUSED} == MISDEEDS.keys()
     with pytest.raises(ConfigError, match=message):
-        scorer(function=function).score([sample(response)])
+        scorer(function="misbehaves").try_out(sample("", label).prompt)
+
+
+def test_a_function_that_works_is_tried_and_nothing_is_said(scorer):
+    for function in ("misbehaves", "a_lambda"):
+        scorer(function=function).try_out(sample("", "good").prompt)
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no.such.function", "cannot be imported"),
-        ("time.no_such_function", "cannot be imported"),
+        ("no.such.function", "cannot be imported: ModuleNotFoundError"),
+        ("time.no_such_function", "has no 'no_such_function'"),
         ("test_scorer.__name__", "is a str, not a function"),
         ("test_scorer.asynchronous", "is async"),
+        ("test_scorer.takes_two", r"takes_two\(\) missing 1 required positional argument"),
+        ("score", "names no function. Give package.module.function or path/to/file.py:function"),
     ],
 )
 def test_a_path_that_is_no_function_is_refused_before_the_first_step(scorer, path, message):
-    with pytest.raises(ConfigError, match=rf"--custom-rm-path={path}: {message}"):
-        scorer(custom_rm_path=path)
+    with pytest.raises(ConfigError, match=rf"--custom-rm-path={path}: .*{message}"):
+        scorer(custom_rm_path=path).try_out(sample("").prompt)
+
+
+def test_a_function_that_hangs_is_found(scorer):
+    with pytest.raises(ConfigError, match="no result within --rm-time-limit=1 seconds"):
+        rule = scorer(function="length_or_hang", rm_time_limit=1.0)
+        rule.try_out(sample("", "hang").prompt)
+
+
+def test_a_module_that_hangs_is_found(scorer, tmp_path, monkeypatch):
+    monkeypatch.setattr(scorer_module, "START_SECONDS", 1.0)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(ConfigError, match="was not imported after 2"):
+        scorer(custom_rm_path=f"{tmp_path}/slow.py:f", rm_time_limit=1.0).try_out(sample("").prompt)
 
 
 def test_a_label_that_the_rule_cannot_read_is_named(scorer):

@@ -93,10 +93,10 @@ def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path):
     (tmp_path / "data.csv").touch()
     (tmp_path / "bad.parquet").write_text("no")
     for name, message in [
-        ("none.jsonl", "no such file"),
+        ("none.jsonl", "No such file"),
         ("empty.jsonl", "no rows"),
         ("data.csv", "unknown kind '.csv'"),
-        ("bad.parquet", "not a readable parquet"),
+        ("bad.parquet", "bad.parquet: cannot be read"),
     ]:
         with pytest.raises(ConfigError, match=message):
             load(str(tmp_path / name))

@@ -1,0 +1,144 @@
+"""The safetensors files of a Hugging Face checkpoint: all there, undamaged, of the model's sizes.
+
+Only their headers are read, so the check takes seconds for any model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.reading import read_json_object
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+
+SHOWN = 5
+"""Tensors that an error lists before it counts the others."""
+
+
+def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint, as an empty one on the meta device.
+
+    Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in _files(directory, flag):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+                    tensors[name] = torch.empty(stored.get_slice(name).get_shape(), device="meta")
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"{flag}={directory}: {file.name} is no complete safetensors file "
+                f"({in_one_line(error)}; {file.stat().st_size} bytes). Download it again."
+            ) from error
+    return tensors
+
+
+def _files(directory: Path, flag: str) -> list[Path]:
+    names = sorted(file.name for file in directory.glob("*.safetensors"))
+    if (directory / INDEX).exists():
+        names = _indexed_names(directory / INDEX, f"{flag}={directory}: {INDEX}")
+    if not names:
+        raise ConfigError(
+            f"{flag}={directory}: no *.safetensors file there. Convert the weights with transformers' "
+            "save_pretrained; pickled weights (*.bin) are not loaded."
+        )
+    for name in names:
+        if not (directory / name).is_file():
+            raise ConfigError(
+                f"{flag}={directory}: {name} is missing, or is no file. Download the checkpoint again."
+            )
+    return [directory / name for name in names]
+
+
+def _indexed_names(index: Path, name: str) -> list[str]:
+    weight_map = read_json_object(index, name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{name}: holds no weight_map. Download the checkpoint again.")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(
+                f"{name}: {tensor} is said to be in {file!r}, and only a file beside the index may hold "
+                "it. Get the checkpoint from a source you trust."
+            )
+    return sorted(set(weight_map.values()))
+
+
+def require_fit(
+    path: str,
+    config: PretrainedConfig,
+    trust_remote_code: bool = False,
+    flag: str = "--hf-checkpoint",
+) -> None:
+    """Raise ConfigError unless the weights are those of a model of this configuration.
+
+    transformers itself decides, by the code that will load them, which renames and fuses tensors.
+    """
+    if getattr(config, "quantization_config", None):
+        return  # its tensors have the shapes that another package gives them
+    stored = stored_shapes(Path(path), flag)
+    with _quiet():
+        model = empty_causal_lm(config, trust_remote_code)
+        tied = getattr(model, "all_tied_weights_keys", {})
+        weights = {k: v for k, v in stored.items() if tied.get(k) not in stored}
+        try:
+            loaded: Any = type(model).from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
+            logger.debug("the sizes of %s were not compared (%s)", path, error)
+            return
+    info = loaded[1]
+    _require_none(
+        [f"{name} {list(has)} for {list(needs)}" for name, has, needs in info["mismatched_keys"]],
+        "tensors have other shapes than config.json says",
+        f"{flag}={path}",
+    )
+    for kind, problem in (
+        ("missing_keys", "the model of its config.json needs tensors that it lacks"),
+        ("unexpected_keys", "it has tensors that the model of its config.json does not know"),
+    ):
+        _require_none(sorted(info[kind]), problem, f"{flag}={path}")
+
+
+def _require_none(found: list[str], problem: str, name: str) -> None:
+    if found:
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise ConfigError(
+            f"{name}: {problem}: {', '.join(sorted(found)[:SHOWN])}{more}. The weights do not belong to "
+            "the config.json beside them; download the checkpoint again."
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bar and its report of what does not fit."""
+    verbosity = transformers_logging.get_verbosity()
+    had_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bar:
+            transformers_logging.enable_progress_bar()

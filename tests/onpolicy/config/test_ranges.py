@@ -1,0 +1,54 @@
+"""Numbers of every flag of every command."""
+
+import typing
+
+import pytest
+
+from onpolicy.config import TrainConfig, parse
+from onpolicy.config.flags import flag_defaults, flag_types, spelled
+from onpolicy.config.ranges import require_ranges
+from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
+from onpolicy.errors import ConfigError
+
+COMMANDS = {TrainConfig: [], VerifyConfig: [], BenchConfig: ["step"], ServeConfig: []}
+
+
+def numbers(kind):
+    """Flags whose values are of a kind: alone, or one of several, or optional."""
+    for config_class in COMMANDS:
+        for name, hint in flag_types(config_class).items():
+            if hint is kind or kind in typing.get_args(hint):
+                yield pytest.param(config_class, name, id=f"{config_class.__name__}-{name}")
+
+
+def check(config_class, name, value):
+    argv = [*COMMANDS[config_class], f"{spelled(name)}={value}"]
+    require_ranges(parse(config_class, argv, "x"))
+
+
+@pytest.mark.parametrize(("config_class", "name"), numbers(float))
+def test_no_flag_takes_what_is_no_finite_float32(config_class, name):
+    for value in ("nan", "-inf", "1e39"):
+        with pytest.raises(ConfigError, match=f"{spelled(name)}="):
+            check(config_class, name, value)
+
+
+@pytest.mark.parametrize(("config_class", "name"), numbers(int))
+def test_no_flag_takes_an_integer_beyond_32_bits(config_class, name):
+    for value in (10**30, -(10**30)):
+        with pytest.raises(ConfigError, match=f"{spelled(name)}=.*Give a (smaller|larger) value"):
+            check(config_class, name, value)
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, VerifyConfig, ServeConfig])
+def test_the_defaults_are_within_their_ranges(config_class):
+    require_ranges(config_class())
+    assert flag_defaults(config_class).keys() == flag_types(config_class).keys()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--tis-upper-bound", "inf"], ["--rs-upper-bound", "inf"], ["--eval-temperature", "0"]],
+)
+def test_what_has_a_meaning_at_its_end_is_taken(argv):
+    require_ranges(parse(TrainConfig, argv, "x"))

@@ -1,0 +1,51 @@
+"""docs/rewards.md: its example does what it says, and its table names the fields there are."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from onpolicy.config.groups import RewardConfig
+from onpolicy.rewards.scorer import Scorer
+from onpolicy.types import FinishReason, Prompt, Sample
+
+TEXT = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+
+
+def sample(response, finish_reason):
+    prompt = Prompt(index=0, token_ids=[1], label="82", text="37+45=")
+    return Sample(
+        prompt=prompt,
+        sample_index=0,
+        response_ids=[2],
+        rollout_log_probs=[-1.0],
+        finish_reason=finish_reason,
+        weight_version="0",
+        num_cached_tokens=0,
+        response=response,
+    )
+
+
+def test_the_example_scores(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    (tmp_path / "rewards.py").write_text(code)
+    scorer = Scorer(RewardConfig(custom_rm_path=f"{tmp_path}/rewards.py:score", rm_workers=1))
+    samples = [
+        sample("It is 82.", FinishReason.STOP),
+        sample("37 and 45 are 82", FinishReason.LENGTH),
+        sample("no idea", FinishReason.STOP),
+    ]
+    scorer.try_out(samples[0].prompt)
+    scorer.score(samples)
+    scorer.close()
+    assert [s.reward for s in samples] == [1.0, pytest.approx(0.9), 0.0]
+    assert samples[2].reward_parts == {"correct": 0.0, "has_number": 0.0}
+
+
+def test_the_table_names_all_fields():
+    named = set(re.findall(r"^\| `([\w.]+)`", TEXT, flags=re.MULTILINE))
+    of_sample = {f.name for f in dataclasses.fields(Sample)}
+    of_prompt = {f"prompt.{f.name}" for f in dataclasses.fields(Prompt)}
+    # Set later, or left out of what a function gets.
+    assert named == of_prompt | of_sample - {"prompt", "reward", "reward_parts", "routed_experts"}

@@ -1,0 +1,76 @@
+"""What SGLang itself says of flags, from its own parser and its own resolution."""
+
+import argparse
+
+import pytest
+
+from onpolicy.config.sglang_flags import _OURS, _UNALIGNED
+from onpolicy.errors import ConfigError
+from onpolicy.models.checkpoint import load_config
+from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.start import cache_tokens, make_contract
+
+
+@pytest.fixture(scope="module")
+def spec(checkpoint):
+    hf_config = load_config(str(checkpoint))
+    contract = make_contract(str(checkpoint), hf_config, dtype="float32", aligned=True)
+
+    def make(*sglang_args):
+        return EngineSpec(
+            hf_checkpoint=str(checkpoint),
+            contract=contract,
+            host="127.0.0.1",
+            api_key="key",
+            seed=0,
+            num_threads=1,
+            max_concurrency=8,
+            cache_tokens=cache_tokens(hf_config, contract),
+            trust_remote_code=False,
+            sglang_args=sglang_args,
+        )
+
+    return make
+
+
+REFUSED = [
+    (["--load-format", "nosuch"], "--sglang-load-format: invalid choice: 'nosuch'"),
+    (["--log-requests", "extra"], "--sglang-log-requests extra: unrecognized arguments: extra"),
+    (["--served-model-name", "a:b"], "--sglang-served-model-name a:b: .*cannot contain a colon"),
+]
+
+
+def test_good_flags_pass_and_bad_ones_are_refused_in_sglangs_words(spec):
+    """All at once, since each asks a process of its own that imports SGLang."""
+    good = FlagCheck(spec("--chunked-prefill-size", "48", "--disable-radix-cache"))
+    bad = [(FlagCheck(spec(*argv)), message) for argv, message in REFUSED]
+    with good:
+        good.require_passed()
+    for check, message in bad:
+        with check, pytest.raises(ConfigError, match=message):
+            check.require_passed()
+
+
+def test_a_check_that_is_left_early_leaves_no_process(spec):
+    with FlagCheck(spec("--chunked-prefill-size", "48")) as check:
+        process = check._process
+    assert process.returncode is not None
+
+
+def test_without_flags_of_the_users_nobody_is_asked(spec):
+    with FlagCheck(spec()) as check:
+        check.require_passed()
+        assert check._process is None
+
+
+def test_a_flag_that_is_refused_has_no_other_name():
+    """SGLang gives some flags two spellings; both must be in our tables."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    for table in (_OURS, _UNALIGNED):
+        for action in parser._actions:
+            names = {flag.removeprefix("--") for flag in action.option_strings}
+            assert not names & table.keys() or names <= table.keys(), names
