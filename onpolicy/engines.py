@@ -6,6 +6,7 @@ shared with the others; training and gathering weights take all ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
 from onpolicy.weight_sync import make_transport, push_weights
 from onpolicy.weight_sync.rounding import rounded
+
+logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
@@ -53,6 +56,7 @@ class EnginePair:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
         if self.rollout is not None:
             self.rollout.launch()
+        logger.info("loading the model into the trainer")
         threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
         self.trainer = make_trainer(self.config, self.contract, threads)
         self._connect()

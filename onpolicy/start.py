@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.eval_sets import eval_sets
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -27,7 +28,7 @@ from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.ops.capability import Machine, choose_backend
 from onpolicy.ops.environment import require_exact
-from onpolicy.outputs.directory import LOG_FORMAT
+from onpolicy.outputs.directory import check_sinks
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.data import PromptSource, load_prompts
@@ -58,13 +59,18 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
-    eval_prompts: list[Prompt]
+
+    eval_sets: dict[str, list[Prompt]]
+    """By their names; the name of a single one may be empty."""
+
     stop_token_ids: tuple[int, ...]
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    check_sinks(config.output)
     path = config.model.hf_checkpoint
+    logger.info("reading %s and the prompts", path)
     hf_config = load_config(path, config.model.trust_remote_code)
     longest = max(
         config.rollout.rollout_max_response_len,
@@ -90,7 +96,9 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         ladder=make_ladder(config, hf_config),
         tokenizer=tokenizer,
         prompts=PromptSource(read(config.data.prompt_data), config.seed, config.data.shuffle),
-        eval_prompts=read(config.eval.eval_prompt_data) if config.eval.eval_interval else [],
+        eval_sets={
+            name: read(path) for name, path in eval_sets(config.eval.eval_prompt_data).items()
+        },
         stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
     )
 
@@ -235,13 +243,3 @@ def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int
     shapes = contract.shapes
     per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
     return max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
-
-
-def configure_logging() -> None:
-    """Log to the console; the run directory adds a file, which also takes debug messages."""
-    console = logging.StreamHandler()
-    console.setLevel(logging.INFO)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[console], force=True)
-    logging.getLogger("onpolicy").setLevel(logging.DEBUG)
-    for noisy in ("httpx", "matplotlib", "megatron", "pebble"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 
 from onpolicy.config import TrainConfig, parse, validate
+from onpolicy.outputs.console import configure_logging
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,13 +35,15 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig) -> int:
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+
     from onpolicy.loop import train
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
-    from onpolicy.start import check_layout, configure_logging, read_inputs
+    from onpolicy.start import check_layout, read_inputs
     from onpolicy.train import distributed
 
-    configure_logging()
     check_layout(config)
     distributed.init_process_group()
     inputs = distributed.run_on_rank_zero(lambda: read_inputs(config, Scorer(config.reward)))

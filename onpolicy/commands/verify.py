@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from onpolicy.config import parse, sglang_flags
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.config.train import require_mode_for_operators
+from onpolicy.outputs.console import configure_logging
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,11 +21,13 @@ def main(argv: Sequence[str]) -> int:
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
     require_mode_for_operators(config.operators, aligned=config.true_on_policy_mode)
 
-    from onpolicy.start import check_layout, configure_logging
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+
+    from onpolicy.start import check_layout
     from onpolicy.train import distributed
     from onpolicy.verify import make_train_config, passes, verify
 
-    configure_logging()
     check_layout(make_train_config(config))
     distributed.init_process_group()
     report = verify(config)

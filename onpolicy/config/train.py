@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from onpolicy.config import groups, sglang_flags, tensor_parallel
+from onpolicy.config.eval_sets import eval_sets
 from onpolicy.errors import ConfigError
 
 Flat = tyro.conf.OmitArgPrefixes
@@ -131,6 +132,7 @@ _AT_LEAST: dict[str, float] = {
     "max_tokens_per_gpu": 1, "lr": 0, "lr_warmup_steps": 0, "weight_decay": 0,
     "clip_grad": 0, "update_weight_buffer_size": 1, "eval_interval": 0,
     "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "save_interval": 0, "seed": 0,
+    "log_samples": 0, "log_samples_interval": 1,
 }  # fmt: skip
 
 
@@ -219,7 +221,7 @@ def _require_companions(config: TrainConfig) -> None:
             "eval_interval",
             config.eval.eval_interval,
             "eval_prompt_data",
-            config.eval.eval_prompt_data,
+            " ".join(config.eval.eval_prompt_data),
         ),
     ]
     for name, value, other, given in needs:
@@ -228,6 +230,7 @@ def _require_companions(config: TrainConfig) -> None:
                 f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
                 "does nothing without the other. Give both, or neither."
             )
+    eval_sets(config.eval.eval_prompt_data)
 
 
 def _require_corrections(config: TrainConfig) -> None:

@@ -1,6 +1,7 @@
 """The directory of a run: everything one needs to look at it later, or to repeat it.
 
-config.json  versions.json  contract.json  metrics.jsonl  logs/  plots/  [tensorboard/ wandb/]
+config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/  plots/
+[governor.jsonl  tensorboard/  wandb/  wandb_run_id]
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import OutputConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink, drop_from
+from onpolicy.outputs.metrics import (
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    check_tensorboard,
+    drop_from,
+)
+from onpolicy.outputs.wandb_sink import WandbSink, check_wandb
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -48,6 +57,10 @@ class RunDirectory:
     @property
     def plots(self) -> Path:
         return self.path / "plots"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
 
     def write_records(
         self, config: TrainConfig, contract: NumericsContract, first_step: int = 0
@@ -84,8 +97,16 @@ class RunDirectory:
         if config.output.use_tensorboard:
             sinks.append(TensorBoardSink(self.path / "tensorboard"))
         if config.output.use_wandb:
-            sinks.append(WandbSink(config.output.wandb_project, self.path, config.to_dict()))
+            sinks.append(WandbSink(config.output, self.path, config.to_dict()))
         return sinks
+
+
+def check_sinks(output: OutputConfig) -> None:
+    """Raise ConfigError if a sink that is asked for could not be opened; opens none."""
+    if output.use_tensorboard:
+        check_tensorboard()
+    if output.use_wandb:
+        check_wandb()
 
 
 def versions() -> Mapping[str, Any]:

@@ -52,6 +52,8 @@ def plot_run(metrics_file: Path, image: Path) -> None:
 
 
 def _draw(axis: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     logged = dict.fromkeys(name for record in records for name in record)
     names = [name for pattern in panel.metrics for name in logged if fnmatchcase(name, pattern)]
     curves = {name: _curve(name, records) for name in names}
@@ -60,7 +62,7 @@ def _draw(axis: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) -> Non
         axis.plot(steps, values, style, markersize=5, label=name)
         axis.update_datalim([(step, value) for step in steps[:1] for value in panel.include])
     axis.autoscale_view()
-    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if steps := [record["step"] for record in records]:
         axis.set_xlim(min(steps) - 0.5, max(steps) + 0.5)
     if all(math.isnan(value) for _, values in curves.values() for value in values):

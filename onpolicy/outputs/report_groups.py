@@ -16,7 +16,8 @@ from onpolicy.outputs.report_runs import Curve, LoggedRun
 
 NOT_THE_EXPERIMENT = frozenset({
     "seed", "run_dir", "save", "save_interval", "load", "use_tensorboard", "use_wandb",
-    "wandb_project", "custom_config_path", "dry_run", "cpu_threads", "rollout_server_url",
+    "wandb_project", "wandb_group", "wandb_run_name", "log_samples", "log_samples_interval",
+    "custom_config_path", "dry_run", "cpu_threads", "rollout_server_url",
     "rollout_api_key", "rollout_host", "rollout_base_port",
 })  # fmt: skip
 """Configuration values that may differ inside a group: the seed, and where things are or go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -21,6 +22,9 @@ from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_
 
 _STOP_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+_NEWS_SECONDS = 30.0
+
+logger = logging.getLogger(__name__)
 
 
 class EngineServer:
@@ -69,6 +73,7 @@ class EngineServer:
     def wait_until_healthy(self, timeout: float) -> None:
         """Block until the server answers. Raises EngineError with the end of its log if it dies."""
         deadline = time.monotonic() + timeout
+        news = time.monotonic() + _NEWS_SECONDS
         headers = {"Authorization": f"Bearer {self.spec.api_key}"}
         while time.monotonic() < deadline:
             if not self.is_running:
@@ -76,6 +81,9 @@ class EngineServer:
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", headers=headers, timeout=5).ok:
                     return
+            if time.monotonic() > news:
+                logger.info("%s is still starting; its log: %s", self.url, self.log_file)
+                news += _NEWS_SECONDS
             time.sleep(_POLL_SECONDS)
         self.stop()
         raise EngineError(

@@ -53,6 +53,8 @@ class PolicyTrainer(Trainer):
     def _use_contract(self, contract: NumericsContract) -> None:
         self.contract = contract
         self.operators = make_operators(contract, self.num_threads)
+        if contract.is_aligned:
+            logger.info("checking the trainer's operators at the model's shapes")
         self.self_check = self_check(self.operators, contract) if contract.is_aligned else {}
 
     @abstractmethod
@@ -94,22 +96,24 @@ class PolicyTrainer(Trainer):
 
     def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
         start = time.perf_counter()
+        self.mismatched_tokens = [None] * len(samples)
         steps = [
             self._micro_batches([samples[i] for i in part])
             for part in split_evenly(len(samples), self.config.steps_per_rollout)
             if part
         ]
+        gate = self._gate(step)
         try:
-            metrics = self._train_on(
-                steps, self._gate(step), corrected=not self.contract.is_aligned
-            )
+            metrics = self._train_on(steps, gate, corrected=not self.contract.is_aligned)
         except ParityError as error:
+            self.mismatched_tokens = gate.mismatched_tokens(samples)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, fails=False, warns=False, remedy="")
             metrics = self._train_on(steps, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
+        self.mismatched_tokens = gate.mismatched_tokens(samples)
         if isinstance(self.schedule, LengthDecaySchedule):
             metrics |= self.schedule.decay.metrics()
         seconds = time.perf_counter() - start

@@ -11,6 +11,7 @@ import pytest
 from train_runs import ROLLOUTS
 
 HERE = Path(__file__).parent
+PATHS = [str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def start(checkpoint, data):
                 "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
                 "--run-dir", str(directory / "run"), *argv,
             ],
-            env={**os.environ, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
