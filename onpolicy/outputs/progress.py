@@ -13,8 +13,6 @@ from rich.table import Table
 from onpolicy.outputs.console import duration, elapsed
 from onpolicy.types import RunSummary
 
-_LINE = "reward {reward:.3f}  mismatched {mismatched:.0f} of {compared:.0f}  {speed:.0f} tok/s"
-
 RECENT = 20
 """Rollouts whose mean time tells when the run will be done: responses grow while it learns."""
 
@@ -29,16 +27,17 @@ class Progress:
         self._console = Console(soft_wrap=True)
         self._bar = RichProgress(
             TextColumn("rollout"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[times]}"),
             TextColumn("{task.fields[latest]}"),
-            TextColumn("{task.fields[sampling]}"),
+            TextColumn("[dim]{task.fields[now]}[/dim]"),
             console=self._console,
+            expand=True,
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task(
-            "", total=total, completed=done, times="", latest="", sampling=""
+            "", total=total, completed=done, times="", latest="", now=""
         )
         self._total, self._asked = total, 0
         self._finished = deque([elapsed()], maxlen=RECENT + 1)
@@ -51,29 +50,34 @@ class Progress:
 
     def on_response(self, num_done: int, num_tokens: int) -> None:
         """A response has arrived."""
-        sampled = f"{num_done} of {self._asked} sampled"
-        self._bar.update(self._task, sampling=f"[dim]{sampled}[/dim]")
+        self._bar.update(self._task, now=f"{num_done}/{self._asked} sampled")
         if elapsed() - self._spoken > SILENCE:
-            self._say(f"{sampled}  {duration(elapsed())} elapsed")
+            self._say(f"{num_done} of {self._asked} sampled  {duration(elapsed())} elapsed")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A rollout has been trained on."""
-        latest = _LINE.format(
-            reward=metrics["rollout/raw_reward"],
-            mismatched=metrics.get("parity/num_mismatched_tokens", 0),
-            compared=metrics.get("parity/num_compared_tokens", 0),
-            speed=metrics["perf/rollout_tokens_per_second"],
+        spent, left = self._times(step + 1)
+        reward = f"reward {metrics['rollout/raw_reward']:.3f}"
+        mismatched = f"{metrics.get('parity/num_mismatched_tokens', 0):.0f}"
+        compared = f"{metrics.get('parity/num_compared_tokens', 0):.0f}"
+        speed = f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
+        self._bar.update(
+            self._task,
+            advance=1,
+            times=f"{spent}<{left}",
+            latest=f"{reward} mismatched {mismatched}/{compared}",
+            now=speed,
         )
-        times = self._times(step + 1)
-        self._bar.update(self._task, advance=1, latest=latest, times=times, sampling="")
-        self._say(f"rollout {step + 1}/{self._total}  {latest}  {times}")
+        self._say(
+            f"rollout {step + 1}/{self._total}  {reward}  mismatched {mismatched} of {compared}  "
+            f"{speed}  {spent} elapsed, {left} left"
+        )
 
-    def _times(self, done: int) -> str:
+    def _times(self, done: int) -> tuple[str, str]:
         """How long the command has run, and how long it will at the pace of the latest rollouts."""
         self._finished.append(elapsed())
         pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
-        left = duration(pace * (self._total - done))
-        return f"{duration(elapsed())} elapsed, {left} left"
+        return duration(elapsed()), duration(pace * (self._total - done))
 
     def _say(self, line: str) -> None:
         """A line where there is no bar."""

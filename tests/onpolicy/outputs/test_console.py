@@ -1,8 +1,12 @@
 """What a command says of itself, and what its progress looks like without a terminal."""
 
+import contextlib
 import io
 import logging
+import os
+import pty
 import re
+import subprocess
 import sys
 
 import pytest
@@ -94,6 +98,38 @@ def test_the_estimate_follows_the_latest_rollouts(clock, capsys):
         clock[0] += 1 if step < 50 else 60
         bar.on_step(step, METRICS)
     assert capsys.readouterr().out.splitlines()[-1].endswith("1:40:00 left")
+
+
+ON_A_TERMINAL = """
+import logging
+from onpolicy.outputs.console import configure_logging
+from onpolicy.outputs.progress import Progress
+configure_logging()
+bar = Progress(5, 0)
+bar.on_requests(256)
+bar.on_step(0, {"rollout/raw_reward": 0.5, "perf/rollout_tokens_per_second": 1000.0})
+bar.on_response(12, 7)
+logging.getLogger("onpolicy").info("above the bar")
+bar.close()
+"""
+
+
+def test_on_a_terminal_there_is_a_bar_and_lines_stand_above_it():
+    ours, its = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    command = [sys.executable, "-c", ON_A_TERMINAL]
+    subprocess.run(command, stdout=its, stderr=its, env=environment, check=True)
+    os.close(its)
+    text = ""
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+        while data := os.read(ours, 4096):
+            text += data.decode()
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
+    assert any(line.strip().endswith("] above the bar") for line in lines)
+    last = [line for line in lines if line.startswith("rollout")][-1]
+    assert re.search(r"1/5 0:00:0\d<0:00:0\d reward 0.500 mismatched 0/0 12/256 sampled", last)
+    assert len(last.rstrip()) <= 80
 
 
 def test_a_long_rollout_is_not_silent(clock, capsys):
