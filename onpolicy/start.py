@@ -103,6 +103,24 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     )
 
 
+def require_tokenizer(path: str, trust_remote_code: bool) -> None:
+    """Raise ConfigError if the checkpoint has no tokenizer to serve text with."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_no_tokenizer(path, str(error))) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files
+        raise ConfigError(_no_tokenizer(path, "it has no tokens"))
+
+
+def _no_tokenizer(path: str, reason: str) -> str:
+    return (
+        f"--hf-checkpoint={path}: its tokenizer cannot be read ({reason}), and without one no text can "
+        "be served. Add tokenizer.json to the checkpoint, or serve token ids alone with "
+        "--sglang-skip-tokenizer-init."
+    )
+
+
 def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
     """Raises ConfigError if the run can come to a contract or a correction that there is not."""
 

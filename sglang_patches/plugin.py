@@ -17,6 +17,7 @@ from sglang_patches import (
     lm_head,
     model,
     registry,
+    request_seeds,
     requests,
     routed_experts,
     sampler,
@@ -47,6 +48,7 @@ def load() -> None:
         lm_head.install(operators)
         sampler.install(operators, contract)
         requests.install()
+        request_seeds.install()
         experts.install()
         buffers.install()
         model.install(operators, contract)

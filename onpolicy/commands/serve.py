@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from onpolicy.config import parse, sglang_flags, tensor_parallel
 from onpolicy.config.tools import ServeConfig
 from onpolicy.config.train import require_key_for_host, require_mode_for_operators
 from onpolicy.errors import EngineError
+from onpolicy.outputs.console import configure_logging
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,12 +30,18 @@ def main(argv: Sequence[str]) -> int:
         aligned=config.true_on_policy_mode,
     )
 
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+
     from onpolicy.models.checkpoint import load_config
     from onpolicy.rollout.engine_args import EngineSpec
     from onpolicy.rollout.server import EngineServer
-    from onpolicy.start import cache_tokens, make_contract, share_of_cores
+    from onpolicy.start import cache_tokens, make_contract, require_tokenizer, share_of_cores
 
     hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    serves_text = "--skip-tokenizer-init" not in config.sglang_args
+    if serves_text:
+        require_tokenizer(config.hf_checkpoint, config.trust_remote_code)
     contract = make_contract(
         config.hf_checkpoint,
         hf_config,
@@ -51,14 +61,18 @@ def main(argv: Sequence[str]) -> int:
         num_threads=config.cpu_threads or share_of_cores(tp_size),
         max_concurrency=256,
         cache_tokens=cache_tokens(hf_config, contract),
+        serves_text=serves_text,
         trust_remote_code=config.trust_remote_code,
         sglang_args=config.sglang_args,
     )
     server = EngineServer(spec, config.rollout_base_port, Path(config.run_dir) / "engine.log")
     try:
         server.start()
+        logger.info("starting the SGLang server; its log: %s", server.log_file)
         server.wait_until_healthy(timeout=3600)
         print(f"contract {contract.fingerprint}; log {server.log_file}")
+        if serves_text:
+            print(f"OpenAI clients: base_url {server.url}/v1 and the key below as api_key")
         print(f"--rollout-server-url {server.url} --rollout-api-key {spec.api_key}", flush=True)
         while server.is_running:
             time.sleep(1)

@@ -9,6 +9,7 @@ response as the model saw and sampled them, special tokens included.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,8 @@ MOST_OF_A_PROMPT = 4
 MOST_CHARACTERS = 600
 """Of a prompt or a response on the console."""
 
+_NAME = re.compile(r"(?:rollout|eval|eval_.+)_(\d{6,})\.jsonl")
+
 Decode = Callable[[list[int]], str]
 """Token ids to text that shows special tokens."""
 
@@ -31,8 +34,9 @@ class SampleLog:
 
     def __init__(self, directory: Path, decode: Decode, count: int, first_step: int):
         self._directory, self._decode, self._count = directory, decode, count
-        for file in directory.glob("*_[0-9]*.jsonl"):
-            if int(file.stem.rpartition("_")[2]) >= first_step:
+        for file in directory.glob("*.jsonl"):
+            found = _NAME.fullmatch(file.name)
+            if found and int(found[1]) >= first_step:
                 file.unlink()
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:

@@ -70,13 +70,16 @@ def test_none_are_written_if_none_are_asked_for(log, tmp_path):
     assert not (tmp_path / "samples").exists()
 
 
-def test_a_resumed_run_drops_what_it_repeats_and_writes_nothing_twice(log, files):
+def test_a_resumed_run_drops_what_it_repeats_and_writes_nothing_twice(log, files, tmp_path):
     first = log()
     for step in range(5):
         first.write("rollout", step, [group(step, 1)])
     first.write("eval_aime", 2, [group(0, 1)])
     first.write("eval", 4, [group(0, 1)])
+    (tmp_path / "samples" / "notes_9.jsonl").write_text("{}\n")
     resumed = log(first_step=3)
+    assert (tmp_path / "samples" / "notes_9.jsonl").read_text() == "{}\n"
+    (tmp_path / "samples" / "notes_9.jsonl").unlink()
     kept = ["eval_aime_000002.jsonl", *(f"rollout_{step:06d}.jsonl" for step in range(3))]
     assert list(files()) == kept
     resumed.write("rollout", 3, [group(9, 2)])
