@@ -71,7 +71,9 @@ def page_data(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     panels = [_panel(panel, runs, groups) for panel in PANELS]
     return {
         "groups": [{"name": group.name, "runs": group.runs} for group in groups],
-        "runs": [{**_run(run), "same_as": _same_as(runs, i)} for i, run in enumerate(runs)],
+        "runs": [
+            {**_run(run), "same_as": same} for run, same in zip(runs, _same_as(runs), strict=True)
+        ],
         "panels": [panel for panel in panels if panel["metrics"]],
     }
 
@@ -91,15 +93,14 @@ def _run(run: LoggedRun) -> dict[str, Any]:
     }
 
 
-def _same_as(runs: Sequence[LoggedRun], position: int) -> int | None:
-    """The first earlier run that logged the same values, but for times and speeds."""
-    values = [json.dumps(_but_for_times(run)) for run in runs[: position + 1]]
-    first = values.index(values[position])
-    return first if first < position and _but_for_times(runs[position]) else None
-
-
-def _but_for_times(run: LoggedRun) -> dict[str, Curve]:
-    return {name: run.curves[name] for name in sorted(run.curves) if not name.startswith("perf/")}
+def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
+    """Of each run the first earlier one that logged the same values, but for times and speeds."""
+    values = [
+        json.dumps({k: run.curves[k] for k in sorted(run.curves) if not k.startswith("perf/")})
+        for run in runs
+    ]
+    firsts = [values.index(value) for value in values]
+    return [first if first < i and values[i] != "{}" else None for i, first in enumerate(firsts)]
 
 
 def _total(run: LoggedRun, metric: str) -> int | None:
