@@ -57,6 +57,7 @@ class EnginePair:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
         if self.rollout is not None:
             self.rollout.launch()
+        logger.info("loading the model into the trainer")
         threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
         self.trainer = make_trainer(self.config, self.contract, threads)
         self._connect()

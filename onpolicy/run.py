@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -24,6 +23,7 @@ from onpolicy.outputs.metrics import Sink
 from onpolicy.outputs.plot import plot_run
 from onpolicy.outputs.progress import Progress
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.outputs.samples import SampleLog
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.sampling import group_samples, make_requests
 from onpolicy.rollout.statistics import (
@@ -38,6 +38,7 @@ from onpolicy.types import (
     Prompt,
     RunSummary,
     RunTotals,
+    Sample,
     SampleGroup,
     SamplingParams,
     TrainSample,
@@ -127,6 +128,9 @@ class Run:
         self._on_exit.callback(self._scorer.close)
         opened = self._directory.opened_sinks(config, self.first_step)
         self._sinks = self._on_exit.enter_context(opened)
+        self._samples = SampleLog(
+            self._directory.samples, self._text, config.output.log_samples, self.first_step
+        )
         self._progress = Progress(config.rollout.num_rollout, self.first_step)
         self._on_exit.callback(self._progress.close)
         self.engines.on_progress = self._progress.on_response
@@ -134,6 +138,8 @@ class Run:
     def push_weights(self) -> Metrics:
         """Give the rollout the trainer's weights, verified."""
         started = time.perf_counter()
+        if not self.engines.weight_version:
+            logger.info("pushing the trainer's weights to the servers")
         self.engines.push_weights(str(self.rollouts_done))
         return {"perf/weight_sync_time": time.perf_counter() - started}
 
@@ -145,22 +151,31 @@ class Run:
         params = replace(params, return_routed_experts=self.engines.replays_routing)
         seeds = (self.config.seed, "rollout", step)
         groups, metrics = self._sample(prompts, rollout.n_samples_per_prompt, params, *seeds)
+        if self.is_main and step == self.first_step:
+            logger.info("%s", self._samples.describe(groups[0].samples[0]))
         return groups, {**rollout_metrics(groups), **metrics}
 
     def evaluate_if_due(self, step: int) -> None:
-        """Sample and score the evaluation prompts, before the first and after each k-th rollout."""
+        """Sample and score the evaluation sets, before the first and after each k-th rollout."""
+        interval = self.config.eval.eval_interval
+        if interval and step % interval == 0:
+            for name, prompts in self.inputs.eval_sets.items():
+                self._evaluate(step, name, prompts)
+
+    def _evaluate(self, step: int, name: str, prompts: list[Prompt]) -> None:
+        """Sample and score one evaluation set; another set beside it changes nothing."""
         evaluation = self.config.eval
-        if not evaluation.eval_interval or step % evaluation.eval_interval:
-            return
         length = evaluation.eval_max_response_len or self.config.rollout.rollout_max_response_len
         params = self._sampling(evaluation.eval_temperature, length)
         count = evaluation.n_samples_per_eval_prompt
-        seeds = (self.config.seed, "eval")
-        groups, _ = self._sample(self.inputs.eval_prompts, count, params, *seeds)
-        metrics = eval_metrics(groups)
+        seeds = ["eval", name] if name else ["eval"]
+        groups, _ = self._sample(prompts, count, params, self.config.seed, *seeds)
+        metrics = eval_metrics(groups, name)
         self._log(step, metrics)
         if self.is_main:
-            logger.info("evaluation before rollout %d: %s", step, json.dumps(metrics))
+            self._write_samples(f"eval_{name}" if name else "eval", step, groups)
+            numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
+            logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
 
     def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
         rollout = self.config.rollout
@@ -177,7 +192,10 @@ class Run:
         self, prompts: list[Prompt], count: int, params: SamplingParams, *seeds: int | str
     ) -> tuple[list[SampleGroup], Metrics]:
         started = time.perf_counter()
-        completions = self.engines.generate(make_requests(prompts, count, params, *seeds))
+        requests = make_requests(prompts, count, params, *seeds)
+        if self.is_main:
+            self._progress.on_requests(len(requests))
+        completions = self.engines.generate(requests)
         seconds = time.perf_counter() - started
         tokens = sum(len(completion.token_ids) for completion in completions)
 
@@ -186,15 +204,33 @@ class Run:
                 [completion.token_ids for completion in completions], skip_special_tokens=True
             )
             groups = group_samples(prompts, completions, texts, self.engines.weight_version)
-            return groups, self._scorer.score([s for group in groups for s in group.samples])
+            return groups, self._scorer.score(_samples(groups))
 
         groups, metrics = distributed.run_on_rank_zero(score)
         metrics["perf/rollout_tokens_per_second"] = tokens / seconds
         metrics["perf/rollout_time"] = time.perf_counter() - started
         return groups, metrics
 
+    def _write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
+        with self._directory.writing():
+            self._samples.write(name, step, groups)
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Tokens as text in which special tokens can be seen."""
+        return str(self.inputs.tokenizer.decode(token_ids))
+
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
-        """Turn rewards into advantages, and take the optimizer steps of a rollout."""
+        """Turn rewards into advantages, and take the optimizer steps of a rollout.
+
+        However that ends, some of its samples are in the run directory then.
+        """
+        try:
+            return self._train(groups, step)
+        finally:
+            if self.is_main and step % self.config.output.log_samples_interval == 0:
+                self._write_samples("rollout", step, groups)
+
+    def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
         trainer.observe_rollout(mean_response_length(groups), truncated_ratio(groups))
         kept = [
@@ -214,7 +250,11 @@ class Run:
             for group, values in zip(kept, advantages, strict=True)
             for sample in _train_samples(group, values)
         ]
-        return {**trainer.train(samples, step), **metrics}
+        try:
+            return {**trainer.train(samples, step), **metrics}
+        finally:
+            for sample, count in zip(_samples(kept), trainer.mismatched_tokens, strict=False):
+                sample.mismatched_tokens = count
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
         """Let the governor, if there is one, change what the engines run on."""
@@ -275,6 +315,10 @@ class Run:
             plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
         except OSError as error:  # no reason to lose a finished run's summary
             logger.warning("the plot could not be written (%s)", error)
+
+
+def _samples(groups: Sequence[SampleGroup]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
 
 
 def _rewards(group: SampleGroup) -> list[float]:

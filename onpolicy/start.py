@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.eval_sets import eval_sets
 from onpolicy.config.secrets import reveal
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
@@ -25,7 +26,7 @@ from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.ops.capability import Machine, choose_backend
 from onpolicy.ops.environment import require_exact
-from onpolicy.outputs.directory import LOG_FORMAT
+from onpolicy.outputs.directory import check_sinks
 from onpolicy.reading import read_json_object
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import RolloutGroup
@@ -60,13 +61,18 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
-    eval_prompts: list[Prompt]
+
+    eval_sets: dict[str, list[Prompt]]
+    """By their names; the name of a single one may be empty."""
+
     stop_token_ids: tuple[int, ...]
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    check_sinks(config.output)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    logger.info("reading %s and the prompts", path)
     hf_config = load_config(path, trust)
     require_addresses(config.engine, config.engine.rollout_api_key)
     lengths = {
@@ -98,9 +104,10 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             ladder=ladder,
             tokenizer=tokenizer,
             prompts=PromptSource(prompts, config.seed, config.data.shuffle),
-            eval_prompts=read(config.eval.eval_prompt_data, "--eval-prompt-data")
-            if config.eval.eval_interval
-            else [],
+            eval_sets={
+                name: read(file, "--eval-prompt-data")
+                for name, file in eval_sets(config.eval.eval_prompt_data).items()
+            },
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
         )
         require_weights(config, hf_config)
@@ -258,13 +265,3 @@ def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int
     shapes = contract.shapes
     per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
     return max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
-
-
-def configure_logging() -> None:
-    """Log to the console; the run directory adds a file, which also takes debug messages."""
-    console = logging.StreamHandler()
-    console.setLevel(logging.INFO)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[console], force=True)
-    logging.getLogger("onpolicy").setLevel(logging.DEBUG)
-    for noisy in ("httpx", "matplotlib", "megatron", "pebble"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -119,6 +119,9 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers a reward function returned; logged under their names."""
 
+    mismatched_tokens: int | None = None
+    """Tokens with another log-probability in training; None while they were not compared."""
+
     @property
     def token_ids(self) -> list[int]:
         """Prompt and response."""

@@ -2,8 +2,8 @@
 
 Diverges in stock SGLang with deterministic inference: all copies have the request's seed, so n samples
 are n times the same. Here the first copy keeps it, and every further one has `next_seed` of the copy
-before it. A copy can thus be had alone, by a request with its seed. A request without a seed has
-SGLang's default. Can go when SGLang derives seeds for copies.
+before it. A copy can thus be had alone, by a request with its seed. Can go when SGLang derives seeds for
+copies.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from sglang_patches.sampler import splitmix64
 
 TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request"
 
-DEFAULT_SEED = 42
-"""SGLang's, for requests without one (sglang/srt/sampling/sampling_batch_info.py)."""
-
 
 def install() -> None:
     registry.hook(TARGET, _give_seed, "before")
@@ -29,11 +26,10 @@ def install() -> None:
 def _give_seed(manager: Any, tokenized: Any, *_: Any, **__: Any) -> None:
     """Copies share their parameters, whose seed is the next one's to be sent."""
     shared = tokenized.sampling_params
-    # Ahead of the copies SGLang sends their prompt alone, with parameters of its own.
-    if shared.n == 1 or shared.max_new_tokens == 0:
+    # Ahead of the copies SGLang sends their prompt alone, with parameters of its own. Greedy requests
+    # draw nothing, and are left without a seed (request_seeds.py).
+    if shared.n == 1 or shared.max_new_tokens == 0 or shared.sampling_seed is None:
         return
-    if shared.sampling_seed is None:
-        shared.sampling_seed = DEFAULT_SEED
     tokenized.sampling_params = copy.copy(shared)
     shared.sampling_seed = next_seed(shared.sampling_seed)
 

@@ -19,6 +19,7 @@ from sglang_patches import (
     model,
     parallel_samples,
     registry,
+    request_seeds,
     requests,
     routed_experts,
     sampler,
@@ -52,6 +53,7 @@ def load() -> None:
         lm_head.install(operators)
         sampler.install(operators, contract)
         requests.install()
+        request_seeds.install()
         parallel_samples.install()
         experts.install()
         buffers.install()

@@ -12,6 +12,9 @@ from typing import Any
 from sglang_patches import registry
 
 TARGET = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
+COMPLETION_TARGET = (
+    "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request"
+)
 
 _NEUTRAL = {
     "top_p": 1.0,
@@ -31,8 +34,16 @@ _ALL_TOKENS = 1 << 30
 _GREEDY = 1
 
 
+_REASON = (
+    "not available in true-on-policy mode, where a token is sampled from softmax(logits / temperature) "
+    "and from nothing else, so that its log-probability is the trainer's to the last bit. Leave it out, "
+    "or serve without the contract."
+)
+
+
 def install() -> None:
     registry.hook(TARGET, _refuse_filters, "before")
+    registry.hook(COMPLETION_TARGET, _refuse_completion, "after")
 
 
 def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
@@ -45,8 +56,16 @@ def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
         asked.append("top_k")
     if asked:
         values = ", ".join(f"{name}={getattr(params, name)!r}" for name in asked)
-        raise ValueError(
-            f"{values}: not available in true-on-policy mode, where a token is sampled from "
-            "softmax(logits / temperature) and from nothing else, so that its log-probability is the "
-            "trainer's to the last bit. Leave it out, or serve without the contract."
+        raise ValueError(f"{values}: {_REASON}")
+
+
+def _refuse_completion(problem: str | None, handler: Any, request: Any) -> str | None:
+    """What SGLang's /v1/completions would ignore, or answer with log-probabilities of its own."""
+    if request.best_of not in (None, request.n):
+        return f"best_of={request.best_of}: {_REASON}"
+    if request.echo and request.logprobs is not None:
+        return (
+            f"echo=True, logprobs={request.logprobs}: in true-on-policy mode the log-probabilities of a "
+            "response are the trainer's, those of a prompt are not. Leave one of the two out."
         )
+    return problem

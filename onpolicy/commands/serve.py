@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ from onpolicy.config.train import (
     require_secrets,
 )
 from onpolicy.errors import EngineError
+from onpolicy.outputs.console import configure_logging
 from onpolicy.outputs.places import require_directory
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +40,11 @@ def main(argv: Sequence[str]) -> int:
     )
     require_directory("--run-dir", config.run_dir)
 
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+
     from onpolicy.models.checkpoint import load_config
+    from onpolicy.models.tokenizer import load_tokenizer
     from onpolicy.models.weight_files import require_fit
     from onpolicy.rollout.engine_args import EngineSpec
     from onpolicy.rollout.flag_check import FlagCheck
@@ -45,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.start import cache_tokens, make_contract, share_of_cores
 
     hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    serves_text = "--skip-tokenizer-init" not in config.sglang_args
+    if serves_text:
+        load_tokenizer(config.hf_checkpoint, config.trust_remote_code)
     contract = make_contract(
         config.hf_checkpoint,
         hf_config,
@@ -64,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
         num_threads=config.cpu_threads or share_of_cores(tp_size),
         max_concurrency=256,
         cache_tokens=cache_tokens(hf_config, contract),
+        serves_text=serves_text,
         trust_remote_code=config.trust_remote_code,
         sglang_args=config.sglang_args,
     )
@@ -77,11 +89,15 @@ def main(argv: Sequence[str]) -> int:
     key_file = None if given.startswith("@") else directory / "api_key"
     try:
         server.start()
+        logger.info("starting the SGLang server; its log: %s", server.log_file)
         if key_file is not None:
             with open(key_file, "w", opener=open_private) as file:
                 file.write(f"{spec.api_key}\n")
         server.wait_until_healthy(timeout=3600)
         print(f"contract {contract.fingerprint}; log {server.log_file}")
+        if serves_text:
+            holder = key_file or given[1:]
+            print(f"OpenAI clients: base_url {server.url}/v1, and what is in {holder} as api_key")
         api_key = f"@{key_file}" if key_file else given
         print(f"--rollout-server-url {server.url} --rollout-api-key {api_key}", flush=True)
         while server.is_running:

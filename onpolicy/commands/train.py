@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 
 from onpolicy.commands.ranks import is_first_rank
 from onpolicy.config import TrainConfig, parse, validate
+from onpolicy.outputs.console import configure_logging
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,13 +37,15 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig) -> int:
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+
     from onpolicy.loop import train
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
-    from onpolicy.start import check_layout, configure_logging, read_inputs
+    from onpolicy.start import check_layout, read_inputs
     from onpolicy.train import distributed
 
-    configure_logging()
     inputs = None
     if is_first_rank():  # before any rank waits for another
         check_layout(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 
 from onpolicy.commands.ranks import is_first_rank
@@ -11,7 +12,10 @@ from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.config.train import require_mode_for_operators
 from onpolicy.config.unread import refuse_unread
+from onpolicy.outputs.console import configure_logging
 from onpolicy.outputs.places import require_directory, require_writable, write_output
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,11 +29,12 @@ def main(argv: Sequence[str]) -> int:
     if config.json:
         require_writable("--json", config.json)
 
-    from onpolicy.start import configure_logging
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+
     from onpolicy.train import distributed
     from onpolicy.verify import check_inputs, passes, verify
 
-    configure_logging()
     if is_first_rank():
         check_inputs(config)
     distributed.init_process_group()

@@ -420,8 +420,8 @@ class EvalConfig:
     eval_interval: int = 0
     """Evaluate before the first and after every so many rollouts; 0: never."""
 
-    eval_prompt_data: str = ""
-    """Evaluation prompts, read like --prompt-data."""
+    eval_prompt_data: tuple[str, ...] = ()
+    """Evaluation prompts, read like --prompt-data: a path, or several sets as name path name path."""
 
     n_samples_per_eval_prompt: int = 1
     """Responses per evaluation prompt: avg@k and pass@k."""
@@ -462,3 +462,15 @@ class OutputConfig:
 
     wandb_project: str = "onpolicy"
     """Project name there."""
+
+    wandb_group: str = ""
+    """Group of the run there."""
+
+    wandb_run_name: str = ""
+    """Name of the run there; one is made up if not given. A resumed run continues its run there."""
+
+    log_samples: int = 16
+    """Samples of a rollout, and of every evaluation set, to write into the run directory; 0: none."""
+
+    log_samples_interval: int = 1
+    """Write them after every so many rollouts, and of every evaluation."""

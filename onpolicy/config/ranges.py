@@ -36,8 +36,9 @@ _AT_LEAST: dict[str, Number] = {
     "megatron_tp": 1, "megatron_pp": 1, "megatron_cp": 1, "megatron_ep": 1,
     "update_weight_buffer_size": 1, "eval_interval": 0,
     "n_samples_per_eval_prompt": 1, "eval_temperature": 0, "eval_max_response_len": 1,
-    "save_interval": 0, "keep_checkpoints": 0, "seed": 0, "rollout_stop_token_ids": 0, "rm_workers": 0,
-    "rm_max_error_rate": 0, "rollout_top_k": -1, "rollout_top_p": 0, "rollout_min_p": 0,
+    "save_interval": 0, "keep_checkpoints": 0, "log_samples": 0, "log_samples_interval": 1,
+    "seed": 0, "rollout_stop_token_ids": 0, "rm_workers": 0, "rm_max_error_rate": 0,
+    "rollout_top_k": -1, "rollout_top_p": 0, "rollout_min_p": 0,
     "num_prompts": 1, "prompt_len": 1, "max_new_tokens": 1, "repetitions": 1, "num_tokens": 1,
     "temperature": SMALLEST_TEMPERATURE,
 }  # fmt: skip

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 DECIDE_NO_RESULT = frozenset({
     # where things are or go, and what is logged
     "run_dir", "save", "save_interval", "keep_checkpoints", "load", "allow_changed_settings",
-    "use_tensorboard", "use_wandb", "wandb_project", "get_mismatch_metrics", "eval_interval",
+    "use_tensorboard", "use_wandb", "wandb_project", "wandb_group", "wandb_run_name",
+    "log_samples", "log_samples_interval", "get_mismatch_metrics", "eval_interval",
     "custom_config_path", "dry_run", "trust_remote_code", "rm_workers", "rm_max_error_rate",
     # how the engines are run
     "cpu_threads", "rollout_num_engines", "rollout_server_url", "rollout_api_key", "rollout_host",

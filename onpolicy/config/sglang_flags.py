@@ -37,6 +37,7 @@ _UNALIGNED = {
     "enable-tf32-matmul": "it rounds float32 products to TF32, rotary angles among them",
     "enable-fused-qk-norm-rope": "norms and rotary embeddings are part of the contract",
     "sampling-backend": "the sampler is part of the contract",
+    "tokenizer-worker-num": "requests are checked and given their seeds in one process",
     "enable-custom-logit-processor": "tokens are sampled from softmax(logits / temperature) alone",
     "model-impl": "both engines run the Hugging Face model definition",
     "json-model-override-args": "both engines run the model that the checkpoint describes",

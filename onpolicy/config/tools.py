@@ -134,7 +134,10 @@ class BenchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Start one SGLang server under a contract and print how to connect a run to it."""
+    """Start one SGLang server under a contract and print how to connect to it.
+
+    It serves runs with --rollout-server-url, and text: /v1/completions, /v1/chat/completions, /generate.
+    """
 
     hf_checkpoint: str = ""
     """Local directory with the Hugging Face checkpoint. Required."""
@@ -167,7 +170,7 @@ class ServeConfig:
     """Threads for CPU operators; 0 takes all cores."""
 
     seed: int = 0
-    """SGLang's seed."""
+    """Seeds the samples of requests that bring no seed, in the order in which they arrive."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""

@@ -18,6 +18,7 @@ from onpolicy.config import (
     sglang_flags,
     tensor_parallel,
 )
+from onpolicy.config.eval_sets import eval_sets
 from onpolicy.config.ranges import SMALLEST_TEMPERATURE, require_ranges
 from onpolicy.config.unread import refuse_unread
 from onpolicy.errors import ConfigError
@@ -234,7 +235,7 @@ def _require_companions(config: TrainConfig) -> None:
             "eval_interval",
             config.eval.eval_interval,
             "eval_prompt_data",
-            config.eval.eval_prompt_data,
+            " ".join(config.eval.eval_prompt_data),
         ),
     ]
     for name, value, other, given in needs:
@@ -243,6 +244,7 @@ def _require_companions(config: TrainConfig) -> None:
                 f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
                 "does nothing without the other. Give both, or neither."
             )
+    eval_sets(config.eval.eval_prompt_data)
 
 
 def _require_corrections(config: TrainConfig) -> None:

@@ -1,6 +1,7 @@
 """The directory of a run: everything one needs to look at it later, or to repeat it.
 
-config.json  versions.json  contract.json  metrics.jsonl  logs/  plots/  [tensorboard/ wandb/]
+config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/  plots/
+[governor.jsonl  tensorboard/  wandb/  wandb_run_id]
 
 One run writes there at a time. What it writes is there as a whole or not at all, but for logs; a
 disk that runs full ends the run with an error that says how to go on.
@@ -20,11 +21,19 @@ from typing import Any
 
 from onpolicy import files
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import OutputConfig
 from onpolicy.config.settings import same_run
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, OutputError
 from onpolicy.outputs.lock import locked
-from onpolicy.outputs.metrics import JsonlSink, Sink, TensorBoardSink, WandbSink, drop_from
+from onpolicy.outputs.metrics import (
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    check_tensorboard,
+    drop_from,
+)
+from onpolicy.outputs.wandb_sink import WandbSink, check_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +89,10 @@ class RunDirectory:
     @property
     def plots(self) -> Path:
         return self.path / "plots"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -146,7 +159,7 @@ class RunDirectory:
         if config.output.use_tensorboard:
             sinks.append(TensorBoardSink(self.path / "tensorboard"))
         if config.output.use_wandb:
-            sinks.append(WandbSink(config.output.wandb_project, self.path, config.to_dict()))
+            sinks.append(WandbSink(config.output, self.path, config.to_dict()))
         return sinks
 
 
@@ -162,6 +175,14 @@ class _LogFile(logging.FileHandler):
         elif not self._is_full:
             self._is_full = True
             print(f"{self.baseFilename} could not be written ({error.strerror})", file=sys.stderr)
+
+
+def check_sinks(output: OutputConfig) -> None:
+    """Raise ConfigError if a sink that is asked for could not be opened; opens none."""
+    if output.use_tensorboard:
+        check_tensorboard()
+    if output.use_wandb:
+        check_wandb()
 
 
 def versions() -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Names and meanings of everything a run logs.
 
-Reward functions may add `rollout/reward/<name>`, corrections of the user's own `tis/<name>`.
+Reward functions may add `rollout/reward/<name>`, corrections of the user's own `tis/<name>`. What is
+`eval/<metric>` for a single evaluation set is `eval/<set>/<metric>` for those that have names.
 """
 
 MEANINGS = {
@@ -98,3 +99,12 @@ for _estimator in (
 ):
     MEANINGS[f"estimator/{_estimator}_bias"] = "bound of its gradient's bias, in units of the score"
     MEANINGS[f"estimator/{_estimator}_variance"] = "bound of its variance, in units of its square"
+
+
+def meaning(metric: str) -> str:
+    """What a metric says; empty if it is not one of the above."""
+    kind, _, rest = metric.partition("/")
+    eval_set, _, name = rest.partition("/")
+    if kind == "eval" and name:
+        return f"{MEANINGS.get(f'eval/{name}', '')} (of the set {eval_set})"
+    return MEANINGS.get(metric, "")

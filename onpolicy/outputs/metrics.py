@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onpolicy import files
+from onpolicy.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +52,15 @@ class TensorBoardSink(Sink):
         self._writer.close()
 
 
-class WandbSink(Sink):
-    def __init__(self, project: str, directory: Path, config: Mapping[str, Any]):
-        import wandb
-
-        self._run = wandb.init(project=project, dir=str(directory), config=dict(config))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def check_tensorboard() -> None:
+    """Raise ConfigError if TensorBoard files could not be written."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"--use-tensorboard: TensorBoard cannot be imported ({error}). Install it: pip install "
+            "tensorboard; or leave the flag out."
+        ) from error
 
 
 def drop_from(file: Path, step: int) -> None:

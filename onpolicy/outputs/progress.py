@@ -2,52 +2,88 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from onpolicy.outputs.console import duration, elapsed
 from onpolicy.types import RunSummary
 
-_LINE = "reward {reward:.3f}  mismatched {mismatched:.0f} of {compared:.0f}  {speed:.0f} tok/s"
+RECENT = 20
+"""Rollouts whose mean time tells when the run will be done: responses grow while it learns."""
+
+SILENCE = 60.0
+"""Seconds after which a line says how far the sampling is, where there is no bar."""
 
 
 class Progress:
     """A bar over rollouts; without a terminal, one line per rollout."""
 
     def __init__(self, total: int, done: int):
-        self._console = Console()
+        self._console = Console(soft_wrap=True)
         self._bar = RichProgress(
             TextColumn("rollout"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            TextColumn("{task.fields[times]}"),
             TextColumn("{task.fields[latest]}"),
-            TextColumn("{task.fields[sampling]}"),
+            TextColumn("[dim]{task.fields[now]}[/dim]"),
             console=self._console,
+            expand=True,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=total, completed=done, latest="", sampling="")
-        self._total = total
+        self._task = self._bar.add_task(
+            "", total=total, completed=done, times="", latest="", now=""
+        )
+        self._total, self._asked = total, 0
+        self._finished = deque([elapsed()], maxlen=RECENT + 1)
+        self._spoken = elapsed()
         self._bar.start()
+
+    def on_requests(self, count: int) -> None:
+        """So many responses are going to be sampled."""
+        self._asked = count
 
     def on_response(self, num_done: int, num_tokens: int) -> None:
         """A response has arrived."""
-        self._bar.update(self._task, sampling=f"[dim]{num_done} sampled[/dim]")
+        self._bar.update(self._task, now=f"{num_done}/{self._asked} sampled")
+        if elapsed() - self._spoken > SILENCE:
+            self._say(f"{num_done} of {self._asked} sampled  {duration(elapsed())} elapsed")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A rollout has been trained on."""
-        latest = _LINE.format(
-            reward=metrics["rollout/raw_reward"],
-            mismatched=metrics.get("parity/num_mismatched_tokens", 0),
-            compared=metrics.get("parity/num_compared_tokens", 0),
-            speed=metrics["perf/rollout_tokens_per_second"],
+        spent, left = self._times(step + 1)
+        reward = f"reward {metrics['rollout/raw_reward']:.3f}"
+        mismatched = f"{metrics.get('parity/num_mismatched_tokens', 0):.0f}"
+        compared = f"{metrics.get('parity/num_compared_tokens', 0):.0f}"
+        speed = f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
+        self._bar.update(
+            self._task,
+            advance=1,
+            times=f"{spent}<{left}",
+            latest=f"{reward} mismatched {mismatched}/{compared}",
+            now=speed,
         )
-        self._bar.update(self._task, advance=1, latest=latest, sampling="")
+        self._say(
+            f"rollout {step + 1}/{self._total}  {reward}  mismatched {mismatched} of {compared}  "
+            f"{speed}  {spent} elapsed, {left} left"
+        )
+
+    def _times(self, done: int) -> tuple[str, str]:
+        """How long the command has run, and how long it will at the pace of the latest rollouts."""
+        self._finished.append(elapsed())
+        pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
+        return duration(elapsed()), duration(pace * (self._total - done))
+
+    def _say(self, line: str) -> None:
+        """A line where there is no bar."""
+        self._spoken = elapsed()
         if not self._console.is_terminal:
-            self._console.print(f"rollout {step + 1}/{self._total}  {latest}", highlight=False)
+            self._console.print(line, highlight=False)
 
     def close(self) -> None:
         self._bar.stop()

@@ -6,7 +6,8 @@ const logarithmic = new Set(); // titles of panels
 const groupOf = data.runs.map((_, run) => data.groups.findIndex((g) => g.runs.includes(run)));
 const DASHES = ["", "6 4", "2 3", "9 3 2 3", "1 5", "12 4"];
 const HEIGHT = 210, LEFT = 52, RIGHT = 10, TOP = 12, BOTTOM = 24;
-const MOST_ROWS = 14;
+const STRIPE = 7; // pixels of a colour where curves of several groups lie on each other
+const MOST_NAMES = 8;
 const tip = document.getElementById("tip");
 
 // ---- making elements
@@ -51,7 +52,16 @@ function nameCell(run) {
   const group = data.groups[groupOf[run]].name;
   cell.append(swatch(groupOf[run]), name);
   if (group !== name) cell.append(make("small", {}, group));
+  cell.append(...sameAs(run));
   return cell;
+}
+
+/** Says which earlier run logged the same values; nothing if none did. */
+function sameAs(run) {
+  const first = data.runs[run].same_as;
+  if (first === null) return [];
+  const title = "The same values in every metric but times and speeds";
+  return [make("small", { class: "same", title }, ` same as ${data.runs[first].name}`)];
 }
 
 function row(run, cells) {
@@ -97,10 +107,12 @@ function fillLegend() {
     const whole = toggle("group", group.runs, group.name);
     whole.prepend(swatch(g));
     if (several) whole.title = `${group.name}: bold is the median of ${group.runs.length} runs`;
+    else whole.append(...sameAs(group.runs[0]));
     entry.append(whole);
     if (several) group.runs.forEach((run) => {
       const one = toggle("run", [run], runLabel(run));
       one.title = data.runs[run].name;
+      one.append(...sameAs(run));
       entry.append(one);
     });
     document.getElementById("legend").append(entry);
@@ -203,20 +215,50 @@ function valueTicks(scale) {
 
 // ---- drawing
 
-/** Not finite values break a line; steps without a value do not. A lone value becomes a dot. */
-function path(points, x, y) {
-  const [steps, values] = points;
-  let text = "", pen = false;
+/** Pieces between two spots; not finite values break a line, steps without a value do not. */
+function pieces([steps, values], x, y) {
+  const found = [];
+  let last = null, isAlone = false;
   steps.forEach((step, i) => {
     const at = y(number(values[i]));
-    if (!Number.isFinite(at)) { pen = false; return; }
-    const next = i + 1 < steps.length ? y(number(values[i + 1])) : NaN;
-    const spot = `${x(step).toFixed(1)},${at.toFixed(1)}`;
-    text += pen ? `L${spot}` : `M${spot}`;
-    if (!pen && !Number.isFinite(next)) text += "m-1.2,0h2.4";
-    pen = true;
+    const spot = Number.isFinite(at) ? `${x(step).toFixed(1)},${at.toFixed(1)}` : null;
+    if (spot === null && isAlone) found.push([last, last]);
+    if (spot !== null && last !== null) found.push([last, spot]);
+    isAlone = spot !== null && last === null;
+    last = spot;
   });
-  return text;
+  if (isAlone) found.push([last, last]);
+  return found;
+}
+
+/** Where curves of several groups lie on each other, they take turns; see `drawCurve`. */
+function drawCurves(svg, curves, x, y) {
+  const drawn = curves.map((curve) => pieces(curve.points, x, y));
+  const owners = new Map();
+  drawn.forEach((found, i) => found.forEach(([from, to]) => {
+    const key = `${from} ${to}`;
+    owners.set(key, [...(owners.get(key) || []), i]);
+  }));
+  curves.forEach((curve, i) => {
+    const paths = new Map([["", { groups: [curve.group], text: "" }]]);
+    let previous = null;
+    for (const [from, to] of drawn[i]) {
+      const all = owners.get(`${from} ${to}`);
+      const groups = [...new Set(all.map((owner) => curves[owner].group))];
+      const key = groups.length > 1 && from !== to ? all.join() : "";
+      if (!paths.has(key)) paths.set(key, { groups, text: "" });
+      const goesOn = previous && previous.key === key && previous.to === from;
+      const start = goesOn ? "" : `M${from}`;
+      paths.get(key).text += start + (from === to ? dot(groups.indexOf(curve.group)) : `L${to}`);
+      previous = { key, to };
+    }
+    paths.forEach(({ groups, text }) => { if (text) drawCurve(svg, curve, text, groups); });
+  });
+}
+
+/** A lone value; those of several groups stand side by side. */
+function dot(place) {
+  return `m${(4 * place - 1.2).toFixed(1)},0h2.4`;
 }
 
 function drawAxes(svg, scale, x, width, range) {
@@ -241,11 +283,31 @@ function drawMove(svg, move, x) {
   svg.append(make("path", { class: "flag", style, d: `M${at - 5},${TOP - 8}h10l-5,8z` }));
 }
 
-function drawCurve(svg, curve, x, y) {
+/** Among several groups a curve leaves gaps, of which each of the others fills one. */
+function drawCurve(svg, curve, text, groups) {
+  const shared = groups.length > 1;
+  const dash = shared ? `${STRIPE} ${STRIPE * (groups.length - 1)}` : curve.dash;
   svg.append(make("path", {
-    class: `curve ${curve.kind}`, style: `--color: ${color(curve.group)}`,
-    "stroke-dasharray": curve.dash, "data-metric": curve.metric,
-    "data-run": curve.run ?? "", "data-group": curve.group, d: path(curve.points, x, y),
+    class: `curve ${curve.kind}${shared ? " shared" : ""}`, style: `--color: ${color(curve.group)}`,
+    "stroke-dasharray": dash, "stroke-dashoffset": -STRIPE * groups.indexOf(curve.group),
+    "data-metric": curve.metric, "data-run": curve.run ?? "", "data-group": curve.group, d: text,
+  }));
+}
+
+/** Names the curves of a panel that are the same from the first to the last rollout. */
+function showIdentical(panel, curves) {
+  const alike = new Map();
+  for (const curve of curves.filter((one) => one.kind !== "median")) {
+    const key = JSON.stringify(curve.points);
+    alike.set(key, [...(alike.get(key) || []), curve]);
+  }
+  const several = panel.metrics.length > 1;
+  const name = (curve) => data.runs[curve.run].name + (several ? ` · ${curve.metric}` : "");
+  const sets = [...alike.values()].filter((set) => set.length > 1).map((set) => set.map(name));
+  panel.identical.replaceChildren(...sets.map((names) => {
+    const more = names.length > MOST_NAMES ? ` and ${names.length - MOST_NAMES} more` : "";
+    const text = `identical: ${names.slice(0, MOST_NAMES).join(", ")}${more}`;
+    return make("div", { title: names.join(", ") }, text);
   }));
 }
 
@@ -260,7 +322,8 @@ function draw(panel, range) {
   const moves = visibleMoves();
   drawAxes(svg, scale, x, width, range);
   moves.forEach((move) => drawMove(svg, move, x));
-  curves.forEach((curve) => drawCurve(svg, curve, x, scale.y));
+  drawCurves(svg, curves, x, scale.y);
+  showIdentical(panel, curves);
   svg.append(make("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM }));
   panel.drawn = { x, curves, moves };
 }
@@ -313,12 +376,13 @@ function point(panel, event) {
   const moves = panel.drawn.moves.filter((move) => (
     move.step === step || Math.abs(panel.drawn.x(move.step) - position) < 6));
   tip.replaceChildren(make("div", { class: "bold" }, `rollout ${format(step)}`));
-  rows.slice(0, MOST_ROWS).forEach((curve) => {
+  const most = Math.max(8, Math.floor(innerHeight / 20) - 4 - 2 * moves.length);
+  rows.slice(0, most).forEach((curve) => {
     const median = curve.kind === "median";
     const label = median ? `${curve.label} (median)` : curve.label;
     tip.append(tipRow(curve.group, label, format(curve.value), curve.kind !== "thin"));
   });
-  if (rows.length > MOST_ROWS) tip.append(make("div", {}, `and ${rows.length - MOST_ROWS} more`));
+  if (rows.length > most) tip.append(make("div", {}, `and ${rows.length - most} more`));
   moves.forEach((move) => tip.append(tipMove(move)));
   placeTip(event);
   showCross(step);
@@ -384,7 +448,8 @@ function addPanel(panel) {
   panel.svg = make("svg", { class: "plot", role: "img", "aria-label": panel.title });
   panel.svg.onpointermove = panel.svg.onpointerdown = (event) => point(panel, event);
   panel.svg.onpointerleave = stopPointing;
-  box.append(head, metricNames(panel), panel.svg);
+  panel.identical = make("div", { class: "identical" });
+  box.append(head, metricNames(panel), panel.svg, panel.identical);
   document.getElementById("panels").append(box);
 }
 

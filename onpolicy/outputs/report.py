@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any
 
-from onpolicy.outputs.meanings import MEANINGS
+from onpolicy.outputs.meanings import meaning
 from onpolicy.outputs.report_groups import RunGroup, group_runs, median_curve
 from onpolicy.outputs.report_runs import Curve, LoggedRun
 
@@ -25,7 +25,8 @@ class Panel:
 
 PANELS = (
     Panel("Reward", ("rollout/raw_reward",)),
-    Panel("Evaluation reward", ("eval/avg@k", "eval/pass@k")),
+    Panel("Evaluation reward", ("eval/avg@k", "eval/*/avg@k")),
+    Panel("Evaluation prompts with a rewarded sample (share)", ("eval/pass@k", "eval/*/pass@k")),
     Panel("k3 between the engines", ("mismatch/k3", "train/k3_kl")),
     Panel("Effective sample size", ("mismatch/ess*",)),
     Panel(
@@ -70,7 +71,9 @@ def page_data(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     panels = [_panel(panel, runs, groups) for panel in PANELS]
     return {
         "groups": [{"name": group.name, "runs": group.runs} for group in groups],
-        "runs": [_run(run) for run in runs],
+        "runs": [
+            {**_run(run), "same_as": same} for run, same in zip(runs, _same_as(runs), strict=True)
+        ],
         "panels": [panel for panel in panels if panel["metrics"]],
     }
 
@@ -88,6 +91,16 @@ def _run(run: LoggedRun) -> dict[str, Any]:
         "mismatched": _total(run, "parity/num_mismatched_tokens"),
         "moves": [vars(move) for move in run.moves],
     }
+
+
+def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
+    """Of each run the first earlier one that logged the same values, but for times and speeds."""
+    values = [
+        json.dumps({k: run.curves[k] for k in sorted(run.curves) if not k.startswith("perf/")})
+        for run in runs
+    ]
+    firsts = [values.index(value) for value in values]
+    return [first if first < i and values[i] != "{}" else None for i, first in enumerate(firsts)]
 
 
 def _total(run: LoggedRun, metric: str) -> int | None:
@@ -114,7 +127,7 @@ def _metric(name: str, runs: Sequence[LoggedRun], groups: Sequence[RunGroup]) ->
     }
     return {
         "name": name,
-        "meaning": MEANINGS.get(name, ""),
+        "meaning": meaning(name),
         "runs": {i: _points(curve) for i, curve in curves.items()},
         "medians": {i: _points(curve) for i, curve in medians.items() if curve},
     }

@@ -78,7 +78,7 @@ def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int
     """
     if train.dtype != torch.float32 or rollout.dtype != torch.float32:
         raise TypeError(f"train {train.dtype}, rollout {rollout.dtype}: both must be float32")
-    mismatched = (train != rollout) | ~train.isfinite() | ~rollout.isfinite()
+    mismatched = mismatches(train, rollout)
     if not len(train):
         return ParityCounts(), None
     diff = train.double() - rollout.double()
@@ -93,6 +93,11 @@ def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int
         max_k3=float(k3.max()),
     )
     return counts, int(mismatched.nonzero()[0]) if counts.num_mismatched else None
+
+
+def mismatches(train: Tensor, rollout: Tensor) -> Tensor:
+    """Which of two float32 tensors' values are not the same finite number: [R], [R] -> bool [R]."""
+    return (train != rollout) | ~train.isfinite() | ~rollout.isfinite()
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ class EngineSpec:
     returns_routed_experts: bool = False
     """Whether the engine keeps the experts that computed each token, for requests that ask."""
 
+    serves_text: bool = False
+    """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
+
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
@@ -66,7 +69,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         "--dtype", spec.contract.dtype,
         "--random-seed", str(spec.seed),
         "--max-running-requests", str(spec.max_concurrency),
-        "--skip-tokenizer-init",
+        # Not the checkpoint's own top_p and top_k, which an aligned engine would refuse.
+        *(["--sampling-defaults", "openai"] if spec.serves_text else ["--skip-tokenizer-init"]),
         "--grammar-backend", "none",
         "--log-level", "info",
         "--sleep-on-idle",

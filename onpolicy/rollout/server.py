@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -26,6 +27,9 @@ from onpolicy.rollout.engine_args import (
 
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.2
+_NEWS_SECONDS = 30.0
+
+logger = logging.getLogger(__name__)
 
 
 class EngineServer:
@@ -76,6 +80,7 @@ class EngineServer:
     def wait_until_healthy(self, timeout: float) -> None:
         """Block until the server answers. Raises EngineError with the end of its log if it dies."""
         deadline = time.monotonic() + timeout
+        news = time.monotonic() + _NEWS_SECONDS
         headers = {"Authorization": f"Bearer {self.spec.api_key}"}
         while time.monotonic() < deadline:
             if not self.is_running:
@@ -83,6 +88,9 @@ class EngineServer:
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", headers=headers, timeout=5).ok:
                     return
+            if time.monotonic() > news:
+                logger.info("%s is still starting; its log: %s", self.url, self.log_file)
+                news += _NEWS_SECONDS
             time.sleep(_POLL_SECONDS)
         self.stop()
         raise EngineError(

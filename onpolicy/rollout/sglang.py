@@ -55,9 +55,11 @@ class SglangGroup(RolloutGroup):
     def launch(self) -> None:
         for server in self.servers:
             server.start()
+            logger.info("starting an SGLang server; its log: %s", server.log_file)
 
     def connect(self, self_check: dict[str, str]) -> None:
         self._self_check = self_check
+        logger.info("waiting for %s", ", ".join(client.url for client in self.clients))
         self._await_ready(self.clients, self.servers)
 
     def _await_ready(

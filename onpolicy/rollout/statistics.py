@@ -29,14 +29,18 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     return metrics
 
 
-def eval_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """avg@k and pass@k of an evaluation; a sample passes if its reward is positive."""
+def eval_metrics(groups: Sequence[SampleGroup], eval_set: str = "") -> dict[str, float]:
+    """avg@k and pass@k of an evaluation; a sample passes if its reward is positive.
+
+    The names are `eval/avg@k` and so on; those of a set with a name are `eval/NAME/avg@k`.
+    """
+    prefix = f"eval/{eval_set}/" if eval_set else "eval/"
     samples = [sample for group in groups for sample in group.samples]
     return {
-        "eval/avg@k": fmean(sample.reward for sample in samples),
-        "eval/pass@k": fmean(any(s.reward > 0 for s in group.samples) for group in groups),
-        "eval/truncated_ratio": truncated_ratio(groups),
-        "eval/response_length": mean_response_length(groups),
+        f"{prefix}avg@k": fmean(sample.reward for sample in samples),
+        f"{prefix}pass@k": fmean(any(s.reward > 0 for s in group.samples) for group in groups),
+        f"{prefix}truncated_ratio": truncated_ratio(groups),
+        f"{prefix}response_length": mean_response_length(groups),
     }
 
 

@@ -20,6 +20,9 @@ class Trainer(ABC):
     self_check: dict[str, str]
     """Digests of the operators' self-check at start-up; empty under a stock contract."""
 
+    mismatched_tokens: Sequence[int | None] = ()
+    """Of each sample of the last `train`: tokens that differed; None if it was not compared."""
+
     @abstractmethod
     def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
         """Take the optimizer steps of one rollout; return metrics, equal on all ranks.

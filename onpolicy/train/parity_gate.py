@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from onpolicy.errors import ParityError
-from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs
+from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs, mismatches
 from onpolicy.train.batch import MicroBatch
 from onpolicy.train.distributed import gather_data, sum_over_data
+from onpolicy.types import TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ class ParityGate:
     def __init__(self, step: int, *, fails: bool, warns: bool, remedy: str):
         self.step, self.fails, self.warns, self.remedy = step, fails, warns, remedy
         self.counts = ParityCounts()
+        self._by_sample: dict[int, int] = {}
 
     def check(self, log_probs: Tensor, batch: MicroBatch) -> None:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs."""
@@ -30,6 +33,7 @@ class ParityGate:
         if not batch.is_filler:
             counts, first = compare_log_probs(log_probs.detach(), batch.rollout_log_probs)
             self.counts += counts
+            self._count_by_sample(log_probs, batch)
         if not self.fails:
             return
         ours = {"compared": counts.num_compared, "mismatched": counts.num_mismatched}
@@ -52,6 +56,21 @@ class ParityGate:
                 self.step, total.num_mismatched, total.num_compared,
             )  # fmt: skip
         return total
+
+    def mismatched_tokens(self, samples: Sequence[TrainSample]) -> list[int | None]:
+        """How many tokens of each sample differ; None where none was compared. Collective.
+
+        `samples` are those that the checked batches were made of.
+        """
+        ours = self._by_sample
+        mine = {i: ours[id(sample)] for i, sample in enumerate(samples) if id(sample) in ours}
+        found = {i: count for share in gather_data(mine) for i, count in share.items()}
+        return [found.get(i) for i in range(len(samples))]
+
+    def _count_by_sample(self, log_probs: Tensor, batch: MicroBatch) -> None:
+        differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
+        for sample, part in zip(batch.samples, differ.split(batch.response_lens), strict=True):
+            self._by_sample[id(sample)] = int(part.sum())
 
     def _mismatch(self, log_probs: Tensor, batch: MicroBatch, row: int) -> Mismatch:
         sample, position = batch.locate(row)

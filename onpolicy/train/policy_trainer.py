@@ -59,6 +59,7 @@ class PolicyTrainer(Trainer):
         self.operators = make_operators(contract, self.num_threads)
         self.self_check = {}
         if contract.is_aligned:
+            logger.info("checking the trainer's operators at the model's shapes")
             self.self_check = self_check(self.operators, contract)
             check_gradients(self.operators, contract)
 
@@ -127,13 +128,14 @@ class PolicyTrainer(Trainer):
 
     def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
         start = time.perf_counter()
+        self.mismatched_tokens = [None] * len(samples)
         steps = [
             self._micro_batches([samples[i] for i in part])
             for part in split_evenly(len(samples), self.config.steps_per_rollout)
             if part
         ]
         try:
-            metrics = self._train_or_fall_back(steps, step)
+            metrics = self._train_or_fall_back(steps, samples, step)
         except NonfiniteError as error:
             how = self.corrections.flags.tis_nonfinite
             raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
@@ -146,16 +148,22 @@ class PolicyTrainer(Trainer):
             "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
         }
 
-    def _train_or_fall_back(self, steps: list[list[MicroBatch]], step: int) -> dict[str, float]:
+    def _train_or_fall_back(
+        self, steps: list[list[MicroBatch]], samples: Sequence[TrainSample], step: int
+    ) -> dict[str, float]:
+        gate = self._gate(step)
         try:
-            return self._train_on(steps, self._gate(step), corrected=not self.contract.is_aligned)
+            metrics = self._train_on(steps, gate, corrected=not self.contract.is_aligned)
         except ParityError as error:
+            self.mismatched_tokens = gate.mismatched_tokens(samples)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, fails=False, warns=False, remedy="")
             metrics = self._train_on(steps, gate, corrected=True)
-            return {**metrics, "parity/num_fallbacks": 1.0}
+            metrics["parity/num_fallbacks"] = 1.0
+        self.mismatched_tokens = gate.mismatched_tokens(samples)
+        return metrics
 
     def _train_on(
         self, steps: list[list[MicroBatch]], gate: ParityGate, *, corrected: bool

@@ -1,9 +1,14 @@
 """`onpolicy report` as a person meets it: its page in a real Chromium that has no network."""
 
+import io
+import json
 import shutil
+from collections import Counter
 
+import numpy
 import pytest
 from fake_runs import HOSTILE, aligned_run, governed_run, stock_run
+from PIL import Image, ImageColor
 
 from onpolicy.cli import main
 
@@ -163,6 +168,67 @@ def test_it_loads_nothing_and_is_forbidden_to(opened):
     assert entries == 0
     opened.execute_script("new Image().src = 'https://example.org/x.png'")
     assert any("Content Security Policy" in e["message"] for e in opened.get_log("browser"))
+
+
+@pytest.fixture
+def twins(browser, tmp_path):
+    """Three runs with the same values; the last leaves them at rollout 25, and has one value more."""
+    runs = [tmp_path / name for name in ("one-engine", "two-engines", "other-clip")]
+    for run, config in zip(runs, ({}, {"rollout_num_engines": 2}, {"eps_clip": 0.3}), strict=True):
+        aligned_run(run, 1)
+        values = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**values, **config}))
+    lines = (runs[2] / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        if record["step"] >= 25 and "rollout/raw_reward" in record:
+            record["rollout/raw_reward"] /= 2
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (runs[2] / "metrics.jsonl").write_text(text)
+    for run in runs:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 30, "train/kl_loss": 0.5}\n')
+    page = tmp_path / "report.html"
+    assert main(["report", *map(str, runs), "--output", str(page)]) == 0
+    browser.get(page.as_uri())
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def colors_in_sight(element, count=3):
+    """Which of the first groups' colours a picture shows, smooth edges aside."""
+    image = Image.open(io.BytesIO(element.screenshot_as_png)).convert("RGB")
+    colors = Counter(tuple(pixel) for pixel in numpy.asarray(image).reshape(-1, 3).tolist())
+    script = "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0])"
+    seen = set()
+    for group in range(count):
+        wanted = ImageColor.getrgb(element.parent.execute_script(script, f"--c{group}"))
+        near = [c for c in colors if max(abs(a - b) for a, b in zip(c, wanted, strict=True)) < 24]
+        seen |= {group} if near else set()
+    return seen
+
+
+@pytest.mark.parametrize("title", ["Reward", "Mismatched tokens", "KL to the reference model"])
+def test_curves_that_lie_on_each_other_can_all_be_seen(twins, title):
+    """As long as two of them go together, and where each is a single value."""
+    plot = panel(twins, title).find_element("css selector", ".plot")
+    assert colors_in_sight(plot) == {0, 1, 2}
+
+
+def test_what_is_identical_is_said(twins):
+    notes = {
+        title: panel(twins, title).find_element("css selector", ".identical").text
+        for title in ("Reward", "Mismatched tokens")
+    }
+    assert notes == {
+        "Reward": "identical: one-engine, two-engines",
+        "Mismatched tokens": "identical: one-engine, two-engines, other-clip",
+    }
+    for place in ("#summary", "#legend"):
+        same = twins.find_elements("css selector", f"{place} .same")
+        assert [note.text for note in same] == ["same as one-engine"]
+    twins.find_element("css selector", '#legend [data-runs="1"]').click()
+    assert panel(twins, "Reward").find_element("css selector", ".identical").text == ""
 
 
 def test_these_tests_would_notice_a_javascript_error(opened):

@@ -14,7 +14,7 @@ from engines_fixture import make_engines
 from onpolicy.rollout.server import EngineServer
 from onpolicy.start import make_contract
 from sglang_patches.harmful_requests import MOST_SAMPLES
-from sglang_patches.parallel_samples import DEFAULT_SEED, next_seed
+from sglang_patches.parallel_samples import next_seed
 
 pytestmark = pytest.mark.engine
 
@@ -147,15 +147,14 @@ def aligned(engines):
     return engines.rollout.servers[0]
 
 
-@pytest.mark.parametrize("seed", [3, 2**63 - 1, None])
+@pytest.mark.parametrize("seed", [3, 2**63 - 1])
 def test_samples_of_one_request_differ_and_each_can_be_had_alone(engines, seed):
     server = aligned(engines)
     samples = sample(server, n=3, sampling_seed=seed, max_new_tokens=12)
     assert len({tuple(tokens) for tokens, _ in samples}) == 3
-    own = DEFAULT_SEED if seed is None else seed
     for expected in samples:
-        assert sample(server, sampling_seed=own, max_new_tokens=12) == [expected]
-        own = next_seed(own)
+        assert sample(server, sampling_seed=seed, max_new_tokens=12) == [expected]
+        seed = next_seed(seed)
 
 
 def test_samples_of_a_batch_have_the_seeds_of_their_own_request(engines):
@@ -170,9 +169,14 @@ def test_samples_of_a_batch_have_the_seeds_of_their_own_request(engines):
     assert [answer["output_ids"] for answer in batch] == alone
 
 
-def test_a_request_without_a_seed_has_sglangs_default(engines):
-    server = aligned(engines)
-    assert sample(server, sampling_seed=None) == sample(server, sampling_seed=DEFAULT_SEED)
+def test_samples_of_one_request_without_a_seed_differ_too(engines):
+    samples = sample(aligned(engines), n=3, sampling_seed=None, max_new_tokens=12)
+    assert len({tuple(tokens) for tokens, _ in samples}) == 3
+
+
+def test_greedy_samples_of_one_request_are_one_sample(engines):
+    samples = sample(aligned(engines), n=3, sampling_seed=None, temperature=0)
+    assert len({tuple(tokens) for tokens, _ in samples}) == 1
 
 
 def test_samples_of_a_stock_server_differ_of_themselves(stock):

@@ -62,11 +62,54 @@ def test_the_run_directory_holds_what_one_needs_to_look_at_it_later(plain):
     assert [r["step"] for r in evaluations] == [0, ROLLOUTS]
 
 
-def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, tmp_path):
-    """Weights go by another way too. The lost requests are sent again, and nothing comes twice."""
+STAGES = (
+    "loading PyTorch and transformers", "reading ", "rollout_batch_size 4 prompts",
+    "starting an SGLang server; its log:", "loading the model into the trainer",
+    "checking the trainer's operators", "waiting for http://", "pushing the trainer's weights",
+    "after 0 rollouts, evaluation: avg@k", "the first sample:", "  prompt    ", "  response  ",
+    f"rollout 1/{ROLLOUTS}", f"after {ROLLOUTS} rollouts, evaluation: avg@k",
+)  # fmt: skip
+
+
+def test_it_says_what_it_is_doing_from_its_first_second_on(plain):
+    lines = plain[1].splitlines()
+    places = [next(i for i, line in enumerate(lines) if stage in line) for stage in STAGES]
+    assert places == sorted(places)
+    assert lines[0].startswith("[0:00:0")
+    assert re.search(r"rollout 1/\d .*\d:\d\d:\d\d elapsed, \d:\d\d:\d\d left", plain[1])
+    assert plain[1].count("pushing the trainer's weights") == 1
+
+
+def samples_of(directory, name="*"):
+    """The files of samples and their text."""
+    files = sorted((directory / "run" / "samples").glob(f"{name}_*.jsonl"))
+    return {file.name: file.read_text() for file in files}
+
+
+def test_some_samples_of_every_rollout_and_evaluation_can_be_read(plain):
+    files = samples_of(plain[0])
+    steps = [f"eval_{step:06d}.jsonl" for step in (0, ROLLOUTS)]
+    steps += [f"rollout_{step:06d}.jsonl" for step in range(ROLLOUTS)]
+    assert list(files) == steps
+    for name, text in files.items():
+        samples = [json.loads(line) for line in text.splitlines()]
+        assert len(samples) == (8 if name.startswith("eval") else 16)
+        for sample in samples:
+            assert sample["prompt"] and sample["response"] and sample["label"] == "x"
+            assert sample["response"].endswith("<eos>") == (sample["finish_reason"] == "stop")
+    compared = [json.loads(x)["mismatched_tokens"] for x in files[steps[-1]].splitlines()]
+    assert compared == [0] * 8 + [None] * 8  # of the first of two optimizer steps
+
+
+def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, data, tmp_path):
+    """Weights go by another way too. The lost requests are sent again, and nothing comes twice.
+
+    Evaluation sets with names change nothing either.
+    """
     process = start(
         tmp_path, "--rollout-num-engines", "2", "--weight-sync", "distributed",
-        "--save", str(tmp_path / "save"), "--save-interval", "4",
+        "--save", str(tmp_path / "save"), "--save-interval", "4", "--eval-interval", "2",
+        "--eval-prompt-data", "one", str(data), "two", str(data), "--log-samples-interval", "3",
     )  # fmt: skip
     log = tmp_path / "run" / "logs" / "engine_1.log"
     wait_for(lambda: len(metrics_of(tmp_path)) >= 1 or process.poll() is not None)
@@ -79,6 +122,12 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, tmp
     assert "starting http://127.0.0.1" in output
     assert run_hash(output) == plain[2]
     assert exported_weights(tmp_path / "save") == exported_weights(plain[0] / "save")
+    evaluated = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval/two/avg@k" in r]
+    assert [r["step"] for r in evaluated] == [0, 2, ROLLOUTS]
+    assert list(samples_of(tmp_path)) == [
+        *(f"eval_{name}_{step:06d}.jsonl" for name in ("one", "two") for step in (0, 2, 4)),
+        "rollout_000000.jsonl", "rollout_000003.jsonl",
+    ]  # fmt: skip
 
 
 KILLED_WHILE_SAVING = """
@@ -130,6 +179,7 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
     assert not list((tmp_path / "run").glob(".weights_*"))
     assert exported_weights(save) == exported_weights(plain[0] / "save")
     assert [r["step"] for r in metrics_of(tmp_path)] == list(range(ROLLOUTS))
+    assert samples_of(tmp_path) == samples_of(plain[0], "rollout")
 
 
 def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start, tmp_path):
@@ -163,6 +213,8 @@ def test_a_mismatch_stops_the_run_on_two_ranks_and_keeps_its_checkpoint(start, t
     output = finish(start(tmp_path, *argv, preamble=ONE_BIT_OFF, launcher=launcher), code=1)
     (first,) = metrics_of(tmp_path)
     assert first["parity/num_mismatched_tokens"] == 0
+    failed = samples_of(tmp_path)["rollout_000001.jsonl"].splitlines()
+    assert any(json.loads(line)["mismatched_tokens"] for line in failed)
     assert re.search(r"ParityError: \d+ of \d+ tokens .*step=1, prompt \d+, sample \d+", output)
     assert (tmp_path / "save" / "step_000001" / "state.json").is_file()
     assert not (tmp_path / "save" / "step_000002").exists()

@@ -59,6 +59,7 @@ def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
         (["--sglang-kv-cache-dtype", "fp8_e4m3"], "--sglang-kv-cache-dtype: .*because cached keys"),
         (["--sglang-speculative-algorithm", "EAGLE"], "--sglang-speculative-algorithm"),
         (["--sglang-enable-lora"], "--sglang-enable-lora"),
+        (["--sglang-tokenizer-worker-num", "2"], "--sglang-tokenizer-worker-num: .*in one process"),
         (["--sglang-quantization=fp8"], "--sglang-quantization"),
         (["--sglang-attention-backend", "triton"], "--sglang-attention-backend"),
         (["--sglang-page-size", "128"], "--sglang-page-size: .*pages of one token"),

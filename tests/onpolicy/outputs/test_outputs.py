@@ -1,4 +1,4 @@
-"""Run directory, metrics, plot and run hash."""
+"""Run directory, metrics and run hash."""
 
 import dataclasses
 import json
@@ -16,7 +16,6 @@ from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import JsonlSink, read_jsonl
-from onpolicy.outputs.plot import plot_run
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.types import FinishReason, Prompt, Sample, SampleGroup
 
@@ -150,15 +149,6 @@ def test_tensorboard_and_wandb_write_only_if_asked_for_and_without_network(tmp_p
         sink.close()
     assert list((directory.path / "tensorboard").glob("events.*"))
     assert list((directory.path / "wandb").glob("offline-run-*"))
-
-
-def test_the_plot_is_an_image(tmp_path):
-    sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
-    sink.log(0, {"eval/avg@k": 0.1})
-    for step in range(3):
-        sink.log(step, {"rollout/raw_reward": step / 3, "rollout/response_length": 4.0})
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def group(tokens=(5, 6), log_probs=(-0.5, -0.25), reward=1.0):

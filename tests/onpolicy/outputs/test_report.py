@@ -172,8 +172,25 @@ def test_the_table_has_rewards_tokens_and_moves(tmp_path):
     assert row["moves"] == [{"step": 1, "source": "", "target": "", "reason": ""}]
     assert {k: v for k, v in row.items() if k != "moves"} == {
         "name": "run", "seed": 5, "rollouts": 2, "first_reward": 0.25, "last_reward": 0.5,
-        "compared": 20, "mismatched": 2,
+        "compared": 20, "mismatched": 2, "same_as": None,
     }  # fmt: skip
+
+
+def test_a_run_with_the_values_of_an_earlier_one_is_named(tmp_path):
+    values = [rewards(0.5, math.nan), rewards(0.25), rewards(0.5, math.nan), [], []]
+    for record in values[2]:
+        record["perf/step_time"] = 3.5
+    paths = [write_run(tmp_path / str(i), records) for i, records in enumerate(values)]
+    data = page_data(read_runs(paths))
+    assert [run["same_as"] for run in data["runs"]] == [None, None, 0, None, None]
+
+
+def test_evaluation_sets_share_a_panel_and_say_which_they_are(tmp_path):
+    record = {"step": 0, "eval/aime/avg@k": 0.1, "eval/math/avg@k": 0.5, "eval/aime/pass@k": 0.2}
+    data = page_data(read_runs([write_run(tmp_path / "run", [record])]))
+    metrics = panel(data, "Evaluation reward")["metrics"]
+    assert [m["name"] for m in metrics] == ["eval/aime/avg@k", "eval/math/avg@k"]
+    assert metrics[0]["meaning"].endswith("k samples (of the set aime)")
 
 
 def test_no_metric_is_drawn_twice():

@@ -137,3 +137,9 @@ def test_tensor_parallel_ranks_share_the_cores(monkeypatch, cores, tp_size, boun
 def test_cores_that_the_user_bound_stay_bound(monkeypatch):
     monkeypatch.setenv(CORES_VARIABLE, "0|0")
     assert bound_cores(monkeypatch, range(8), 2) is None
+
+
+def test_only_a_server_of_text_reads_a_tokenizer_and_none_of_the_checkpoints_filters():
+    text, tokens = (engine_flags(spec_of(ALIGNED, serves_text=x), 1) for x in (True, False))
+    assert value_of(text, "--sampling-defaults") == "openai"
+    assert "--skip-tokenizer-init" in set(tokens) - set(text)

@@ -71,3 +71,5 @@ def test_avg_and_pass_at_k():
     assert metrics["eval/avg@k"] == 0
     assert metrics["eval/pass@k"] == 2 / 3
     assert metrics["eval/truncated_ratio"] == 0.5
+    named = eval_metrics(groups, "aime")
+    assert named == {f"eval/aime/{name[5:]}": value for name, value in metrics.items()}

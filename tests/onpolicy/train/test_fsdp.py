@@ -123,6 +123,7 @@ def test_with_several_optimizer_steps_only_the_first_is_compared(make):
     first = sum(len(s.rollout_log_probs) for s in samples[:2])
     assert metrics["parity/num_compared_tokens"] == first
     assert metrics["parity/num_mismatched_tokens"] == 0
+    assert trainer.mismatched_tokens == [0, 0, *[None] * 6]
     assert metrics["train/ppo_kl"] != 0
 
 
@@ -140,6 +141,8 @@ def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
         r".*ulp=\d+. No step was taken.*onpolicy verify --hf-checkpoint",
     ):
         trainer.train(samples, step=7)
+    assert trainer.mismatched_tokens[3] == 1
+    assert set(trainer.mismatched_tokens) <= {0, 1, None}
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
@@ -147,9 +150,11 @@ def test_a_mismatch_is_counted_and_logged_if_the_policy_is_to_warn(make, caplog)
     trainer = make(parity={"parity_policy": "warn"})
     samples = make_samples(trainer)
     samples[0] = with_log_prob(samples[0], 0, -1.0)
+    samples[5] = with_log_prob(with_log_prob(samples[5], 0, -1.0), 1, -1.0)
     metrics = trainer.train(samples, step=0)
-    assert metrics["parity/num_mismatched_tokens"] == 1
-    assert "1 of" in caplog.text
+    assert metrics["parity/num_mismatched_tokens"] == 3
+    assert trainer.mismatched_tokens == [1, 0, 0, 0, 0, 2, 0, 0]
+    assert "3 of" in caplog.text
 
 
 def test_under_a_stock_contract_old_log_probs_are_computed_again(make):

@@ -1,0 +1,90 @@
+"""Samples for people to read: some of every rollout and evaluation, in the run directory.
+
+samples/rollout_000003.jsonl  samples/eval_000010.jsonl  samples/eval_NAME_000010.jsonl
+
+One file a rollout, so that a resumed run replaces what it repeats. A line is a sample: its prompt and
+response as the model saw and sampled them, special tokens included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from onpolicy import files
+from onpolicy.types import Sample, SampleGroup
+
+MOST_OF_A_PROMPT = 4
+"""Samples of one prompt that are written at most, so that several prompts are seen."""
+
+MOST_CHARACTERS = 600
+"""Of a prompt or a response on the console."""
+
+_NAME = re.compile(r"(?:rollout|eval|eval_.+)_(\d{6,})\.jsonl")
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text that shows special tokens."""
+
+
+class SampleLog:
+    """Writes samples of the run in `directory`; a resumed run's from `first_step` on are dropped."""
+
+    def __init__(self, directory: Path, decode: Decode, count: int, first_step: int):
+        self._directory, self._decode, self._count = directory, decode, count
+        for file in directory.glob("*.jsonl"):
+            found = _NAME.fullmatch(file.name)
+            if found and int(found[1]) >= first_step:
+                file.unlink()
+
+    def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
+        """Write some samples of rollout or evaluation `name`, replacing what there is of this step."""
+        samples = islice((s for g in groups for s in g.samples[:MOST_OF_A_PROMPT]), self._count)
+        lines = [_line(self._record(step, sample)) for sample in samples]
+        if lines:
+            self._directory.mkdir(exist_ok=True)
+            file = self._directory / f"{name}_{step:06d}.jsonl"
+            files.write(file, "".join(lines).encode("utf-8", "backslashreplace"))
+
+    def describe(self, sample: Sample) -> str:
+        """A sample for the console, in a few lines: what is asked, and what is made of it."""
+        return (
+            "the first sample:\n"
+            f"  prompt    {_shortened(self._decode(sample.prompt.token_ids))}\n"
+            f"  response  {_shortened(self._decode(sample.response_ids))}\n"
+            f"  label     {_shortened(sample.prompt.label)}\n"
+            f"  reward    {sample.reward:g}"
+        )
+
+    def _record(self, step: int, sample: Sample) -> dict[str, Any]:
+        return {
+            "step": step,
+            "prompt_index": sample.prompt.index,
+            "sample": sample.sample_index,
+            "prompt": self._decode(sample.prompt.token_ids),
+            "response": self._decode(sample.response_ids),
+            "label": sample.prompt.label,
+            "reward": sample.reward,
+            "reward_parts": sample.reward_parts,
+            "finish_reason": str(sample.finish_reason),
+            "num_tokens": len(sample.response_ids),
+            "mismatched_tokens": sample.mismatched_tokens,
+        }
+
+
+def _line(record: dict[str, Any]) -> str:
+    """One line of readable JSON, for every reader's idea of what ends a line."""
+    ends = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+    return json.dumps(record, ensure_ascii=False).translate(ends) + "\n"
+
+
+def _shortened(text: str) -> str:
+    """One line; of a long text its beginning and its end."""
+    text = json.dumps(text, ensure_ascii=False)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"

@@ -1,0 +1,206 @@
+"""`onpolicy serve` as an OpenAI client meets it: the run's samples, by text, to the last bit."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import openai
+import pytest
+import requests
+from tiny import make_tokenizer
+
+from onpolicy.rollout.client import EngineClient
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.types import Request, SamplingParams
+
+pytestmark = pytest.mark.engine
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}={% if 0 %}{% endif %}"
+PROMPTS = ["12+34=", "abcabcabc", "x", "?!" * 40]
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    """(base URL, key) of a server as a user starts it.
+
+    The checkpoint has a chat template, and wants top_p and top_k like many published ones.
+    """
+    directory = tmp_path_factory.mktemp("text")
+    model = shutil.copytree(checkpoint, directory / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    generation = {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    command = [
+        sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(model),
+        "--dtype", "float32", "--run-dir", str(directory), "--cpu-threads", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if found := re.search(r"--rollout-server-url (\S+) --rollout-api-key (\S+)", line):
+            break
+    else:
+        pytest.fail("".join(printed))
+    assert f"base_url {found[1]}/v1" in "".join(printed)
+    yield found[1], Path(found[2].removeprefix("@")).read_text().strip()
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    url, key = server
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def a_runs_requests(prompts, temperature=1.0):
+    """As a run makes them: token ids, a seed of the run's, the checkpoint's stop tokens."""
+    tokenizer = make_tokenizer()
+    params = SamplingParams(temperature=temperature, max_new_tokens=LENGTH, stop_token_ids=(1,))
+    return [
+        Request(
+            token_ids=tokenizer.encode(prompt),
+            sampling_seed=sampling_seed(0, "rollout", 0, i),
+            params=params,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def same(completion, token_ids, log_probs):
+    """The same tokens, and the same float32 numbers."""
+    ours, theirs = (numpy.array(x, numpy.float32) for x in (completion.log_probs, log_probs))
+    return completion.token_ids == token_ids and ours.tobytes() == theirs.tobytes()
+
+
+def ask(client, prompt, seed, **changes):
+    values = {"temperature": 1.0, "max_tokens": LENGTH, "logprobs": 0, **changes}
+    extra = {"return_token_ids": True}
+    return client.completions.create(
+        model="any", prompt=prompt, seed=seed, extra_body=extra, **values
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_completion_is_the_sample_of_a_run_with_that_seed(engines, client, temperature):
+    ours = a_runs_requests(PROMPTS, temperature)
+    for prompt, request, completion in zip(PROMPTS, ours, engines.generate(ours), strict=True):
+        (choice,) = ask(client, prompt, request.sampling_seed, temperature=temperature).choices
+        assert same(completion, choice.token_ids, choice.logprobs.token_logprobs)
+        assert choice.finish_reason == completion.finish_reason
+        kept = completion.token_ids[:-1] if choice.finish_reason == "stop" else completion.token_ids
+        assert choice.text == make_tokenizer().decode(kept, skip_special_tokens=True)
+
+
+def test_its_log_probabilities_are_the_trainers(engines, client):
+    request = a_runs_requests(PROMPTS)[3]
+    (choice,) = ask(client, PROMPTS[3], request.sampling_seed).choices
+    sequence = request.token_ids + choice.token_ids
+    (trained,) = engines.trainer.log_probs([sequence], [len(request.token_ids)], 1.0)
+    sampled = numpy.array(choice.logprobs.token_logprobs, numpy.float32)
+    assert sampled.tobytes() == trained.numpy().tobytes()
+
+
+def test_a_stream_is_the_same_sample_piece_by_piece(client):
+    (whole,) = ask(client, PROMPTS[0], 5).choices
+    pieces = [chunk.choices[0] for chunk in ask(client, PROMPTS[0], 5, stream=True)]
+    assert len(pieces) > 2
+    assert "".join(piece.text for piece in pieces) == whole.text
+    numbers = [x for piece in pieces if piece.logprobs for x in piece.logprobs.token_logprobs]
+    assert numbers == whole.logprobs.token_logprobs
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+
+
+def test_a_chat_is_sampled_from_its_template_without_the_checkpoints_own_filters(engines, client):
+    ours = a_runs_requests(["12+34="])
+    (completion,) = engines.generate(ours)
+    asked = {"seed": ours[0].sampling_seed, "max_tokens": LENGTH, "logprobs": True}
+    messages = [{"role": "user", "content": "12+34"}]
+    (choice,) = client.chat.completions.create(
+        model="any", messages=messages, top_logprobs=3, **asked
+    ).choices
+    tokens = choice.logprobs.content
+    ids = [make_tokenizer().convert_tokens_to_ids(token.token) for token in tokens]
+    assert same(completion, ids, [token.logprob for token in tokens])
+    assert all(len(token.top_logprobs) == 3 for token in tokens)
+    stream = client.chat.completions.create(model="any", messages=messages, stream=True, **asked)
+    deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(deltas) == choice.message.content
+
+
+def test_generate_takes_text_too_and_a_run_may_use_this_server(engines, server):
+    url, key = server
+    run = EngineClient(url, key, 60)
+    ours = a_runs_requests(PROMPTS)
+    for prompt, request, completion in zip(PROMPTS, ours, engines.generate(ours), strict=True):
+        body = {
+            "text": prompt,
+            "return_logprob": True,
+            "sampling_params": {"max_new_tokens": LENGTH, "sampling_seed": request.sampling_seed},
+        }
+        answer = requests.post(f"{url}/generate", json=body, headers=run.headers).json()
+        pairs = answer["meta_info"]["output_token_logprobs"]
+        assert same(completion, [pair[1] for pair in pairs], [pair[0] for pair in pairs])
+        assert answer["output_ids"] == completion.token_ids
+
+
+def test_without_a_seed_the_same_question_has_several_answers(client):
+    asked = {"model": "any", "prompt": PROMPTS[0], "max_tokens": LENGTH}
+    answers = {client.completions.create(**asked).choices[0].text for _ in range(8)}
+    assert len(answers) == 8
+    batch = client.completions.create(model="any", prompt=[PROMPTS[0]] * 8, max_tokens=LENGTH)
+    assert len({choice.text for choice in batch.choices} | answers) == 16
+
+
+REFUSED = [
+    ({"top_p": 0.9}, "top_p=0.9"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
+    ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
+    ({"logit_bias": {"5": 1}}, "logit_bias="),
+    ({"extra_body": {"top_k": 5}}, "top_k=5"),
+    ({"extra_body": {"min_p": 0.1}}, "min_p=0.1"),
+    ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty=1.1"),
+    ({"extra_body": {"min_tokens": 3}}, "min_new_tokens=3"),
+    ({"extra_body": {"response_format": {"type": "json_object"}}}, "json_schema="),
+    ({"extra_body": {"regex": "a+"}}, "regex="),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_changes_the_distribution_is_refused_by_name(client, fields, name, stream):
+    for create, prompt in (
+        (client.completions.create, {"prompt": "x"}),
+        (client.chat.completions.create, {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"{re.escape(name)}.*true-on-policy mode"):
+            create(model="any", max_tokens=4, stream=stream, **prompt, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"best_of": 3}, "best_of=3"), ({"echo": True, "logprobs": 0}, "echo=True")],
+)
+def test_what_a_completion_would_ignore_or_answer_otherwise_is_refused(client, fields, name):
+    with pytest.raises(openai.BadRequestError, match=f"{name}.*true-on-policy mode"):
+        client.completions.create(model="any", prompt="x", **fields)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(checkpoint, tmp_path):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    for file in model.glob("token*"):
+        file.unlink()
+    command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "its tokenizer has no tokens" in done.stderr and "Traceback" not in done.stderr

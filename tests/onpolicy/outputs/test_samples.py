@@ -1,0 +1,103 @@
+"""Samples to read: which ones, what stands in them, and that a resumed run repeats none."""
+
+import json
+
+import pytest
+
+from onpolicy.outputs.samples import MOST_CHARACTERS, MOST_OF_A_PROMPT, SampleLog
+from onpolicy.types import FinishReason, Prompt, Sample, SampleGroup
+
+
+def decode(token_ids):
+    return "".join("<eos>" if token == 1 else chr(token) for token in token_ids)
+
+
+def group(index, size=8, prompt="1+1=", response="2", **changes):
+    asked = Prompt(index=index, token_ids=[ord(c) for c in prompt], label="2", text=prompt)
+    values = {
+        "prompt": asked,
+        "response_ids": [*map(ord, response), 1],
+        "rollout_log_probs": [-0.5] * (len(response) + 1),
+        "finish_reason": FinishReason.STOP,
+        "weight_version": "0",
+        "num_cached_tokens": 0,
+        **changes,
+    }
+    return SampleGroup(
+        prompt=asked, samples=[Sample(sample_index=i, **values) for i in range(size)]
+    )
+
+
+@pytest.fixture
+def log(tmp_path):
+    return lambda count=16, first_step=0: SampleLog(tmp_path / "samples", decode, count, first_step)
+
+
+@pytest.fixture
+def files(tmp_path):
+    def read():
+        found = sorted((tmp_path / "samples").iterdir())
+        lines = [file.read_text(encoding="utf-8").splitlines() for file in found]
+        return {f.name: [json.loads(x) for x in text] for f, text in zip(found, lines, strict=True)}
+
+    return read
+
+
+def test_a_line_tells_what_was_asked_answered_and_made_of_it(log, files):
+    changes = {"reward": 1.0, "reward_parts": {"answered": 1.0}, "mismatched_tokens": 3}
+    log().write("rollout", 7, [group(12, 1, **changes)])
+    assert files() == {
+        "rollout_000007.jsonl": [
+            {
+                "step": 7, "prompt_index": 12, "sample": 0, "prompt": "1+1=", "response": "2<eos>",
+                "label": "2", "reward": 1.0, "reward_parts": {"answered": 1.0},
+                "finish_reason": "stop", "num_tokens": 2, "mismatched_tokens": 3,
+            }
+        ]
+    }  # fmt: skip
+
+
+def test_no_more_are_written_than_asked_for_and_of_several_prompts(log, files):
+    log(count=6).write("rollout", 0, [group(i) for i in range(100)])
+    (lines,) = files().values()
+    assert [(line["prompt_index"], line["sample"]) for line in lines] == [
+        *((0, i) for i in range(MOST_OF_A_PROMPT)), (1, 0), (1, 1),
+    ]  # fmt: skip
+
+
+def test_none_are_written_if_none_are_asked_for(log, tmp_path):
+    log(count=0).write("rollout", 0, [group(0)])
+    assert not (tmp_path / "samples").exists()
+
+
+def test_a_resumed_run_drops_what_it_repeats_and_writes_nothing_twice(log, files, tmp_path):
+    first = log()
+    for step in range(5):
+        first.write("rollout", step, [group(step, 1)])
+    first.write("eval_aime", 2, [group(0, 1)])
+    first.write("eval", 4, [group(0, 1)])
+    (tmp_path / "samples" / "notes_9.jsonl").write_text("{}\n")
+    resumed = log(first_step=3)
+    assert (tmp_path / "samples" / "notes_9.jsonl").read_text() == "{}\n"
+    (tmp_path / "samples" / "notes_9.jsonl").unlink()
+    kept = ["eval_aime_000002.jsonl", *(f"rollout_{step:06d}.jsonl" for step in range(3))]
+    assert list(files()) == kept
+    resumed.write("rollout", 3, [group(9, 2)])
+    resumed.write("rollout", 3, [group(3, 1)])
+    assert [line["prompt_index"] for line in files()["rollout_000003.jsonl"]] == [3]
+
+
+def test_text_of_any_kind_can_be_written_and_read_again(log, files):
+    strange = 'naïve 數學\n\t"quoted" \ud800 \x85 \u2028 end'
+    log().write("rollout", 0, [group(0, 1, response=strange)])
+    ((line,),) = files().values()
+    assert line["response"] == strange + "<eos>"
+
+
+def test_on_the_console_a_long_text_has_its_beginning_and_its_end(log):
+    text = log().describe(group(0, 1, response="a" * 5000 + "z", reward=-1.0).samples[0])
+    prompt, response, label, reward = text.splitlines()[1:]
+    assert prompt.split() == ["prompt", '"1+1="']
+    assert '"aaaa' in response and response.endswith('z<eos>"') and "characters" in response
+    assert len(response) < MOST_CHARACTERS + 80
+    assert label.endswith('"2"') and reward.endswith("-1")
