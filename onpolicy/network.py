@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
-from contextlib import suppress
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -38,7 +38,12 @@ def free_port(host: str) -> int:
     """A free port below those that systems give to outgoing connections (Linux: from 32768 on).
 
     A server listens on it seconds after it was chosen; by then a connection could have taken another.
+    Raises OSError for a host where nothing can listen, UnicodeError for what is no name of one.
     """
     while True:
-        with suppress(OSError), listen(host, random.SystemRandom().randrange(20000, 32000)) as it:
-            return it.getsockname()[1]
+        try:
+            with listen(host, random.SystemRandom().randrange(20000, 32000)) as listener:
+                return listener.getsockname()[1]
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise

@@ -40,3 +40,9 @@ def test_free_ports_are_none_that_an_outgoing_connection_gets():
 def test_only_addresses_of_this_host_alone_are_loopback():
     assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "", "10.0.0.1", "example.org")))
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid", "a..b"])
+def test_where_nothing_can_listen_there_is_no_free_port(host):
+    with pytest.raises((OSError, UnicodeError)):
+        free_port(host)

@@ -167,5 +167,6 @@ def test_a_dry_run_looks_at_the_checkpoint_too(checkpoint, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"prompt": "ab", "label": "c"}\n')
     argv = ["train", "--dry-run", "--hf-checkpoint", str(checkpoint), "--rm-type", "exact"]
     argv += ["--prompt-data", f"{tmp_path}/data.jsonl", "--rollout-max-response-len", "8"]
+    argv += ["--rollout-batch-size", "1"]
     assert main([*argv, "--load", f"{tmp_path}/typo"]) == 2
     assert "typo: no such directory" in capsys.readouterr().err
