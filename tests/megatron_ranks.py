@@ -6,6 +6,7 @@ anew for every layout.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import socket
 import traceback
@@ -40,12 +41,12 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            arguments = (rank, count, port, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(target=_serve, args=(rank, count, port, theirs))
             process.start()
             theirs.close()  # so that a rank that dies ends our wait for it
             self._pipes.append(ours)
             self._processes.append(process)
+        atexit.register(self.stop)  # before Python waits for processes that are no daemons
 
     def run(self, function, *args):
         """What `function(*args)` returns on every rank; its first error is raised here."""

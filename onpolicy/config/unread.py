@@ -57,6 +57,11 @@ READERS = (
     ),
     Reader("rs_veto_*", "--rs-veto-threshold", lambda v: v["rs_veto_threshold"] is not None),
     Reader("rs_*", "--use-rs", _rejects),
+    Reader(
+        "tis_nonfinite",
+        "a run without --true-on-policy-mode",
+        lambda v: _corrects(v) or v["dc_mode"] or not v["true_on_policy_mode"],
+    ),
     Reader("rejected_in_kl", "--use-kl-loss", lambda v: v["use_kl_loss"]),
     Reader("tis_* rejected_in_*", "--use-tis or --use-rs", _corrects),
     Reader("dc_margin", "--dc-mode margin", lambda v: v["dc_mode"] == "margin"),

@@ -173,8 +173,8 @@ def test_it_loads_nothing_and_is_forbidden_to(opened):
 @pytest.fixture
 def twins(browser, tmp_path):
     """Three runs with the same values; the last leaves them at rollout 25, and has one value more."""
-    runs = [tmp_path / name for name in ("one-engine", "two-engines", "other-clip")]
-    for run, config in zip(runs, ({}, {"rollout_num_engines": 2}, {"eps_clip": 0.3}), strict=True):
+    runs = [tmp_path / name for name in ("as-it-is", "other-decay", "other-clip")]
+    for run, config in zip(runs, ({}, {"weight_decay": 0.2}, {"eps_clip": 0.3}), strict=True):
         aligned_run(run, 1)
         values = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**values, **config}))
@@ -221,12 +221,12 @@ def test_what_is_identical_is_said(twins):
         for title in ("Reward", "Mismatched tokens")
     }
     assert notes == {
-        "Reward": "identical: one-engine, two-engines",
-        "Mismatched tokens": "identical: one-engine, two-engines, other-clip",
+        "Reward": "identical: as-it-is, other-decay",
+        "Mismatched tokens": "identical: as-it-is, other-decay, other-clip",
     }
     for place in ("#summary", "#legend"):
         same = twins.find_elements("css selector", f"{place} .same")
-        assert [note.text for note in same] == ["same as one-engine"]
+        assert [note.text for note in same] == ["same as as-it-is"]
     twins.find_element("css selector", '#legend [data-runs="1"]').click()
     assert panel(twins, "Reward").find_element("css selector", ".identical").text == ""
 

@@ -22,7 +22,17 @@ PAIRS = [
     (["--tis-upper-bound", "3"], ["--use-rs"]),
     (["--use-tis", "--tis-lower-bound", "0.5"], ["--tis-mode", "clip"]),
     (["--use-tis", "--tis-lower-bound", "0.5"], ["--use-rs"]),
-    (["--tis-nonfinite", "reject"], ["--rs-veto-threshold", "1e-4"]),
+    (
+        ["--true-on-policy-mode", "--tis-nonfinite", "reject"],
+        ["--parity-policy", "fallback", "--use-tis"],
+    ),
+    (
+        ["--true-on-policy-mode", "--tis-nonfinite", "reject"],
+        ["--parity-policy", "fallback", "--dc-mode", "fixed"],
+    ),
+    (["--true-on-policy-mode", "--tis-nonfinite", "reject"], ["--no-true-on-policy-mode"]),
+    (["--keep-checkpoints", "2"], ["--save", "/s"]),
+    (["--allow-changed-settings", "lr"], ["--load", "/s"]),
     (["--tis-mode", "clip"], ["--custom-tis-function-path", "a.b"]),
     (["--rs-level", "geometric"], ["--use-rs"]),
     (["--no-rejected-in-denominator"], ["--use-rs"]),
