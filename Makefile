@@ -47,7 +47,7 @@ test-cpus: setup
 # Kills processes of whole runs at random moments; about an hour. It goes on where it was stopped:
 #   make soak SOAK_ARGS='--kills 40 --seed 1'
 soak: setup
-	$(BIN)/python tests/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
+	PYTHONPATH=. $(BIN)/python tests/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,8 +3,8 @@
     python -m benchmarks.stock_rows
     ATEN_CPU_CAPABILITY=default MKL_CBWR=OFF python -m benchmarks.stock_rows
 
-Prints one line: the processor's maker, what the libraries use, and for every operator how many
-numbers of 100 differ. docs/bitwise_parity.md keeps such lines, because no test may rely on them.
+Prints one line: what the libraries use, and for every operator how many
+numbers of 100 differ. docs/reproducibility.md keeps such lines, because no test may rely on them.
 (MKL_CBWR=OFF leaves MKL as it comes; onpolicy asks it for its strict mode.)
 """
 
