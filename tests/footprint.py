@@ -44,7 +44,7 @@ class Footprint:
         return [
             *(f"process {p.pid} {' '.join(p.cmdline())[:80]}" for p in running),
             *(file for file in sorted(self.shared_memory) if Path(file).exists()),
-            *(str(file) for file in sorted(self.temporary.iterdir())),
+            *(file.name for file in sorted(self.temporary.iterdir())),
         ]
 
 

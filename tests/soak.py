@@ -132,12 +132,14 @@ class Soak:
         marks.touch()
         (directory / "t").mkdir(exist_ok=True)
         save = str(directory / "save")
+        # torchrun never removes the directory of its logs, which is in TMPDIR unless it is told.
+        ranks = (*TWO_RANKS, "--log-dir", str(directory / "torchrun"))
         process = start_train(
             self.checkpoint, self.data, directory,
             "--rollout-num-engines", str(setting["engines"]), "--cpu-threads", "1",
             "--weight-sync", setting.get("weight_sync", "tensor"),
             "--rollout-health-timeout", "20", "--save", save, "--save-interval", "1", "--load", save,
-            preamble=MARKS, launcher=TWO_RANKS if setting["ranks"] == 2 else (),
+            preamble=MARKS, launcher=ranks if setting["ranks"] == 2 else (),
             env={"TMPDIR": str(directory / "t"), "SOAK_MARKS": str(marks)},
         )  # fmt: skip
         return process, marks
