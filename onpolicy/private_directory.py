@@ -2,12 +2,14 @@
 
 A process that is killed removes nothing. So its temporary files lie in a directory of its own, and what
 it makes in /dev/shm has names that the directory records. The directory is locked as long as its owner,
-or a process that the owner forked, lives; what no lock protects any more, the next owner removes.
+or a process that the owner forked, lives; what no lock protects any more is removed by the next owner
+that begins or ends: when a run is killed, by the guards of its servers.
 """
 
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -50,10 +52,21 @@ class PrivateDirectory:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the directory and the shared memory; a forked process removes nothing."""
+        """Remove the directory and the shared memory, and those whose owners were killed meanwhile.
+
+        A forked process removes nothing.
+        """
         if os.getpid() == self._owner:
             _remove(self.path)
             os.close(self._lock)
+            sweep()
+
+
+def name_semaphores_after(directory: str) -> None:
+    """Let the semaphores that this process and its children make from now on begin with a directory's
+    name: in /dev/shm they match `sem.NAME*`."""
+    # CPython's own record of it (multiprocessing/process.py), handed on to child processes.
+    multiprocessing.current_process()._config["semprefix"] = f"/{directory}"  # type: ignore[attr-defined]
 
 
 def sweep() -> None:

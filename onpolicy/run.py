@@ -225,10 +225,12 @@ class Run:
         However that ends, some of its samples are in the run directory then.
         """
         try:
-            return self._train(groups, step)
+            metrics = self._train(groups, step)
         finally:
             if self.is_main and step % self.config.output.log_samples_interval == 0:
                 self._write_samples("rollout", step, groups)
+        self.rollouts_done += 1
+        return metrics
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
@@ -272,7 +274,6 @@ class Run:
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
-        self.rollouts_done += 1
         self.totals = self.totals.plus(metrics, is_first=step == 0)
         loss = metrics.get("train/loss", 0.0)
         self.run_hash.add_step(groups, loss, self.engines.weight_digest)

@@ -7,11 +7,11 @@ semaphores of Python's multiprocessing. Can go when SGLang unlinks shared memory
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
 
+from onpolicy.private_directory import name_semaphores_after
 from sglang_patches import registry
 
 DIRECTORY_VARIABLE = "ONPOLICY_ENGINE_DIRECTORY"
@@ -32,8 +32,7 @@ def install() -> None:
     if directory is None:
         return
     name = Path(directory).name
-    # CPython's own record of it (multiprocessing/process.py), handed on to child processes.
-    multiprocessing.current_process()._config["semprefix"] = f"/{name}"  # type: ignore[attr-defined]
+    name_semaphores_after(name)
 
     def prefixed(path: str, *_: Any, **__: Any) -> str:
         head, tail = os.path.split(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -36,13 +37,22 @@ class Footprint:
         for pid in self.processes:
             self.shared_memory |= mapped_shared_memory(pid)
 
-    def left(self):
-        """Names of what is still there: empty when a run has cleaned up after itself."""
+    def left(self, patience=0.0):
+        """Names of what is still there: empty when a run has cleaned up after itself.
+
+        The system may take a moment to end a process that was killed: `patience` is in seconds.
+        """
         self._ended.set()
         self._watcher.join()
+        deadline = time.monotonic() + patience
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _left(self):
         running = [p for p in self.processes.values() if not is_gone(p)]
         return [
-            *(f"process {p.pid} {' '.join(p.cmdline())[:80]}" for p in running),
+            *(f"process {p.pid} {p.name()} {' '.join(p.cmdline())[:80]}" for p in running),
             *(file for file in sorted(self.shared_memory) if Path(file).exists()),
             *(file.name for file in sorted(self.temporary.iterdir())),
         ]

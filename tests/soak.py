@@ -44,6 +44,7 @@ for name, phase in {PHASES!r}.items():
     mark(name, phase)
 """
 MAX_STARTS = 4
+PATIENCE = 5.0
 
 
 class Soak:
@@ -124,7 +125,7 @@ class Soak:
             "exit_codes": exit_codes,
             "engine_restarts": len(re.findall(r"starting http\S+ again", output)),
             "hash": run_hash(output) if process.returncode == 0 else None,
-            "left_behind": sorted({name for each in footprints for name in each.left()}),
+            "left_behind": sorted({name for each in footprints for name in each.left(PATIENCE)}),
         }
 
     def start(self, directory: Path, setting):

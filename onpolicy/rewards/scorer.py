@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import multiprocessing
 import os
@@ -16,6 +18,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ConfigError, RewardError
+from onpolicy.private_directory import PrivateDirectory, name_semaphores_after
 from onpolicy.rewards import load_rule, worker
 from onpolicy.rewards.worker import Failure
 from onpolicy.types import FinishReason, Prompt, Sample
@@ -147,7 +150,16 @@ def default_workers() -> int:
     return min(max(len(os.sched_getaffinity(0)), FEWEST_WORKERS), MOST_WORKERS)
 
 
+@functools.cache
+def _name_semaphores() -> None:
+    """Those of a pool outlive all its processes being killed at once; so someone else removes them."""
+    directory = PrivateDirectory(("sem.NAME*",))
+    atexit.register(directory.remove)
+    name_semaphores_after(directory.path.name)
+
+
 def _pool(config: RewardConfig, workers: int) -> ProcessPool:
+    _name_semaphores()
     return ProcessPool(
         max_workers=workers,
         initializer=worker.load,

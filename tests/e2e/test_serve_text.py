@@ -140,7 +140,7 @@ def test_a_chat_is_sampled_from_its_template_without_the_checkpoints_own_filters
 
 def test_generate_takes_text_too_and_a_run_may_use_this_server(engines, server):
     url, key = server
-    run = EngineClient(url, key, 60)
+    run = EngineClient(url, key, 60, 60)
     ours = a_runs_requests(PROMPTS)
     for prompt, request, completion in zip(PROMPTS, ours, engines.generate(ours), strict=True):
         body = {
