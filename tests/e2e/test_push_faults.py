@@ -82,13 +82,11 @@ def strike(pair, monkeypatch, engine, path, process, number=signal.SIGKILL):
 
 FAULTS = [
     # way of the weights, engine, call, process
-    ("tensor", 0, "/begin_weight_update", "http"),
     ("tensor", 1, "/update_weights_from_tensor", "scheduler"),
     ("tensor", 1, "/flush_cache", "guard"),
     ("tensor", 0, "/server_info", "detokenizer"),
     ("disk", 1, "/update_weights_from_disk", "http"),
     ("distributed", 0, "/init_weights_update_group", "http"),
-    ("distributed", 0, "/update_weights_from_distributed", "http"),
     ("distributed", 1, "/update_weights_from_distributed", "scheduler"),
 ]
 

@@ -11,7 +11,9 @@ from onpolicy.rollout.server import EngineServer
 
 pytestmark = pytest.mark.engine
 
-REQUESTS = make_requests(48, seed=30, max_new_tokens=60)
+REQUESTS = make_requests(8, seed=30, max_new_tokens=8)
+REQUESTS += make_requests(24, seed=31, max_new_tokens=100)
+"""When the first response comes, others are far from done."""
 
 
 @pytest.fixture(scope="module")
