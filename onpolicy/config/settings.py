@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from onpolicy.config.flags import spelled
 from onpolicy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        flag = "--" + self.name.replace("_", "-")
-        return f"{flag}={_text(self.now)}, was {_text(self.recorded)}"
+        return f"{spelled(self.name)}={_text(self.now)}, was {_text(self.recorded)}"
 
 
 def changes(recorded: Mapping[str, Any], config: TrainConfig) -> list[Change]:

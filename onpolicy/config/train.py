@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from onpolicy.config import (
     tensor_parallel,
 )
 from onpolicy.config.eval_sets import eval_sets
+from onpolicy.config.flags import SGLANG_ARGS, flag_values, spelled
 from onpolicy.config.ranges import SMALLEST_TEMPERATURE, require_ranges
 from onpolicy.config.unread import refuse_unread
 from onpolicy.errors import ConfigError
@@ -123,14 +123,9 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The values under their flags' names, for the run directory; secrets are left out."""
-        flat: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value: Any = getattr(self, item.name)
-            is_group = dataclasses.is_dataclass(value)
-            flat.update(dataclasses.asdict(value) if is_group else {item.name: value})
-        flat["rollout_api_key"] = secrets.HIDDEN if flat["rollout_api_key"] else ""
-        flat["sglang_args"] = secrets.hide(flat["sglang_args"])
-        return flat
+        values = flag_values(self)
+        values["rollout_api_key"] = secrets.HIDDEN if values["rollout_api_key"] else ""
+        return {**values, SGLANG_ARGS: secrets.hide(self.sglang_args)}
 
 
 def validate(config: TrainConfig) -> None:
@@ -150,7 +145,7 @@ def validate(config: TrainConfig) -> None:
 
 
 def _refuse(flag: str, value: object, rule: str, remedy: str) -> None:
-    raise ConfigError(f"--{flag.replace('_', '-')}={value}: {rule}. {remedy}")
+    raise ConfigError(f"{spelled(flag)}={value}: {rule}. {remedy}")
 
 
 MAX_SAMPLES = 10_000_000
@@ -220,9 +215,7 @@ def _require_companions(config: TrainConfig) -> None:
         ("prompt_data", config.data.prompt_data),
     ):
         if not path:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is missing: a run needs it. Give a path."
-            )
+            raise ConfigError(f"{spelled(name)} is missing: a run needs it. Give a path.")
     reward = config.reward
     if bool(reward.rm_type) == bool(reward.custom_rm_path):
         raise ConfigError(
@@ -241,7 +234,7 @@ def _require_companions(config: TrainConfig) -> None:
     for name, value, other, given in needs:
         if bool(value) != bool(given):
             raise ConfigError(
-                f"--{name.replace('_', '-')}={value}, --{other.replace('_', '-')}={given!r}: the one "
+                f"{spelled(name)}={value}, {spelled(other)}={given!r}: the one "
                 "does nothing without the other. Give both, or neither."
             )
     eval_sets(config.eval.eval_prompt_data)
