@@ -8,7 +8,9 @@ that begins or ends: when a run is killed, by the guards of its servers.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import multiprocessing
 import os
 import shutil
@@ -60,6 +62,15 @@ class PrivateDirectory:
             _remove(self.path)
             os.close(self._lock)
             sweep()
+
+
+@functools.cache
+def of_this_process() -> PrivateDirectory:
+    """The process's own, until it exits: with its semaphores from now on, and what torch shares."""
+    directory = PrivateDirectory(("sem.NAME*", f"torch_{os.getpid()}_*"))
+    atexit.register(directory.remove)
+    name_semaphores_after(directory.path.name)
+    return directory
 
 
 def name_semaphores_after(directory: str) -> None:

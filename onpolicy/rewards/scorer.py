@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import multiprocessing
 import os
@@ -16,9 +14,9 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from onpolicy import private_directory
 from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ConfigError, RewardError
-from onpolicy.private_directory import PrivateDirectory, name_semaphores_after
 from onpolicy.rewards import load_rule, worker
 from onpolicy.rewards.worker import Failure
 from onpolicy.types import FinishReason, Prompt, Sample
@@ -150,16 +148,8 @@ def default_workers() -> int:
     return min(max(len(os.sched_getaffinity(0)), FEWEST_WORKERS), MOST_WORKERS)
 
 
-@functools.cache
-def _name_semaphores() -> None:
-    """Those of a pool outlive all its processes being killed at once; so someone else removes them."""
-    directory = PrivateDirectory(("sem.NAME*",))
-    atexit.register(directory.remove)
-    name_semaphores_after(directory.path.name)
-
-
 def _pool(config: RewardConfig, workers: int) -> ProcessPool:
-    _name_semaphores()
+    private_directory.of_this_process()  # its semaphores outlive all of us being killed at once
     return ProcessPool(
         max_workers=workers,
         initializer=worker.load,

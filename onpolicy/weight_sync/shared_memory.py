@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import base64
 import functools
 import io
@@ -13,7 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 import torch.multiprocessing
 
-from onpolicy.private_directory import PrivateDirectory
+from onpolicy import private_directory
 from onpolicy.weight_sync.base import Engine, Transport, on_all, size_of
 from onpolicy.weights import WeightBucket
 
@@ -55,8 +54,7 @@ def _start_manager() -> None:
 
     It removes what this process shared, and its own socket, unless it is killed itself.
     """
-    directory = PrivateDirectory((f"torch_{os.getpid()}_*",))
-    atexit.register(directory.remove)
+    directory = private_directory.of_this_process()
     before = dict(os.environ)
     if directory.fits_socket("torch-shm-dir-123456/manager.sock"):
         os.environ["TMPDIR"] = str(directory.path)
