@@ -42,12 +42,12 @@ test: setup
 # The tests of what decides bits, under the instruction sets of other processors.
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'
 test-cpus: setup
-	$(BIN)/python tests/instruction_sets.py $(CPU_SETTINGS)
+	$(BIN)/python tests/support/instruction_sets.py $(CPU_SETTINGS)
 
 # Kills processes of whole runs at random moments; about an hour. It goes on where it was stopped:
 #   make soak SOAK_ARGS='--kills 40 --seed 1'
 soak: setup
-	PYTHONPATH=. $(BIN)/python tests/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
+	PYTHONPATH=. $(BIN)/python tests/support/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

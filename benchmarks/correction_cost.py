@@ -20,20 +20,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from fallback_correction.aggregation import token_shares
 from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
 from fallback_correction.correction import correct
 from fallback_correction.discrepancy import DiscrepancyConfig, DiscrepancyPenalty
 from fallback_correction.estimators import estimator_report
 from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.tokens import TokenBatch
-from onpolicy.models.checkpoint import load_config
+from onpolicy.algorithm.aggregation import token_shares
+from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import make_operators
 from onpolicy.outputs.directory import versions
-from onpolicy.start import make_contract, share_of_cores
+from onpolicy.run.start import make_contract, share_of_cores
 from onpolicy.train import distributed
-from onpolicy.train.sharding import load_sharded_policy
+from onpolicy.train.fsdp.sharding import load_sharded_policy
 
 SEQUENCES, LENGTH = 1024, 8192
 FORWARD_TOKENS = 8192

@@ -24,7 +24,7 @@ from typing import BinaryIO
 import psutil
 
 from onpolicy.errors import ConfigError
-from onpolicy.private_directory import MAX_SOCKET_PATH, PrivateDirectory
+from onpolicy.system.private_directory import MAX_SOCKET_PATH, PrivateDirectory
 from sglang_patches.shared_names import DIRECTORY_VARIABLE, PATTERNS
 
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h

@@ -14,7 +14,7 @@ from typing import Any
 from onpolicy.contract import NumericsContract
 from onpolicy.models.align import align_modules
 from onpolicy.ops import Operators
-from onpolicy.ops.self_check import self_check
+from onpolicy.ops.checks.self_check import self_check
 from sglang_patches import registry
 from sglang_patches.tensor_parallel import row_parallel
 

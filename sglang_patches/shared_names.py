@@ -11,14 +11,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from onpolicy.private_directory import name_semaphores_after
+from onpolicy.system.private_directory import name_semaphores_after
 from sglang_patches import registry
 
 DIRECTORY_VARIABLE = "ONPOLICY_ENGINE_DIRECTORY"
 """Carries the directory into all processes of a server."""
 
 PATTERNS = ("NAME*", "sem.NAME*")
-"""What the names look like; see onpolicy/private_directory.py."""
+"""What the names look like; see onpolicy/system/private_directory.py."""
 
 TARGETS = (
     "sglang.srt.managers.load_snapshot.shm_path_for",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.weights import WeightDigest
+from onpolicy.weights.digest import WeightDigest
 from sglang_patches import registry
 from sglang_patches.experts import held_tensors
 from sglang_patches.tensor_parallel import rank, shard

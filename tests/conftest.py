@@ -9,7 +9,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: tests share
 from pathlib import Path
 
 import pytest
-import triton_interpreter  # noqa: F401 (before anything imports Triton)
 from hypothesis import settings
 
 # Deterministic, and never a failure because a shared machine is slow.
@@ -21,9 +20,9 @@ settings.load_profile("onpolicy")
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny untied Qwen3."""
-    from tiny import make_checkpoint
+    from tests.support.tiny import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"))
 
 
-pytest_plugins = ["engines_fixture"]
+pytest_plugins = ["tests.support.engines_fixture"]

@@ -24,11 +24,11 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import make_checkpoint, make_tokenizer
 
-from onpolicy.cli import main
+from onpolicy.cli.main import main
 from onpolicy.rollout.server import EngineServer
 from onpolicy.train import distributed
+from tests.support.tiny import make_checkpoint, make_tokenizer
 
 GOOD = {
     "train": "--hf-checkpoint {d}/model --prompt-data {d}/data.jsonl --rm-type exact --run-dir {d}/run "

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.tally import Tally
 
 from benchmarks.gpu_ops import __main__ as bench
 from benchmarks.gpu_ops import attention, cases, linears, models, report, rowwise, timing
@@ -25,6 +24,7 @@ from benchmarks.gpu_ops.paged_attention import PagedBatch, paged_attention_of
 from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
+from tests.gpu.tally import Tally
 
 ROOT = Path(__file__).parents[1]
 

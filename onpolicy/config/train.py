@@ -22,7 +22,7 @@ from onpolicy.config.flags import SGLANG_ARGS, flag_values, spelled
 from onpolicy.config.ranges import SMALLEST_TEMPERATURE, require_ranges
 from onpolicy.config.unread import refuse_unread
 from onpolicy.errors import ConfigError
-from onpolicy.network import is_loopback
+from onpolicy.system.network import is_loopback
 
 Flat = tyro.conf.OmitArgPrefixes
 

@@ -28,7 +28,7 @@ from transformers.activations import ACT2CLS
 from onpolicy.models.experts import AlignedExperts, has_usual_experts, route_by_operators
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
-from onpolicy.ops.probe import probe
+from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ATTENTION_NAME = "onpolicy"

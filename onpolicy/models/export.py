@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from onpolicy.models.weight_files import INDEX
-from onpolicy.weights import WeightBucket, write_weights
+from onpolicy.weights.digest import WeightBucket, write_weights
 
 
 def export_checkpoint(

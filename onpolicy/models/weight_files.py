@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.reading import read_json_object
+from onpolicy.system.reading import read_json_object
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from onpolicy import files
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import OutputConfig
 from onpolicy.config.settings import same_run
@@ -34,6 +33,7 @@ from onpolicy.outputs.metrics import (
     drop_from,
 )
 from onpolicy.outputs.wandb_sink import WandbSink, check_wandb
+from onpolicy.system import files
 
 logger = logging.getLogger(__name__)
 

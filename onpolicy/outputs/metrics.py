@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onpolicy import files
 from onpolicy.errors import ConfigError
+from onpolicy.system import files
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onpolicy import files
 from onpolicy.errors import ConfigError
+from onpolicy.system import files
 
 
 def require_directory(flag: str, path: str) -> None:

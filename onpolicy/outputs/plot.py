@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onpolicy import files
 from onpolicy.outputs.metrics import read_jsonl
+from onpolicy.system import files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from onpolicy import files
+from onpolicy.system import files
 from onpolicy.types import Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4

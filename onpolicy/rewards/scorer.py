@@ -14,11 +14,11 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from onpolicy import private_directory
 from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import load_rule, worker
 from onpolicy.rewards.worker import Failure
+from onpolicy.system import private_directory
 from onpolicy.types import FinishReason, Prompt, Sample
 
 logger = logging.getLogger(__name__)

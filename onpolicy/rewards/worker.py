@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from onpolicy.errors import ConfigError
-from onpolicy.plugins import describe, load_function
 from onpolicy.rewards import load_rule
+from onpolicy.system.user_functions import describe, load_function
 
 FLAG = "--custom-rm-path"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from onpolicy.config import secrets
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
-from onpolicy.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
+from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 """Without it SGLang refuses more tensor-parallel ranks on a CPU than the host has NUMA nodes."""

@@ -17,13 +17,13 @@ from pathlib import Path
 import requests
 
 from onpolicy.errors import ConfigError, EngineError
-from onpolicy.network import free_port, listen
 from onpolicy.rollout.engine_args import (
     EngineSpec,
     engine_environment,
     engine_flags,
     secret_flags,
 )
+from onpolicy.system.network import free_port, listen
 
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.2

@@ -12,9 +12,9 @@ __all__ = ["Trainer", "make_trainer"]
 def make_trainer(config: TrainConfig, contract: NumericsContract, num_threads: int) -> Trainer:
     """The engine that `--train-backend` names; raises ConfigError if it cannot hold the model."""
     if config.trainer.train_backend == "megatron":
-        from onpolicy.train.megatron.start import make_megatron_trainer
+        from onpolicy.train.megatron.make import make_megatron_trainer
 
         return make_megatron_trainer(config, contract, num_threads)
-    from onpolicy.train.fsdp import FsdpTrainer
+    from onpolicy.train.fsdp.trainer import FsdpTrainer
 
     return FsdpTrainer(config, contract, num_threads)

@@ -11,7 +11,7 @@ from torch import Tensor
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.types import TrainSample
-from onpolicy.weights import WeightBucket
+from onpolicy.weights.digest import WeightBucket
 
 
 class Trainer(ABC):

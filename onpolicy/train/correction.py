@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fallback_correction.aggregation import token_shares
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.correction import correct
 from fallback_correction.discrepancy import DiscrepancyPenalty
@@ -24,6 +23,7 @@ from fallback_correction.estimators import estimator_report
 from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
+from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.train import distributed

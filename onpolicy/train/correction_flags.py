@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from fallback_correction.adapters.miles import AGGREGATIONS, correction_config
 from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
 from fallback_correction.discrepancy import DiscrepancyConfig, DiscrepancyPenalty
-from fallback_correction.objectives import ObjectiveConfig
+from onpolicy.algorithm.objectives import ObjectiveConfig
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.plugins import load_function
+from onpolicy.system.user_functions import load_function
 from onpolicy.train.batch import CustomCorrection
 from onpolicy.train.loss import LossSettings
 from onpolicy.train.miles_hook import miles_correction

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from onpolicy.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
+from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from fallback_correction.choices import require_choices
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.correction import correct
-from fallback_correction.kl import KlType, kl_estimate, unbiased_kl
-from fallback_correction.objectives import ObjectiveConfig, opsm_mask, token_loss
 from fallback_correction.ratios import without_nonfinite
+from onpolicy.algorithm.kl import KlType, kl_estimate, unbiased_kl
+from onpolicy.algorithm.objectives import ObjectiveConfig, opsm_mask, token_loss
 from onpolicy.train.batch import MicroBatch
 
 Metrics = dict[str, Tensor]

@@ -22,8 +22,8 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ParityError, TrainingError
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators, make_operators
-from onpolicy.ops.gradient_check import check_gradients
-from onpolicy.ops.self_check import self_check
+from onpolicy.ops.checks.gradient_check import check_gradients
+from onpolicy.ops.checks.self_check import self_check
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.train.batch import MicroBatch, make_micro_batches

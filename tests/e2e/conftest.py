@@ -3,7 +3,8 @@
 import functools
 
 import pytest
-from train_runs import start_train, write_prompts
+
+from tests.support.train_runs import start_train, write_prompts
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from train_runs import finish, metrics_of
 
 from onpolicy.outputs.meanings import MEANINGS
 from onpolicy.outputs.metrics import read_jsonl
+from tests.support.train_runs import finish, metrics_of
 
 pytestmark = pytest.mark.engine
 
@@ -68,7 +68,7 @@ def test_reinforce_in_bypass_is_weighted_by_the_losss_own_log_probs(start, tmp_p
 
 
 ONE_BIT_OFF_AT_STEP_1 = """
-from onpolicy.train.fsdp import FsdpTrainer
+from onpolicy.train.fsdp.trainer import FsdpTrainer
 train = FsdpTrainer.train
 def train_with_another_softmax(self, samples, step):
     log_softmax = self.operators.log_softmax

@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 import yaml
-from footprint import Footprint
-from processes import listening_addresses
-from train_runs import finish, metrics_of, wait_for
 
 from onpolicy.config.secrets import reveal
 from onpolicy.rollout.client import EngineClient
+from tests.support.footprint import Footprint
+from tests.support.processes import listening_addresses
+from tests.support.train_runs import finish, metrics_of, wait_for
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from tiny import make_checkpoint
+
+from tests.support.tiny import make_checkpoint
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.engine

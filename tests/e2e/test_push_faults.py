@@ -7,14 +7,15 @@ import time
 
 import psutil
 import pytest
-from engines_fixture import make_engines, make_requests, running
-from processes import engine_processes, is_gone
-from train_runs import TWO_RANKS, finish, run_hash
 
 from onpolicy.config import groups
 from onpolicy.errors import EngineError
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.weight_sync import make_transport, push_weights
+from onpolicy.weights.push import push_weights
+from onpolicy.weights.transports import make_transport
+from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.processes import engine_processes, is_gone
+from tests.support.train_runs import TWO_RANKS, finish, run_hash
 
 pytestmark = pytest.mark.engine
 

@@ -7,10 +7,10 @@ from collections import Counter
 
 import numpy
 import pytest
-from fake_runs import HOSTILE, aligned_run, governed_run, stock_run
 from PIL import Image, ImageColor
 
-from onpolicy.cli import main
+from onpolicy.cli.main import main
+from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REMEDY = "On Debian: apt-get install chromium chromium-driver"

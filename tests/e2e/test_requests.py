@@ -9,12 +9,12 @@ import threading
 
 import pytest
 import requests
-from engines_fixture import make_engines
 
 from onpolicy.rollout.server import EngineServer
-from onpolicy.start import make_contract
+from onpolicy.run.start import make_contract
 from sglang_patches.harmful_requests import MOST_SAMPLES
 from sglang_patches.parallel_samples import next_seed
+from tests.support.engines_fixture import make_engines
 
 pytestmark = pytest.mark.engine
 

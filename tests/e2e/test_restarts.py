@@ -3,11 +3,11 @@
 import signal
 
 import pytest
-from engines_fixture import make_engines, make_requests, running
-from processes import engine_processes, is_gone
-from train_runs import wait_for
 
 from onpolicy.rollout.server import EngineServer
+from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.processes import engine_processes, is_gone
+from tests.support.train_runs import wait_for
 
 pytestmark = pytest.mark.engine
 

@@ -1,7 +1,8 @@
 """A reward function that begins to fail while a run is under way."""
 
 import pytest
-from train_runs import finish, metrics_of
+
+from tests.support.train_runs import finish, metrics_of
 
 pytestmark = pytest.mark.engine
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines_fixture import make_requests, running
-from tiny import make_checkpoint
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.engines import EnginePair
-from onpolicy.models.checkpoint import load_config
-from onpolicy.start import make_contract
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.start import make_contract
 from onpolicy.train import distributed
 from onpolicy.types import TrainSample
-from onpolicy.weight_sync import push_weights
-from onpolicy.weight_sync.shared_memory import SharedMemoryTransport
+from onpolicy.weights.push import push_weights
+from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
+from tests.support.engines_fixture import make_requests, running
+from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -11,11 +11,11 @@ import numpy
 import openai
 import pytest
 import requests
-from tiny import make_tokenizer
 
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.types import Request, SamplingParams
+from tests.support.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
 

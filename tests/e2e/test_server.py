@@ -8,17 +8,17 @@ import textwrap
 import psutil
 import pytest
 import requests
-from engines_fixture import make_requests
-from processes import engine_processes, listening_addresses
 
 from onpolicy.config import groups
 from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
-from onpolicy.network import free_port
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import engine_environment, engine_flags
 from onpolicy.rollout.server import EngineServer, require_free_port
 from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.system.network import free_port
+from tests.support.engines_fixture import make_requests
+from tests.support.processes import engine_processes, listening_addresses
 
 pytestmark = pytest.mark.engine
 

@@ -7,15 +7,15 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from engines_fixture import make_engines, make_requests, running
-from processes import engine_processes, listening_addresses
 
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
-from onpolicy.weight_sync import push_weights
-from onpolicy.weight_sync.shared_memory import SharedMemoryTransport
+from onpolicy.weights.push import push_weights
+from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
+from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.processes import engine_processes, listening_addresses
 
 pytestmark = pytest.mark.engine
 

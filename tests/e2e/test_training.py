@@ -6,7 +6,10 @@ import signal
 
 import psutil
 import pytest
-from train_runs import (
+
+from onpolicy.outputs.meanings import MEANINGS
+from onpolicy.outputs.metrics import read_jsonl
+from tests.support.train_runs import (
     ROLLOUTS,
     exported_weights,
     finish,
@@ -15,9 +18,6 @@ from train_runs import (
     summary,
     wait_for,
 )
-
-from onpolicy.outputs.meanings import MEANINGS
-from onpolicy.outputs.metrics import read_jsonl
 
 pytestmark = pytest.mark.engine
 
@@ -132,7 +132,7 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, dat
 
 KILLED_WHILE_SAVING = """
 import os, signal
-from onpolicy.saving import write
+from onpolicy.run.saving import write
 export = write._export
 def export_or_die(config, engines, directory):
     if "000004" in str(directory):
@@ -196,7 +196,7 @@ def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start,
 
 ONE_BIT_OFF = """
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.train.fsdp import FsdpTrainer
+from onpolicy.train.fsdp.trainer import FsdpTrainer
 train = FsdpTrainer.train
 def train_with_another_softmax(self, samples, step):
     if step == 1:

@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from tiny import ARCHITECTURES, make_checkpoint
 
-from onpolicy.cli import main
+from onpolicy.cli.main import main
 from onpolicy.config.tools import VerifyConfig
+from onpolicy.run.verify import passes, verify
 from onpolicy.train import distributed
-from onpolicy.verify import passes, verify
+from tests.support.tiny import ARCHITECTURES, make_checkpoint
 
 pytestmark = pytest.mark.engine
 

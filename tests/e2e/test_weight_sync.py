@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
-from engines_fixture import make_requests
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.weight_sync import make_transport, push_weights
-from onpolicy.weight_sync.shared_memory import SharedMemoryTransport
+from onpolicy.weights.push import push_weights
+from onpolicy.weights.transports import make_transport
+from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
+from tests.support.engines_fixture import make_requests
 
 pytestmark = pytest.mark.engine
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from onpolicy.config import TrainConfig, parse, validate
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, validate
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples").rglob("*.yaml"))

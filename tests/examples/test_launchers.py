@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import make_checkpoint
+
+from tests.support.tiny import make_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

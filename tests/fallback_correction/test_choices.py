@@ -9,11 +9,11 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 import torch
-from token_batches import by_log_ratios
 
 import fallback_correction
 from fallback_correction.choices import require_choice
 from fallback_correction.governor import Governor, GovernorConfig
+from tests.support.token_batches import by_log_ratios
 
 LOG_PROBS, POLICY = torch.zeros(1), np.array([1.0])
 EXAMPLES = {

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from token_batches import batches, by_log_ratios, on_ranks, select, spread_batches
 
 from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
 from fallback_correction.correction import correct
 from fallback_correction.tokens import TokenBatch
+from tests.support.token_batches import batches, by_log_ratios, on_ranks, select, spread_batches
 
 LEVELS = ["token", "sequence", "geometric"]
 LOG2 = math.log(2)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from token_batches import batches, by_log_ratios, on_ranks, spread_batches
 
 from fallback_correction.estimators import estimator_report
 from fallback_correction.tokens import TokenBatch
+from tests.support.token_batches import batches, by_log_ratios, on_ranks, spread_batches
 
 NAMES = ["no_is"] + [
     f"{level}_{kind}" for level in ("token", "sequence") for kind in ("is", "tis", "mis")

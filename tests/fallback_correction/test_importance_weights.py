@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from token_batches import by_log_ratios
 
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.importance_weights import importance_weights
 from fallback_correction.ratios import log_ratios
+from tests.support.token_batches import by_log_ratios
 
 LOG2 = math.log(2)
 INF = math.inf

@@ -4,10 +4,10 @@ import statistics
 import pytest
 import torch
 from hypothesis import given
-from token_batches import batches, by_log_ratios, on_ranks, spread_batches
 
 from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.tokens import TokenBatch
+from tests.support.token_batches import batches, by_log_ratios, on_ranks, spread_batches
 
 NAN, INF = math.nan, math.inf
 

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
-from token_batches import by_log_ratios
 
 from fallback_correction.config import RejectionRule, Veto
 from fallback_correction.ratios import log_ratios
 from fallback_correction.rejection import apply_rule, apply_veto, divergence
 from fallback_correction.tokens import TokenBatch
+from tests.support.token_batches import by_log_ratios
 
 R = [[1.0, -2.0, 0.5], [0.25]]
 INF = math.inf

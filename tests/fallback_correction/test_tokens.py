@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from token_batches import by_log_ratios, on_ranks, select, spread_batches
 
 from fallback_correction.tokens import (
     TokenBatch,
@@ -11,6 +10,7 @@ from fallback_correction.tokens import (
     global_sequence_mean,
     global_token_mean,
 )
+from tests.support.token_batches import by_log_ratios, on_ranks, select, spread_batches
 
 BATCH = by_log_ratios([[1, 2, 4], [], [8], [16, 32]], [[1, 0, 1], [], [0], [1, 1]])
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from gpu.setting import Setting
-
 from benchmarks.gpu_ops.backends import make_gpu_operators
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.ops import Operators
+from tests.gpu.setting import Setting
 
 
 @cache

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.backends import make_backend
-from gpu.row_checks import Numbers
-from gpu.setting import GPU, REHEARSAL, Setting
-from gpu.summary import Summary
-from gpu.tally import Tally
-from violations import few_rows_differ
 
 from benchmarks.gpu_ops.backends import BACKENDS, missing
 from benchmarks.gpu_ops.machine import describe_machine
 from onpolicy.ops import Operators
 from onpolicy.ops.stock import StockOperators
+from tests.gpu.backends import make_backend
+from tests.gpu.row_checks import Numbers
+from tests.gpu.setting import GPU, REHEARSAL, Setting
+from tests.gpu.summary import Summary
+from tests.gpu.tally import Tally
+from tests.support.violations import few_rows_differ
 
 ORDER = (
     "test_libraries",
@@ -55,7 +55,7 @@ def _setting(config: pytest.Config) -> Setting:
 
 def pytest_configure(config: pytest.Config) -> None:
     if _option(config, "rehearse") == "triton":
-        import triton_interpreter  # noqa: F401 (before anything imports Triton)
+        pass
     file = _option(config, "gpu_json")
     if file and (torch.cuda.is_available() or _option(config, "rehearse")):
         config.pluginmanager.register(Summary(Path(file)))

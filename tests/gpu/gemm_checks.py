@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from gpu.row_checks import Numbers, check_gradients, check_rows
-from gpu.tally import Tally
 from torch import Tensor
 
 from onpolicy.ops import Operators
+from tests.gpu.row_checks import Numbers, check_gradients, check_rows
+from tests.gpu.tally import Tally
 
 Gemm = Callable[[Tensor, Tensor], Tensor]
 """`Operators.linear` or `partial_linear`: [M, K], [N, K] -> [M, N]"""

@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 
 import torch
-from gpu.setting import Setting
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.gpu_ops.paged_model import PagedModel
 from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.models.policy import PackedTokens, PolicyModel
+from tests.gpu.setting import Setting
 
 MODELS = ("qwen3", "qwen3-tied", "qwen3-moe")
 

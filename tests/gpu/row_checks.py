@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from gpu.tally import Tally
 from torch import Tensor
+
+from tests.gpu.tally import Tally
 
 RowFunction = Callable[[Tensor], Tensor]
 """[M, ...] -> [M, ...]"""

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu.backends import make_backend
-from gpu.row_checks import Numbers, check_rows
-from gpu.setting import Setting
-from gpu.tally import Tally
 from torch import Tensor
 
 from onpolicy.ops import Operators
 from onpolicy.ops.experts import mix_experts
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
+from tests.gpu.backends import make_backend
+from tests.gpu.row_checks import Numbers, check_rows
+from tests.gpu.setting import Setting
+from tests.gpu.tally import Tally
 
 BLOCKS = 8
 EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 16, 4, 256, 256

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from gpu import attention_checks
-from gpu.attention_checks import Heads
 
 from benchmarks.gpu_ops.paged_attention import paged_attention_of
 from onpolicy.ops.capability import FLASH_HEAD_DIMS
+from tests.gpu import attention_checks
+from tests.gpu.attention_checks import Heads
 
 GROUPS = (1, 4, 8)
 

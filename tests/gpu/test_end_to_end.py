@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from gpu.backends import make_contract
-from gpu.generation import MODELS, generate, make_config, pack, random_prompts, score
 
 from benchmarks.gpu_ops.paged_attention import paged_attention_of
 from benchmarks.gpu_ops.paged_model import DecodeGraph, PagedModel, random_policy
 from onpolicy.models.policy import operator_shapes
-from onpolicy.ops.self_check import self_check
+from onpolicy.ops.checks.self_check import self_check
+from tests.gpu.backends import make_contract
+from tests.gpu.generation import MODELS, generate, make_config, pack, random_prompts, score
 
 
 @pytest.fixture(params=MODELS)

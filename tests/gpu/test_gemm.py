@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gpu import gemm_checks
-from gpu.row_checks import Numbers
 
 from benchmarks.gpu_ops.backends import missing
+from tests.gpu import gemm_checks
+from tests.gpu.row_checks import Numbers
 
 FLOAT32_SHAPE = (96, 320)
 

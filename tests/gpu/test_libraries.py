@@ -5,11 +5,11 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.attention_checks import PagedSequences
 
 from benchmarks.gpu_ops.paged_attention import paged_attention_of
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.row_parallel import RowParallel
+from tests.gpu.attention_checks import PagedSequences
 
 HEAD_DIM = 128
 

@@ -4,19 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu import attention_checks, gemm_checks
-from gpu.attention_checks import Heads
-from gpu.backends import make_contract
-from gpu.generation import generate, make_config, random_prompts, score
-from gpu.row_checks import Numbers
-from gpu.tensor_parallel import sum_of_ranks
 
 from benchmarks.gpu_ops.backends import missing
 from benchmarks.gpu_ops.paged_attention import PagedBatch, flash_attention_3, over_rows
 from benchmarks.gpu_ops.paged_model import PagedModel, random_policy
 from onpolicy.errors import ContractError
 from onpolicy.models.policy import operator_shapes
-from onpolicy.ops.self_check import self_check
+from onpolicy.ops.checks.self_check import self_check
+from tests.gpu import attention_checks, gemm_checks
+from tests.gpu.attention_checks import Heads
+from tests.gpu.backends import make_contract
+from tests.gpu.generation import generate, make_config, random_prompts, score
+from tests.gpu.row_checks import Numbers
+from tests.gpu.tensor_parallel import sum_of_ranks
 
 HEADS = Heads(32, 8, 128)
 

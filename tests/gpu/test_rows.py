@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.row_checks import Numbers, check_gradients, check_rows
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from onpolicy.ops.log_probs import token_log_probs
+from tests.gpu.row_checks import Numbers, check_gradients, check_rows
 
 EPS = 1e-6
 HALF_ULP = 2**-8

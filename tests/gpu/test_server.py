@@ -21,7 +21,7 @@ def test_verify_finds_no_mismatch(operators, backend, setting, tally, tmp_path):
             pytest.skip(f"{package} is not installed")
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs: the trainer's and the server's own")
-    from tiny import make_checkpoint
+    from tests.support.tiny import make_checkpoint
 
     checkpoint = make_checkpoint(tmp_path / "model", head_dim=128, vocab_size=144, hidden_size=128)
     command = [

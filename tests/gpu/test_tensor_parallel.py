@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 import torch.multiprocessing as mp
-from gpu import tensor_parallel
-from gpu.gemm_checks import make_weight
-from gpu.tally import Tally
 
 from onpolicy.ops.row_parallel import RowParallel
+from tests.gpu import tensor_parallel
+from tests.gpu.gemm_checks import make_weight
+from tests.gpu.tally import Tally
 
 
 def test_any_number_of_ranks_adds_up_to_the_bits_of_one(operators, model, setting, numbers, tally):

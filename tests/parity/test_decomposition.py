@@ -8,7 +8,8 @@ import random
 import pytest
 import requests
 import torch
-from engines_fixture import CHUNKED_PREFILL_SIZE, make_requests
+
+from tests.support.engines_fixture import CHUNKED_PREFILL_SIZE, make_requests
 
 pytestmark = pytest.mark.engine
 

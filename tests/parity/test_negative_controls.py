@@ -7,13 +7,13 @@ number everywhere. What stock operators do on one machine or another is in docs/
 import pytest
 import torch
 import torch.nn.functional as F
-from engines_fixture import make_engines, make_requests, running
-from tiny import make_checkpoint
-from violations import always, break_operator, next_up
 
 from onpolicy.models import experts
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.parity import compare_log_probs
+from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.tiny import make_checkpoint
+from tests.support.violations import always, break_operator, next_up
 
 pytestmark = pytest.mark.engine
 

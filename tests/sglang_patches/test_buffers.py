@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, SIZES
 from transformers import AutoModel
 
 from onpolicy.errors import ContractError
 from onpolicy.models.empty import empty_causal_lm
 from sglang_patches.buffers import use_cpu_buffers
+from tests.support.tiny import ARCHITECTURES, SIZES
 
 
 def engine_model(architecture):

@@ -6,10 +6,10 @@ import pytest
 
 from onpolicy.config.sglang_flags import _OURS, _UNALIGNED
 from onpolicy.errors import ConfigError
-from onpolicy.models.checkpoint import load_config
+from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.start import cache_tokens, make_contract
+from onpolicy.run.start import cache_tokens, make_contract
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import EXPERT_ARCHITECTURES, make_checkpoint
 from torch import nn
 from transformers import AutoModel
 
 from onpolicy.models.experts import has_usual_experts
 from sglang_patches import experts
+from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
 
 
 @pytest.fixture(scope="module", params=EXPERT_ARCHITECTURES)

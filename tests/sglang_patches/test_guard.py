@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import is_gone
-from train_runs import wait_for
+
+from tests.support.processes import is_gone
+from tests.support.train_runs import wait_for
 
 SCRIPT = """
 import os, signal, subprocess, sys, time

@@ -19,9 +19,9 @@ def initialize(layout: MegatronLayout) -> None:
     """
     require_megatron()
     if layout.needs_cuda_names and not torch.cuda.is_available():
-        from onpolicy.train.megatron import cpu_stand_in
+        from onpolicy.compat import megatron_on_cpu
 
-        cpu_stand_in.activate()
+        megatron_on_cpu.activate()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -1,6 +1,6 @@
 """Micro-batches through Megatron's pipeline schedules, with or without gradients.
 
-On a machine without CUDA they need the stand-in (`cpu_stand_in.py`).
+On a machine without CUDA they need the stand-in (`compat/megatron_on_cpu.py`).
 """
 
 from __future__ import annotations

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
-from onpolicy.models.checkpoint import load_config
+from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
 from onpolicy.train.batch import MicroBatch
 from onpolicy.train.loss import policy_loss
 from onpolicy.train.megatron import stages
-from onpolicy.train.megatron.checkpoint import load_state, save_state
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import build_model
 from onpolicy.train.megatron.optimizer import (
@@ -29,10 +28,11 @@ from onpolicy.train.megatron.optimizer import (
     with_gradients,
 )
 from onpolicy.train.megatron.schedule import accumulate_gradients, score
+from onpolicy.train.megatron.state import load_state, save_state
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.policy_trainer import PolicyTrainer
-from onpolicy.weights import WeightBucket
+from onpolicy.weights.digest import WeightBucket
 
 
 class MegatronTrainer(PolicyTrainer):

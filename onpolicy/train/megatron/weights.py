@@ -13,11 +13,11 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from onpolicy.train import distributed
-from onpolicy.train.megatron.checkpoint_reader import CheckpointReader
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
+from onpolicy.train.megatron.state_reader import CheckpointReader
 from onpolicy.train.megatron.weight_map import Part, WeightMap, is_expert
-from onpolicy.weights import WeightBucket
+from onpolicy.weights.digest import WeightBucket
 
 
 @dataclass(frozen=True, slots=True)

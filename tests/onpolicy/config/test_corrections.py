@@ -2,7 +2,8 @@
 
 import pytest
 
-from onpolicy.config import TrainConfig, parse, validate
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, validate
 from onpolicy.errors import ConfigError
 
 GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]

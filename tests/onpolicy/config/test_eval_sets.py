@@ -2,7 +2,8 @@
 
 import pytest
 
-from onpolicy.config import TrainConfig, parse
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig
 from onpolicy.config.eval_sets import eval_sets
 from onpolicy.errors import ConfigError
 

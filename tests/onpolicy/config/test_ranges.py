@@ -4,7 +4,8 @@ import typing
 
 import pytest
 
-from onpolicy.config import TrainConfig, parse
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig
 from onpolicy.config.flags import flag_defaults, flag_types, spelled
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig

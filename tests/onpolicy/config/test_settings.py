@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from unstarted_run import changed
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.settings import DECIDE_NO_RESULT, changes, same_run
-from onpolicy.outputs.report_groups import NOT_THE_EXPERIMENT
+from onpolicy.report.groups import NOT_THE_EXPERIMENT
+from tests.support.unstarted_run import changed
 
 CONFIG = TrainConfig()
 

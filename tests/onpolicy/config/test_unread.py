@@ -4,7 +4,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from onpolicy.config import TrainConfig, parse
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig
 from onpolicy.config.flags import flag_types, spelled
 from onpolicy.config.tools import BenchConfig
 from onpolicy.config.unread import READERS, refuse_unread

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -18,11 +17,12 @@ from transformers import (
 )
 
 from onpolicy.errors import ConfigError, ContractError
-from onpolicy.models.checkpoint import require_alignable
 from onpolicy.models.experts import AlignedExperts, route_by_operators
+from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 72}
 ROUTERS = {

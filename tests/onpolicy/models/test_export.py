@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM
-from unstarted_run import make_run, state_after
 
-from onpolicy import saving
+from onpolicy.run import saving
 from onpolicy.types import TrainSample
+from tests.support.tiny import make_tokenizer
+from tests.support.unstarted_run import make_run, state_after
 
 PROMPT = "onpolicy"
 PLAIN = """

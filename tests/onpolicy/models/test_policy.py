@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.models.align import AlignedActivation, AlignedLinear, AlignedRMSNorm
 from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 
 ALIGNED = {AlignedLinear, AlignedRMSNorm, AlignedActivation, AlignedExperts}
 

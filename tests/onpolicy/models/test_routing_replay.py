@@ -2,12 +2,12 @@
 
 import numpy as np
 import torch
-from tiny import make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.tiny import make_checkpoint
 
 SEQUENCES = [[5, 9, 3, 7, 11], [4, 8, 2]]
 PROMPTS = [2, 1]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, SIZES
 from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
@@ -11,6 +10,7 @@ from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable, row_parallel_linears
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
+from tests.support.tiny import ARCHITECTURES, SIZES
 
 DENSE = ("qwen3", "qwen3-tied", "qwen2", "llama", "mistral")
 

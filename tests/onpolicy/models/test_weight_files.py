@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.checkpoint import load_config
+from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import INDEX, require_fit
+from tests.support.tiny import ARCHITECTURES, make_checkpoint
 
 
 def check(path):

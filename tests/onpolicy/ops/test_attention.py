@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from violations import break_gradient
 
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.cpu import attention as module
+from tests.support.violations import break_gradient
 
 OPERATORS = CpuOperators(1)
 

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from invariance import require_row_invariance, require_same_bits
-from violations import break_operator
 
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.experts import mix_experts
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.stock import StockOperators
+from tests.support.invariance import require_row_invariance, require_same_bits
+from tests.support.violations import break_operator
 
 OPERATORS = CpuOperators(1)
 NUM_EXPERTS, INTERMEDIATE, HIDDEN, CHOSEN = 6, 72, 96, 2

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS, whole
 
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.layouts import LAYOUTS, whole
 
 OPERATORS = CpuOperators(1)
 

@@ -3,10 +3,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from invariance import require_row_invariance, require_same_bits
-from violations import break_operator, next_up
 
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.invariance import require_row_invariance, require_same_bits
+from tests.support.violations import break_operator, next_up
 
 ONE_THREAD, THREE_THREADS = CpuOperators(1), CpuOperators(3)
 

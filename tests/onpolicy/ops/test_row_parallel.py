@@ -8,12 +8,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
-from invariance import require_row_invariance
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.stock import StockOperators
+from tests.support.invariance import require_row_invariance
 
 OPERATORS = CpuOperators(1)
 

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from invariance import require_row_invariance, require_same_bits
 from transformers.activations import ACT2FN
-from violations import next_up
 
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.invariance import require_row_invariance, require_same_bits
+from tests.support.violations import next_up
 
 OPERATORS = CpuOperators(1)
 

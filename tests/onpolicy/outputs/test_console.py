@@ -33,9 +33,9 @@ def logged(monkeypatch, capsys):
 
 
 MESSAGES = [
-    ("onpolicy.engines", logging.INFO, "loading"),
-    ("onpolicy.engines", logging.DEBUG, "a detail"),
-    ("onpolicy.run", logging.WARNING, "careful"),
+    ("onpolicy.run.engines", logging.INFO, "loading"),
+    ("onpolicy.run.engines", logging.DEBUG, "a detail"),
+    ("onpolicy.run.run", logging.WARNING, "careful"),
     ("other.package", logging.WARNING, "deprecated"),
 ]
 

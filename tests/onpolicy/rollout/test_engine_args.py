@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract, OperatorShapes
-from onpolicy.network import GLOO_INTERFACE
 from onpolicy.rollout.engine_args import (
     CORES_VARIABLE,
     EngineSpec,
@@ -13,6 +12,7 @@ from onpolicy.rollout.engine_args import (
     engine_flags,
     secret_flags,
 )
+from onpolicy.system.network import GLOO_INTERFACE
 
 SHAPES = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)

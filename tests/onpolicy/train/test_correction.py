@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fallback_correction.adapters.verl import PRESETS, compute_rollout_correction
 from fallback_correction.config import RejectionRule, Veto
-from onpolicy.config import TrainConfig, groups, parse, validate
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, groups, validate
 from onpolicy.train import distributed
 from onpolicy.train.batch import make_micro_batches
 from onpolicy.train.correction import Corrections

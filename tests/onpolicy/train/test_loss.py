@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from onpolicy_batches import make_batch
 
-from fallback_correction.objectives import ObjectiveConfig
+from onpolicy.algorithm.objectives import ObjectiveConfig
 from onpolicy.config import TrainConfig, groups
 from onpolicy.train.loss import LossSettings, policy_loss
+from tests.support.onpolicy_batches import make_batch
 
 SETTINGS = LossSettings(objective=ObjectiveConfig(eps_clip=0.2, eps_clip_high=0.3))
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from onpolicy_batches import make_batch
 
 from onpolicy.errors import ConfigError
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.miles_hook import miles_correction
+from tests.support.onpolicy_batches import make_batch
 
 SEEN = {}
 

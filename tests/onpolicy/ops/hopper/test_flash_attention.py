@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from recorded_kernels import attend, flash_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.errors import ContractError
@@ -10,6 +9,7 @@ from onpolicy.ops.base import AttentionLayout
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.hopper import HopperOperators, flash_attention, flash_backward
 from onpolicy.ops.hopper.pages import Pages
+from tests.support.recorded_kernels import attend, flash_attn
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.25
 

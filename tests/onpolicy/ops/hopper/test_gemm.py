@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from recorded_kernels import BF16_GEMM_NT, deep_gemm
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.hopper import HopperOperators, gemm, linear
 from onpolicy.ops.triton import TritonOperators
+from tests.support.recorded_kernels import BF16_GEMM_NT, deep_gemm
 
 
 @pytest.fixture(params=BF16_GEMM_NT)

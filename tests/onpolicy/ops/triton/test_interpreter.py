@@ -1,4 +1,4 @@
-"""What tests/triton_interpreter.py puts right, and that it stays inside this process."""
+"""What tests/support/triton_interpreter.py puts right, and that it stays inside this process."""
 
 import os
 

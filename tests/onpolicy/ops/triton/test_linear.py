@@ -1,4 +1,4 @@
-"""The linear kernel in Triton's interpreter (tests/triton_interpreter.py)."""
+"""The linear kernel in Triton's interpreter (tests/support/triton_interpreter.py)."""
 
 import pytest
 import torch

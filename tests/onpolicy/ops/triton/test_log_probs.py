@@ -5,11 +5,11 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from violations import next_up
 
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators
+from tests.support.violations import next_up
 
 OPERATORS = TritonOperators()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from megatron_ranks import Ranks
-from tiny import make_checkpoint
+
+from tests.support.megatron_ranks import Ranks
+from tests.support.tiny import make_checkpoint
 
 
 def _ranks(count):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_ranks import pack, random_sequences
 
 from onpolicy.train.megatron.batch import FILLER_TOKEN, LocalTokens
+from tests.support.megatron_ranks import pack, random_sequences
 
 LENS = st.lists(st.integers(2, 40), min_size=1, max_size=5)
 

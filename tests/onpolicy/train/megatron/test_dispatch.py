@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_ranks import dispatch_rows, expert_weights, loss_of
 
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.experts import expert_outputs
 from onpolicy.ops.row_parallel import RowParallel
+from tests.support.megatron_ranks import dispatch_rows, expert_weights, loss_of
 
 CHOICES = {
     "both": ([[0, 3], [2, 1], [3, 2]], [[1, 0], [3, 0], [2, 3], [0, 1], [1, 2]]),

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from megatron_ranks import Job, random_sequences, reference, score, train, with_blocks
-from tiny import make_checkpoint
 
 from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.megatron_ranks import Job, random_sequences, reference, score, train, with_blocks
+from tests.support.tiny import make_checkpoint
 
 BATCHES = [random_sequences(5, 40, 91, 2), random_sequences(33, 3, seed=1)]
 

@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from megatron_ranks import make_contract
 from transformers import AutoConfig
 
 from onpolicy.errors import ConfigError
 from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.megatron_ranks import make_contract
 
 TP, PP, CP, EP = (
     f"{kind}_model_parallel_size" if kind != "context" else "context_parallel_size"

@@ -8,9 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_ranks import Job, differentiate, random_sequences, reference, score, with_blocks
 
 from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.megatron_ranks import (
+    Job,
+    differentiate,
+    random_sequences,
+    reference,
+    score,
+    with_blocks,
+)
 
 DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama"]
 BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, seed=1)]

@@ -1,9 +1,16 @@
 """Each of our modules off by one bit alone is found: the comparison sees what it must see."""
 
 import pytest
-from megatron_ranks import Job, random_sequences, reference, score, score_broken, with_blocks
 
 from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.megatron_ranks import (
+    Job,
+    random_sequences,
+    reference,
+    score,
+    score_broken,
+    with_blocks,
+)
 
 TENSOR = MegatronLayout(tensor_model_parallel_size=2)
 

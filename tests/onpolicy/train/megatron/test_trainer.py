@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-from crafted_checkpoints import ATTACKS, in_the_common_state
-from megatron_ranks import Ranks
-from megatron_training import (
+
+from tests.support.crafted_checkpoints import ATTACKS, in_the_common_state
+from tests.support.megatron_ranks import Ranks
+from tests.support.megatron_training import (
     Job,
     equal,
     load_crafted,

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from onpolicy.errors import ConfigError
-from onpolicy.train.megatron.checkpoint_reader import CheckpointReader
 from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.state_reader import CheckpointReader
 from onpolicy.train.megatron.weight_map import WeightMap, is_expert
 
 LAYOUTS = [

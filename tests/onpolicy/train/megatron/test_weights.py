@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from megatron_ranks import Job, count_parameters, export, with_blocks
 from safetensors.torch import load_file
 
 from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.megatron_ranks import Job, count_parameters, export, with_blocks
 
 DATA = MegatronLayout()
 TENSOR = MegatronLayout(tensor_model_parallel_size=2)

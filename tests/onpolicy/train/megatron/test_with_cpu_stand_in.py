@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_ranks import (
+from safetensors.torch import load_file
+
+from onpolicy.compat import megatron_on_cpu
+from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.megatron_ranks import (
     Job,
     export,
     layer_forwards,
@@ -19,10 +23,6 @@ from megatron_ranks import (
     train,
     with_blocks,
 )
-from safetensors.torch import load_file
-
-from onpolicy.train.megatron import cpu_stand_in
-from onpolicy.train.megatron.layout import MegatronLayout
 
 BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, 20, 1 + 6, seed=1)]
 MICRO_BATCHES = 2
@@ -42,14 +42,14 @@ def make_job(path, layout, dtype="float32"):
 
 
 def test_the_cpu_stand_in_is_loaded_where_it_is_needed_and_says_so(two_ranks, model_of):
-    assert not cpu_stand_in.is_active()
+    assert not megatron_on_cpu.is_active()
     for active, messages in two_ranks.run(
         stand_in_at_start, Job(path=model_of("qwen3"), batches=[])
     ):
         assert active == [False, True]
         assert messages == [
             "No CUDA here: Megatron's CUDA-named calls mean the CPU in this process "
-            "(onpolicy/train/megatron/cpu_stand_in.py)."
+            "(onpolicy/compat/megatron_on_cpu.py)."
         ]
 
 

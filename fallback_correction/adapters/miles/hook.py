@@ -1,0 +1,260 @@
+"""Miles' and slime's masked importance sampling: drop-ins for what is in their `mis.py`.
+
+Start Miles or slime with `--custom-config-path mis.yaml` and
+
+    --custom-tis-function-path fallback_correction.adapters.miles.compute_mis_weights_with_cp
+
+Keys: use_tis use_rs tis_level rs_level tis_mode tis_lower_bound tis_upper_bound rs_lower_bound
+rs_upper_bound rs_veto_threshold tis_batch_normalize, and one of ours, `mis_fixed`. Without it the
+results are those of Miles, these mistakes included; with `mis_fixed: true`
+
+1. weights are normalised over the global batch, where Miles takes the micro-batch of one rank. The
+   means are over what `gather` gathers and one call sees: within Miles' hook that is still a
+   micro-batch (of all data-parallel ranks, if a `gather` over them is passed and all call equally
+   often). Call `compute_mis_weights` with the whole step to have all of it;
+2. `tis_level: geometric` can be normalised, which in Miles raises ValueError;
+3. `use_rs` and
+4. `rs_veto_threshold` work without `use_tis`, and the veto without `use_rs`. Miles calls the hook
+   without `--use-tis` only if `--get-mismatch-metrics` is given;
+5. rejected tokens have the weight 0 and stay out of the mean that weights are divided by, where in
+   Miles one rejected weight of e^20 makes all others vanish. What the loss is divided by is beyond the
+   hook: Miles counts rejected tokens there, although its README says otherwise.
+
+With context parallelism the hook must be told which tokens a rank holds. For Miles:
+
+    def tis(args, **given):
+        cp = given["parallel_state"].cp
+        shard = miles.zigzag_shard(
+            given["total_lengths"], given["response_lengths"], cp.rank, cp.size, cp.group,
+            device=given["pg_loss"].device,
+        )
+        return miles.compute_mis_weights_with_cp(args, **given, context_shard=shard)
+
+slime has rank, size and group in `megatron.core.mpu.get_context_parallel_*`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fallback_correction.adapters.miles.context import Shard
+from fallback_correction.adapters.miles.metrics import (
+    TokenMetrics,
+    bound_metrics,
+    final_metrics,
+    mismatch_token_metrics,
+    ratios,
+    rejection_metrics,
+    veto_metrics,
+)
+from fallback_correction.adapters.miles.settings import MisSettings, read_settings
+from fallback_correction.config import Aggregation, CorrectionConfig, RejectionRule, Veto
+from fallback_correction.correction import correct
+from fallback_correction.importance_weights import SMALLEST_MEAN
+from fallback_correction.tokens import Gather, TokenBatch, alone
+
+AGGREGATIONS: dict[str, Aggregation] = {"token": "token", "sequence": "sum", "geometric": "mean"}
+
+Applied = tuple[Tensor | None, Tensor, TokenMetrics]
+"""Weights float32 [N] or None, bool [N] of the tokens to learn from, metrics."""
+
+
+@torch.no_grad()
+def compute_mis_weights(
+    args: Any,
+    *,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    gather: Gather = alone,
+) -> tuple[list[Tensor] | None, list[Tensor], dict[str, list[Tensor]]]:
+    """Weights, masks and metrics of whole sequences; lists of one 1-D tensor a sequence.
+
+    args: any object with the keys above as attributes. Log-probabilities in nats, masks of 0 and 1;
+    gather: over the data-parallel ranks, used with `mis_fixed` only. Returns float32 weights (None
+    without use_tis; 0 outside the loss mask), float32 masks (`loss_masks` itself where Miles does
+    nothing), and the metrics of Miles' README without `mis_`, per token. Without gradient.
+
+    Raises ValueError for bad keys, for lists that do not fit, and, with mis_fixed, for
+    log-probabilities that are not finite.
+    """
+    settings = read_settings(args)
+    batch = _packed(train_log_probs, rollout_log_probs, loss_masks)
+    lengths: list[int] = batch.lengths.tolist()
+    if not (settings.use_tis or settings.fixed):
+        return None, loss_masks, _split_all(mismatch_token_metrics(batch), lengths)
+    applied = _fixed(settings, batch, gather) if settings.fixed else _as_miles(settings, batch)
+    weights, kept, metrics = applied
+    return (
+        None if weights is None else _split(weights, lengths),
+        _split(kept.float(), lengths),
+        _split_all(mismatch_token_metrics(batch) | metrics, lengths),
+    )
+
+
+def compute_mis_weights_with_cp(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    context_shard: Shard | None = None,
+    gather: Gather = alone,
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """The hook itself: pg_loss times weights, masks for the loss, and flat metrics named `mis_*`.
+
+    context_shard: a `ContextShard` or its like, if log-probabilities and pg_loss, one value for each of
+    their tokens, are those of a context-parallel rank; the tensors are whole without it. loss_masks
+    and the masks returned are whole in either case. total_lengths and what else Miles or slime passes
+    (`kwargs`) is not used. Raises what `compute_mis_weights` does.
+    """
+    if context_shard is not None:
+        train_log_probs = _whole(context_shard, train_log_probs, response_lengths)
+        rollout_log_probs = _whole(context_shard, rollout_log_probs, response_lengths)
+    weights, masks, metrics = compute_mis_weights(
+        args,
+        train_log_probs=train_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        loss_masks=loss_masks,
+        gather=gather,
+    )
+
+    def held(values: list[Tensor]) -> Tensor:
+        return _joined(values) if context_shard is None else context_shard.take(_joined(values))
+
+    if weights is not None:
+        pg_loss = pg_loss * held(weights).to(pg_loss.device)
+    return pg_loss, masks, {f"mis_{name}": held(values) for name, values in metrics.items()}
+
+
+def correction_config(args: Any) -> CorrectionConfig:
+    """What the keys mean with `mis_fixed`, whether it is set or not. Raises ValueError for bad ones."""
+    return _config(read_settings(args))
+
+
+def _config(settings: MisSettings) -> CorrectionConfig:
+    aggregation = AGGREGATIONS[settings.rs_level]
+    rules: tuple[RejectionRule, ...] = ()
+    if settings.use_rs:
+        lower, upper = settings.rs_lower, settings.rs_upper
+        rules = (RejectionRule(aggregation=aggregation, lower=lower, upper=upper),)
+    return CorrectionConfig(
+        level=settings.tis_level if settings.use_tis else "none",
+        mode=settings.tis_mode,
+        # Truncation has no lower bound, and the fallback 1 / upper may exceed upper.
+        lower=min(settings.tis_lower, settings.tis_upper),
+        upper=settings.tis_upper,
+        rules=rules,
+        veto=None if settings.veto is None else Veto(by="ratio", lower=settings.veto),
+        self_normalize=settings.batch_normalize,
+        rejected_in_denominator=False,
+    )
+
+
+def _fixed(settings: MisSettings, batch: TokenBatch, gather: Gather) -> Applied:
+    """The correction that `correction_config` describes, with Miles' metrics."""
+    correction = correct(batch, _config(settings), gather)
+    weights, kept = correction.weights, correction.mask
+    metrics: TokenMetrics = {}
+    if weights is not None:
+        bounded, metrics = _bounded(settings, batch)
+        metrics["is_ratio_mean_after_tis_rs"] = torch.where(kept, bounded, 0)
+        if settings.batch_normalize:
+            factor = correction.metrics["correction/batch_norm_factor"]
+            metrics["batch_norm_factor"] = torch.full_like(bounded, _divisor(factor))
+        metrics |= final_metrics(dataclasses.replace(batch, mask=kept), weights)
+    if settings.use_rs:
+        metrics |= rejection_metrics(settings, ratios(batch, settings.rs_level))
+    if settings.veto is not None:
+        metrics |= veto_metrics(batch, settings.veto)
+    return weights, kept, metrics
+
+
+def _as_miles(settings: MisSettings, batch: TokenBatch) -> Applied:
+    weights, metrics = _bounded(settings, batch)
+    kept = batch.mask
+    if settings.tis_mode == "mask":
+        kept = kept & _inside(weights, settings.tis_lower, settings.tis_upper)
+    if settings.use_rs:
+        values = ratios(batch, settings.rs_level)
+        metrics |= rejection_metrics(settings, values)
+        kept = kept & _inside(values, settings.rs_lower, settings.rs_upper)
+    if settings.use_rs and settings.veto is not None:
+        metrics |= veto_metrics(batch, settings.veto)
+        kept = kept & (metrics["rs_catastrophic_seq_fraction"] == 0)
+    metrics["is_ratio_mean_after_tis_rs"] = weights
+    if settings.batch_normalize:
+        factor = _divisor(_mean_of_call(settings, batch, weights))
+        metrics["batch_norm_factor"] = torch.full_like(weights, factor)
+        weights = weights / factor
+    return weights, kept, metrics | final_metrics(batch, weights)
+
+
+def _bounded(settings: MisSettings, batch: TokenBatch) -> tuple[Tensor, TokenMetrics]:
+    """Weights within their bounds, or untouched in mode mask: float32 [N], 0 outside the mask."""
+    raw = bounded = ratios(batch, settings.tis_level)
+    if settings.tis_mode == "truncate":
+        bounded = raw.clamp(max=settings.tis_upper)
+    elif settings.tis_mode == "clip":
+        bounded = raw.clamp(settings.tis_lower, settings.tis_upper)
+    bounded = torch.where(batch.mask, bounded, 0)
+    return bounded, bound_metrics(settings, raw, bounded)
+
+
+def _inside(values: Tensor, lower: float, upper: float) -> Tensor:
+    return (values >= lower) & (values <= upper)
+
+
+def _divisor(mean: float) -> float:
+    """What weights of this mean are divided by."""
+    return mean if mean > SMALLEST_MEAN else 1.0
+
+
+def _mean_of_call(settings: MisSettings, batch: TokenBatch, weights: Tensor) -> float:
+    """Miles' mean: rejected weights count, and a sequence without a token counts as 0."""
+    if settings.tis_level == "geometric":
+        raise ValueError(
+            "tis_batch_normalize=True: Miles cannot normalise weights of tis_level='geometric'. Set "
+            "mis_fixed=True, which can, or take another level."
+        )
+    if settings.tis_level == "token":
+        return (batch.sums(weights).sum() / batch.counts.sum().clamp(min=1)).item()
+    return (batch.means(weights).sum() / max(len(batch.lengths), 1)).item()
+
+
+def _packed(train: list[Tensor], rollout: list[Tensor], masks: list[Tensor]) -> TokenBatch:
+    shapes = zip_longest(*([tuple(x.shape) for x in values] for values in (train, rollout, masks)))
+    for i, (a, b, c) in enumerate(shapes):
+        if not a == b == c or len(a) != 1:
+            raise ValueError(
+                f"train_log_probs={a}, rollout_log_probs={b}, loss_masks={c}, the shapes of sequence "
+                f"{i}: must be the same [T]. With context parallelism, pass a context_shard."
+            )
+    return TokenBatch.packed(
+        _joined(train), _joined(rollout), [len(x) for x in train], _joined(masks)
+    )
+
+
+def _whole(shard: Shard, values: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    return _split(shard.gather(_joined(values).detach().float()), lengths)
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    return torch.cat(values) if values else torch.zeros(0)
+
+
+def _split(values: Tensor, lengths: list[int]) -> list[Tensor]:
+    return list(values.split(lengths)) if lengths else []
+
+
+def _split_all(metrics: TokenMetrics, lengths: list[int]) -> dict[str, list[Tensor]]:
+    return {name: _split(values, lengths) for name, values in metrics.items()}

@@ -1,0 +1,1 @@
+"""The maths of policy optimisation: advantages, objectives, KL penalties, aggregation. Torch only."""

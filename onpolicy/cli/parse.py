@@ -1,0 +1,75 @@
+"""From an argument list and a YAML file to a typed configuration. The command line wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import tyro
+
+from onpolicy.cli import yaml_file
+from onpolicy.config import sglang_flags
+from onpolicy.config.flags import SGLANG_ARGS, flag_types, spelled
+from onpolicy.errors import ConfigError
+
+Config = TypeVar("Config")
+
+
+def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
+    """Parse flags of `config_class`, a dataclass of flags or of groups of flags.
+
+    Raises ConfigError for a bad YAML file, and for arguments that are no flags, with the nearest
+    name; a value that is not of its flag's type ends the process with that flag's help.
+    """
+    rest, sglang_args = sglang_flags.split(argv)
+    path = _config_path(rest) if yaml_file.CONFIG_KEY in flag_types(config_class) else ""
+    from_file: tuple[list[str], list[str]] = ([], [])
+    if path:
+        from_file = yaml_file.read_arguments(path, flag_types(config_class))
+    arguments = [*from_file[0], *rest]
+    config, unknown = tyro.cli(config_class, args=arguments, prog=prog, return_unknown_args=True)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], rest, known_keys(config_class), prog))
+    if sglang := (*from_file[1], *sglang_args):
+        if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
+            raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
+        config = dataclasses.replace(config, sglang_args=sglang)  # type: ignore[type-var]
+    return config
+
+
+def known_keys(config_class: type) -> list[str]:
+    """The flags of a configuration class, as YAML keys."""
+    return list(flag_types(config_class))
+
+
+def _config_path(argv: Sequence[str]) -> str:
+    """The value of --custom-config-path, which tyro takes with underscores too."""
+    found: list[str] = []
+    for i, arg in enumerate(argv):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == spelled(yaml_file.CONFIG_KEY):
+            found.append(value if equals else "".join(argv[i + 1 : i + 2]))
+    if len(found) > 1:
+        raise ConfigError(
+            f"{spelled(yaml_file.CONFIG_KEY)}={found[1]}: given twice, and one file is read. Put both "
+            "into one."
+        )
+    return found[0] if found else ""
+
+
+def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> str:
+    """What to say of an argument that no flag takes."""
+    if not arg.startswith("-"):
+        before = argv[argv.index(arg) - 1] if arg in argv[1:] else ""
+        where = f" after {before}" if before.startswith("--") else ""
+        return (
+            f"{arg!r}{where}: is no flag, and no flag takes it as a value. Switches have none: they are "
+            f"--name or --no-name. See {prog} --help"
+        )
+    flags = [*map(spelled, keys), *(spelled(f"no_{key}") for key in keys)]
+    name = arg.split("=")[0].replace("_", "-")
+    nearest = difflib.get_close_matches(name, flags, 1)
+    hint = f"Did you mean {nearest[0]}? " if nearest else ""
+    return f"{arg}: unknown flag. {hint}See {prog} --help"

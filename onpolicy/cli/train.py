@@ -1,0 +1,61 @@
+"""`onpolicy train`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, validate
+from onpolicy.outputs.console import configure_logging
+from onpolicy.system.ranks import is_first_rank
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, check everything that can be checked, then train."""
+    config = parse(TrainConfig, argv, "onpolicy train")
+    validate(config)
+    return _dry_run(config) if config.dry_run else _train(config)
+
+
+def _dry_run(config: TrainConfig) -> int:
+    from onpolicy.rewards.scorer import Scorer
+    from onpolicy.run import saving
+    from onpolicy.run.start import check_layout, read_inputs
+
+    if not is_first_rank():
+        return 0
+    check_layout(config)
+    inputs = read_inputs(config, Scorer(config.reward))
+    saving.find(config, inputs.prompts.prompts)
+    print(json.dumps(config.to_dict(), indent=2))
+    print(config.batch_equation())
+    print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.ladder.contract.fingerprint}")
+    return 0
+
+
+def _train(config: TrainConfig) -> int:
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+
+    from onpolicy.outputs.progress import print_summary
+    from onpolicy.rewards.scorer import Scorer
+    from onpolicy.run.loop import train
+    from onpolicy.run.start import check_layout, read_inputs
+    from onpolicy.train import distributed
+
+    inputs = None
+    if is_first_rank():  # before any rank waits for another
+        check_layout(config)
+        inputs = read_inputs(config, Scorer(config.reward))
+    distributed.init_process_group()
+    inputs = distributed.share_from_rank_zero(inputs)
+    if distributed.rank() == 0:
+        print(config.batch_equation(), flush=True)
+    summary = train(config, inputs)
+    if distributed.rank() == 0:
+        print_summary(summary)
+    return 0

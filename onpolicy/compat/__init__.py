@@ -1,0 +1,1 @@
+"""What other libraries need before they run here; a process asks for it by name."""

@@ -1,0 +1,129 @@
+"""Lets Megatron-core's CUDA-named calls mean the CPU, on machines that have no CUDA.
+
+Megatron-core 0.16.1 creates small tensors with `device="cuda"` or on `torch.cuda.current_device()`,
+synchronises streams, and recognises parameters by `torch.cuda.*Tensor` type names, also where
+nothing else needs a GPU: in sequence parallelism (tensor_parallel/mappings.py), pipeline schedules
+and their messages (pipeline_parallel/schedules.py, p2p_communication.py), activation recomputation
+(tensor_parallel/random.py), DistributedDataParallel (distributed/param_and_grad_buffer.py),
+optimizers (optimizer/*.py) and checkpoints (dist_checkpointing/strategies). With this in place all
+of that runs as it is, over gloo, so that it can be developed and tested without a GPU.
+
+What is replaced would raise an error here otherwise, with one exception: `Tensor.type()` says
+`torch.cuda.FloatTensor` of a CPU tensor, for the whole process. Nothing of it decides bits of a
+forward pass. It is never loaded where there is CUDA, and says so when it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onpolicy.errors import ContractError
+
+logger = logging.getLogger(__name__)
+
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+_active = False
+
+
+def activate() -> None:
+    """Put the stand-in in place for the rest of this process; once is enough.
+
+    Raises ContractError where there is CUDA.
+    """
+    global _active
+    if torch.cuda.is_available():
+        raise ContractError(
+            "torch.cuda.is_available()=True: Megatron's stand-in for CUDA is for machines without it. "
+            "Hide the GPUs (CUDA_VISIBLE_DEVICES=) to use it."
+        )
+    if _active:
+        return
+    _active = True
+    logger.warning(
+        "No CUDA here: Megatron's CUDA-named calls mean the CPU in this process "
+        "(onpolicy/compat/megatron_on_cpu.py)."
+    )
+    _replace_device_functions()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    Tensor.type = _type_name(Tensor.type)  # type: ignore[assignment,method-assign]
+    _replace_random_state()
+
+
+def is_active() -> bool:
+    return _active
+
+
+def _replace_device_functions() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+class _Stream:
+    """On a CPU everything has happened when a call returns."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that creates tensors, with the device `cuda` understood as `cpu`."""
+
+    def create(*args: Any, **kwargs: Any) -> Tensor:
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _type_name(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    def named(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        is_name = isinstance(found, str) and not found.startswith("torch.cuda.")
+        return found.replace("torch.", "torch.cuda.", 1) if is_name else found
+
+    return named
+
+
+def _replace_random_state() -> None:
+    """The CPU's generator stands in for the GPU's, which recomputation puts back."""
+    from megatron.core.tensor_parallel import random
+
+    def get_state(*_: Any, **__: Any) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state

@@ -1,0 +1,155 @@
+"""Looks at a Hugging Face checkpoint before anything is started with it.
+
+What would fail ten minutes later inside an engine is said here at once: a missing or truncated
+file, code that would have to be trusted, an architecture that the two engines cannot align.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.experts import has_usual_experts, unusual_experts
+from onpolicy.models.weight_files import stored_shapes
+from onpolicy.system.reading import read_json_object
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+"""What every part of onpolicy asks a configuration for."""
+
+
+def load_config(
+    path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
+) -> PretrainedConfig:
+    """The checkpoint's configuration, after checking that its files are there and complete.
+
+    Raises ConfigError, which blames `flag`, for whatever is wrong with the directory.
+    """
+    directory = Path(path)
+    if not path:
+        raise ConfigError(
+            f"{flag} is missing: a directory with a checkpoint is needed. Give its path."
+        )
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{flag}={path}: no config.json there. It must be a local directory with a Hugging Face "
+            "checkpoint (config.json and *.safetensors); download it first."
+        )
+    raw = read_json_object(directory / "config.json", f"{flag}={path}: config.json")
+    if raw.get("auto_map") and not trust_remote_code:
+        raise ConfigError(
+            f"{flag}={path}: its config.json asks to run the checkpoint's own Python code "
+            f"(auto_map={raw['auto_map']}). Read that code; if you trust it, add --trust-remote-code."
+        )
+    num_tensors = len(stored_shapes(directory, flag))
+    if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > num_tensors:
+        raise ConfigError(
+            f"{flag}={path}: num_hidden_layers={layers} in config.json, and the weights are "
+            f"{num_tensors} tensors. They do not belong together; download the checkpoint again."
+        )
+    return _parse_config(path, trust_remote_code, flag)
+
+
+def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever its validators raise
+        raise ConfigError(
+            f"{flag}={path}: transformers cannot read its config.json "
+            f"({in_one_line(error)}). Choose a checkpoint that transformers "
+            f"{transformers.__version__} knows, or download it again."
+        ) from error
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{flag}={path}: {name}={size} in config.json, and it must be a whole number of at "
+                "least 1. Choose a causal language model, or download the checkpoint again."
+            )
+    return config
+
+
+def require_alignable(
+    config: PretrainedConfig, max_context_len: int, trust_remote_code: bool = False
+) -> None:
+    """Refuse what SGLang's transformers backend and the trainer cannot compute to the same bits.
+
+    Raises ConfigError that names the property, its value and what is possible instead.
+    """
+    architecture = (getattr(config, "architectures", None) or ["none"])[0]
+    problems = _problems(config, architecture, max_context_len)
+    if experts := _num_experts(config):
+        problems += _problems_of_experts(empty_causal_lm(config, trust_remote_code), experts)
+    for problem in problems:
+        raise ConfigError(
+            f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
+            "--true-on-policy-mode."
+        )
+
+
+def _problems(config: PretrainedConfig, architecture: str, max_context_len: int) -> list[str]:
+    def value(name: str) -> Any:
+        return getattr(config, name, None)
+
+    problems = []
+    model_class = getattr(transformers, architecture, None)
+    if not architecture.endswith("ForCausalLM"):
+        problems.append("which is not a causal language model (*ForCausalLM)")
+    elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
+        problems.append("which transformers cannot run with another attention function")
+    if kinds := sorted(set(value("layer_types") or ()) - {"full_attention"}):
+        problems.append(f"layer_types={kinds}: only full attention has an aligned operator")
+    window = value("sliding_window")
+    if window and window < max_context_len:  # some configurations say 0 for none
+        problems.append(
+            f"sliding_window={window}, smaller than the longest context {max_context_len}: SGLang's "
+            "transformers backend ignores the window and the trainer would not"
+        )
+    rope = value("rope_parameters") or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        problems.append(
+            f"rope_type={rope['rope_type']}: its angles depend on the other sequences of a batch"
+        )
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "quantization_config"):
+        if value(name):
+            problems.append(f"{name}={value(name)}: has no aligned operator")
+    for name in ("logit_scale", "logits_scaling"):
+        if value(name) not in (None, 1, 1.0):
+            problems.append(
+                f"{name}={value(name)}: logits are scaled differently by the two engines"
+            )
+    return problems
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether the model is a mixture of experts."""
+    return bool(_num_experts(config))
+
+
+def _num_experts(config: PretrainedConfig) -> str:
+    """The configuration's number of experts as `name=value`, empty for a dense model."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(config, name, None):
+            return f"{name}={getattr(config, name)}"
+    return ""
+
+
+def _problems_of_experts(model: PreTrainedModel, num_experts: str) -> list[str]:
+    if classes := unusual_experts(model):
+        return [
+            f"{num_experts} in {', '.join(classes)}: only experts of two parameters, gate_up_proj "
+            "[E, 2 I, H] with the gate first and down_proj [E, H, I], have an aligned operator"
+        ]
+    if not any(has_usual_experts(module) for module in model.modules()):
+        return [f"{num_experts}: none of its modules is known to hold experts"]
+    return []

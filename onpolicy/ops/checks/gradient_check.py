@@ -1,0 +1,154 @@
+"""The trainer's self-check: is what a row gets back in a backward pass row-invariant too?
+
+Only a trainer has a backward pass, so nothing here is compared with an engine. But gradients whose
+bits depended on the rest of a micro-batch would depend on threads as well, which share sequences out
+in other ways. A weight's gradient is a sum over all rows; that is the same for the same rows in order.
+
+Everything is checked in float32: the CPU operators take their sums in it whatever the dtype, and
+rounding to bfloat16 would hide most differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.checks.probe import check_rows, columns_to_check, probe, require_equal
+from onpolicy.ops.checks.self_check import MAX_EXPERTS, ROWS
+from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.log_probs import rows_per_chunk
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+
+ROW_COUNTS = (1, *range(16, 257, 16), 299)
+FEW_ROW_COUNTS = (1, 7, 64, 299)
+"""For what has no matrix product, and for experts, of which these make products of many sizes."""
+
+
+def check_gradients(operators: Operators, contract: NumericsContract) -> None:
+    """Raises ContractError that names the operator whose input gradient depends on the batch.
+
+    Operators for GPUs promise the same gradient for the same batch, and are not checked.
+    """
+    if contract.device != "cpu":
+        return
+    shapes, row_parallel = contract.shapes, RowParallel(contract.row_parallel_blocks)
+    for linears, how in ((shapes.linear, WHOLE), (shapes.row_linear, row_parallel)):
+        for n, k, _ in linears:
+            # A gradient's columns are those of x: a whole tile and the last one stand for all.
+            columns = columns_to_check(k // how.blocks, operators.column_tile) * how.blocks
+            weight = probe(n, columns, seed=21).div_(n**0.5)
+            linear = partial(
+                operators.row_parallel_linear, weight=weight, bias=None, row_parallel=how
+            )
+            rows = rows_per_chunk(n) if n == shapes.vocab_size else ROWS
+            _check("linear", (n, k), linear, columns, min(rows, ROWS), ROW_COUNTS)
+    for size in shapes.norm:
+        norm = partial(operators.rms_norm, weight=probe(size, seed=22), eps=1e-6)
+        _check("rms_norm", (size,), norm, size)
+    for function in (F.silu, F.gelu, torch.sigmoid):
+        _check(function.__name__, (37,), partial(operators.elementwise, function), 37)
+    for sizes in shapes.experts:
+        _check("softmax", sizes[:1], operators.softmax, sizes[0])
+        _check_experts(operators, sizes, row_parallel)
+    _check_attention(operators, shapes)
+    _check_log_probs(operators, shapes.vocab_size)
+
+
+def _gradient(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        (result,) = torch.autograd.grad(function(leaf), leaf, grad)
+    return result
+
+
+def _check(
+    name: str,
+    shape: tuple[int, ...],
+    function: Callable[[Tensor], Tensor],
+    size: int,
+    rows: int = ROWS,
+    counts: tuple[int, ...] = FEW_ROW_COUNTS,
+) -> None:
+    """The gradient of rows of `size` numbers."""
+    x = probe(rows, size, seed=23)
+    with torch.no_grad():
+        grad = probe(rows, function(x[:1]).shape[-1], seed=24)
+
+    def of_rows(rows: Tensor) -> Tensor:
+        return _gradient(function, x[rows], grad[rows])
+
+    _check_rows(name, shape, of_rows, rows, counts)
+
+
+def _check_rows(
+    name: str,
+    shape: tuple[int, ...],
+    of_rows: Callable[[Tensor], Tensor],
+    rows: int,
+    counts: tuple[int, ...],
+) -> None:
+    counts = tuple(count for count in counts if count < rows)
+    check_rows(f"gradient of {name}", shape, of_rows, torch.arange(rows), counts)
+
+
+def _check_experts(
+    operators: Operators, sizes: tuple[int, int, int, int], row_parallel: RowParallel
+) -> None:
+    """Rows whose experts are given: a router's gradient is that of its linear and softmax."""
+    num_experts, intermediate, hidden, k = sizes
+    few = min(num_experts, MAX_EXPERTS)
+    gate_up = probe(few, 2 * intermediate, hidden, seed=25).div_(hidden**0.5)
+    down = probe(few, hidden, intermediate, seed=26).div_(intermediate**0.5)
+    x, grad = probe(ROWS, hidden, seed=27), probe(ROWS, hidden, seed=28)
+    weights = probe(ROWS, k, seed=29)
+    chosen = (torch.arange(ROWS)[:, None] + torch.arange(k)) % few
+
+    def of_rows(rows: Tensor) -> Tensor:
+        def layer(x: Tensor) -> Tensor:
+            return mix_experts(
+                operators, x, chosen[rows], weights[rows], gate_up, down, F.silu, row_parallel
+            )
+
+        return _gradient(layer, x[rows], grad[rows])
+
+    _check_rows("experts", sizes, of_rows, ROWS, FEW_ROW_COUNTS)
+
+
+def _check_attention(operators: Operators, shapes: OperatorShapes) -> None:
+    """Every sequence alone, and all of them packed."""
+    sizes = (shapes.heads, shapes.kv_heads, shapes.head_dim)
+    lens = (300, 1, 64, 65, 17)
+    heads = (sizes[0], sizes[1], sizes[1])
+    inputs = [probe(sum(lens), h, sizes[2], seed=30 + i) for i, h in enumerate(heads)]
+    grad = probe(sum(lens), *inputs[0].shape[1:], seed=33)
+
+    def gradients(inputs: list[Tensor], grad: Tensor, lens: tuple[int, ...]) -> list[Tensor]:
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        layout = AttentionLayout.packed(lens)
+        with torch.enable_grad():
+            out = operators.attention(q, k, v, layout, sizes[2] ** -0.5)
+            return list(torch.autograd.grad(out, (q, k, v), grad))
+
+    together = [x.split(lens) for x in gradients(inputs, grad, lens)]
+    for i, count in enumerate(lens):
+        alone = gradients([x.split(lens)[i] for x in inputs], grad.split(lens)[i], (count,))
+        for name, got, want in zip("qkv", alone, together, strict=True):
+            case = f"{name} of a sequence of {count} alone"
+            require_equal("gradient of attention", sizes, case, got, want[i])
+
+
+def _check_log_probs(operators: Operators, vocab_size: int) -> None:
+    rows = min(ROWS, rows_per_chunk(vocab_size))
+    logits, grad = 4 * probe(rows, vocab_size, seed=34), probe(rows, seed=35)
+    temperature, targets = torch.full((rows, 1), 0.7), torch.arange(rows) % vocab_size
+
+    def of_rows(rows: Tensor) -> Tensor:
+        return operators.grad_logits(logits[rows], temperature[rows], targets[rows], grad[rows])
+
+    _check_rows("log_softmax", (vocab_size,), of_rows, rows, FEW_ROW_COUNTS)

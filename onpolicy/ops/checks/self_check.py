@@ -1,0 +1,190 @@
+"""The self-check at start-up: are the operators row-invariant here, at this model's sizes?
+
+Row invariance rests on how libraries behave, which is observed and not promised. So every process
+that is to keep a contract runs its operators at the shapes of its model, in all the batch sizes that
+matter, where it is to compute, and refuses to start if a single bit differs. Digests of the results
+are part of what an engine reports: two processes whose operators are each invariant but different
+(another CPU, another library) are told apart before they exchange a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.contract import NumericsContract
+from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.checks.probe import check_rows, columns_to_check, probe, require_equal
+from onpolicy.ops.checks.shard_check import check_shards
+from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+
+ROWS = 300
+ROW_COUNTS = (1, 2, 7, *range(16, 257, 16), 299)
+FEW_ROW_COUNTS = (1, 2, 7, 64, 299)
+"""For operators that have no matrix product."""
+
+QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
+GPU_ROW_COUNTS = (*ROW_COUNTS, 511, 1024, 2049, 4096)
+"""A GPU's GEMM also tells larger numbers of rows apart."""
+
+EXPERTS_ROW_COUNTS = (1, 2, 7, 64, 299)
+"""Tokens spread over experts as their router says, so these make GEMMs of many sizes."""
+
+MAX_EXPERTS = 3
+"""Experts of a layer that are tried: enough to tell which rows are whose."""
+
+MAX_RESULTS = 1 << 26
+"""Outputs of one GEMM on a GPU, unless ROWS rows are more."""
+
+
+def self_check(operators: Operators, contract: NumericsContract) -> dict[str, str]:
+    """Run every operator at the contract's shapes; return a digest of each one's results.
+
+    Raises ContractError that names the operator, its shape and the batch at which a row changed.
+    """
+    with torch.no_grad():
+        digests = _digests(_rowwise(operators, contract))
+        if contract.device == "cpu" and contract.dtype == "bfloat16":
+            # The CPU operators sum in float32 there too, and rounding hides most that a sum does.
+            _digests(_products(operators, replace(contract, dtype="float32")))
+        return digests | _digests(_products(operators, contract))
+
+
+Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
+
+
+def _digests(results: Results) -> dict[str, str]:
+    return {
+        f"{name} {'x'.join(map(str, shape))}": _digest(result) for name, shape, result in results
+    }
+
+
+def _digest(result: Tensor) -> str:
+    values = result.contiguous().cpu().view(torch.uint8).numpy()
+    return hashlib.sha256(values.tobytes()).hexdigest()[:8]
+
+
+def _products(operators: Operators, contract: NumericsContract) -> Results:
+    dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
+    row_parallel = RowParallel(contract.row_parallel_blocks)
+    for kind, how, linears in (
+        ("linear", WHOLE, shapes.linear),
+        ("row-parallel linear", row_parallel, shapes.row_linear),
+    ):
+        for n, k, has_bias in linears:
+            name = f"{kind} with bias" if has_bias else kind
+            yield name, (n, k), _check_linear(operators, n, k, has_bias, how, dtype, device)
+    if row_parallel.blocks > 1:
+        check_shards(operators, contract)
+    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
+    yield "attention", heads, _check_attention(operators, *heads, dtype, device)
+    for sizes in shapes.experts:
+        yield "experts", sizes, _check_experts(operators, contract, sizes)
+
+
+def _rowwise(operators: Operators, contract: NumericsContract) -> Results:
+    dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
+    for size in shapes.norm:
+        weight = probe(size, seed=1, device=device).to(dtype)
+        x = probe(ROWS, size, seed=2, device=device).to(dtype)
+        norm = partial(operators.rms_norm, weight=weight, eps=1e-6)
+        yield "rms_norm", (size,), check_rows("rms_norm", (size,), norm, x, FEW_ROW_COUNTS)
+    for function in (F.silu, F.gelu, torch.sigmoid):
+        x = 4 * probe(ROWS, 37, seed=3, device=device).to(dtype)
+        apply = partial(operators.elementwise, function)
+        name = function.__name__
+        yield name, (37,), check_rows(name, (37,), apply, x, FEW_ROW_COUNTS)
+    vocabulary = (shapes.vocab_size,)
+    logits = 4 * probe(ROWS, shapes.vocab_size, seed=4, device=device).to(dtype)
+    softmax = check_rows("softmax", vocabulary, operators.softmax, logits, FEW_ROW_COUNTS)
+    yield "softmax", vocabulary, softmax
+
+    def log_softmax(x: Tensor) -> Tensor:
+        return operators.log_softmax(x, torch.full((len(x), 1), 0.7, device=device))
+
+    log_probs = check_rows("log_softmax", vocabulary, log_softmax, logits, FEW_ROW_COUNTS)
+    yield "log_softmax", vocabulary, log_probs
+
+
+def _check_linear(
+    operators: Operators,
+    n: int,
+    k: int,
+    has_bias: bool,
+    row_parallel: RowParallel,
+    dtype: torch.dtype,
+    device: str,
+) -> Tensor:
+    columns = columns_to_check(n, operators.column_tile)
+    weight = probe(columns, k, seed=5, device=device).div_(k**0.5).to(dtype)
+    bias = probe(columns, seed=6, device=device).to(dtype) if has_bias else None
+    rows, counts = ROWS, ROW_COUNTS
+    if device != "cpu":
+        rows = max(ROWS, min(GPU_ROW_COUNTS[-1] + 3, MAX_RESULTS // columns))
+        counts = tuple(count for count in GPU_ROW_COUNTS if count < rows)
+    x = probe(rows, k, seed=7, device=device).to(dtype)
+
+    def linear(x: Tensor) -> Tensor:
+        return operators.row_parallel_linear(x, weight, bias, row_parallel)
+
+    name = "linear" if row_parallel is WHOLE else "row-parallel linear"
+    return check_rows(name, (n, k), linear, x, counts)[:ROWS]
+
+
+def _check_experts(
+    operators: Operators, contract: NumericsContract, sizes: tuple[int, int, int, int]
+) -> Tensor:
+    """A router with all its experts, and the first few of them."""
+    num_experts, intermediate, hidden, k = sizes
+    dtype, device = getattr(torch, contract.dtype), contract.device
+    few = min(num_experts, MAX_EXPERTS)
+    router = probe(num_experts, hidden, seed=11, device=device).div_(hidden**0.5).to(dtype)
+    gate_up = probe(few, 2 * intermediate, hidden, seed=12, device=device).div_(hidden**0.5)
+    down = probe(few, hidden, intermediate, seed=13, device=device).div_(intermediate**0.5)
+    weights = gate_up.to(dtype), down.to(dtype)
+    row_parallel = RowParallel(contract.row_parallel_blocks)
+
+    def layer(x: Tensor) -> Tensor:
+        scores, chosen = operators.topk(operators.softmax(operators.linear(x, router)), k)
+        return mix_experts(operators, x, chosen % few, scores, *weights, F.silu, row_parallel)
+
+    x = probe(ROWS, hidden, seed=14, device=device).to(dtype)
+    return check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)
+
+
+def _check_attention(
+    operators: Operators,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+) -> Tensor:
+    lens = (300, 1, 64, 65, 17)
+    total, scale, shape = sum(lens), head_dim**-0.5, (heads, kv_heads, head_dim)
+    q = probe(total, heads, head_dim, seed=8, device=device).to(dtype)
+    k = probe(total, kv_heads, head_dim, seed=9, device=device).to(dtype)
+    v = probe(total, kv_heads, head_dim, seed=10, device=device).to(dtype)
+    whole = AttentionLayout.packed(lens, device)
+    packed = operators.attention(q, k, v, whole, scale)
+    # The last `count` tokens of the longest sequence as queries, the others as a cached prefix.
+    for count in QUERY_COUNTS:
+        layout = AttentionLayout(
+            query_lens=(count,), key_lens=lens[:1], key_rows=whole.key_rows[:1]
+        )
+        rows = slice(lens[0] - count, lens[0])
+        alone = operators.attention(q[rows], k, v, layout, scale)
+        require_equal("attention", shape, f"{count} queries alone", alone, packed[rows])
+    # One decode step of all the sequences at once.
+    ends = torch.tensor(lens, device=device).cumsum(0)
+    layout = AttentionLayout(query_lens=(1,) * len(lens), key_lens=lens, key_rows=whole.key_rows)
+    decode = operators.attention(q[ends - 1], k, v, layout, scale)
+    require_equal("attention", shape, "a decode step", decode, packed[ends - 1])
+    return packed

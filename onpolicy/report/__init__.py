@@ -1,0 +1,1 @@
+"""`onpolicy report`: one HTML page with the curves of several runs over each other."""

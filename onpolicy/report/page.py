@@ -1,0 +1,150 @@
+"""One HTML page with the curves of several runs over each other. Opens without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from typing import Any
+
+from onpolicy.outputs.meanings import meaning
+from onpolicy.report.groups import RunGroup, group_runs, median_curve
+from onpolicy.report.runs import Curve, LoggedRun
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: the metrics that share its axis, as names or patterns."""
+
+    title: str
+    metrics: tuple[str, ...]
+
+
+PANELS = (
+    Panel("Reward", ("rollout/raw_reward",)),
+    Panel("Evaluation reward", ("eval/avg@k", "eval/*/avg@k")),
+    Panel("Evaluation prompts with a rewarded sample (share)", ("eval/pass@k", "eval/*/pass@k")),
+    Panel("k3 between the engines", ("mismatch/k3", "train/k3_kl")),
+    Panel("Effective sample size", ("mismatch/ess*",)),
+    Panel(
+        "Log-probability difference",
+        ("mismatch/log_ppl_abs_diff", "train/train_rollout_logprob_abs_diff"),
+    ),
+    Panel("Mismatched tokens", ("parity/num_mismatched_tokens",)),
+    Panel("Gradient norm", ("train/grad_norm",)),
+    Panel("Response length (tokens)", ("rollout/response_length",)),
+    Panel("Truncated responses", ("rollout/truncated_ratio",)),
+    Panel("Learning rate", ("train/lr",)),
+    Panel("Learning-rate decay", ("lr_decay/scale",)),
+    Panel("Lambda", ("dc/lambda",)),
+    Panel("Tokens that corrections touched (share)", ("correction/*_fraction*",)),
+    Panel("Governor's rung", ("governor/rung",)),
+    Panel("Entropy (nats)", ("train/entropy",)),
+    Panel("Loss", ("train/loss",)),
+    Panel("Clipped ratios (share)", ("train/pg_clipfrac",)),
+    Panel("KL to the reference model", ("train/kl_loss",)),
+    Panel(
+        "Tokens per second", ("perf/rollout_tokens_per_second", "perf/train_tokens_per_second")
+    ),
+)  # fmt: skip
+"""Which metrics go where, in the page's order. A panel that no run has data for is left out."""
+
+
+def render(runs: Sequence[LoggedRun]) -> str:
+    """The page as HTML: the template with style, script and the runs' data in it."""
+    page = _part("page.html")
+    page = page.replace("__STYLE__", _part("page.css"), 1)
+    page = page.replace("__SCRIPT__", _part("page.js"), 1)
+    return page.replace("__DATA__", _script_safe(page_data(runs)), 1)
+
+
+def _part(name: str) -> str:
+    return files("onpolicy.outputs").joinpath(name).read_text(encoding="utf-8")
+
+
+def page_data(runs: Sequence[LoggedRun]) -> dict[str, Any]:
+    """Everything that the page shows, as JSON values."""
+    groups = group_runs(runs)
+    panels = [_panel(panel, runs, groups) for panel in PANELS]
+    return {
+        "groups": [{"name": group.name, "runs": group.runs} for group in groups],
+        "runs": [
+            {**_run(run), "same_as": same} for run, same in zip(runs, _same_as(runs), strict=True)
+        ],
+        "panels": [panel for panel in panels if panel["metrics"]],
+    }
+
+
+def _run(run: LoggedRun) -> dict[str, Any]:
+    """A row of the table."""
+    rewards = list(run.curves.get("rollout/raw_reward", {}).values())
+    return {
+        "name": run.name,
+        "seed": (run.config or {}).get("seed"),
+        "rollouts": len(rewards),
+        "first_reward": _json_value(rewards[0]) if rewards else None,
+        "last_reward": _json_value(rewards[-1]) if rewards else None,
+        "compared": _total(run, "parity/num_compared_tokens"),
+        "mismatched": _total(run, "parity/num_mismatched_tokens"),
+        "moves": [vars(move) for move in run.moves],
+    }
+
+
+def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
+    """Of each run the first earlier one that logged the same values, but for times and speeds."""
+    values = [
+        json.dumps({k: run.curves[k] for k in sorted(run.curves) if not k.startswith("perf/")})
+        for run in runs
+    ]
+    firsts = [values.index(value) for value in values]
+    return [first if first < i and values[i] != "{}" else None for i, first in enumerate(firsts)]
+
+
+def _total(run: LoggedRun, metric: str) -> int | None:
+    """Sum over the run; None if it never logged the metric."""
+    curve = run.curves.get(metric)
+    return None if curve is None else int(sum(x for x in curve.values() if math.isfinite(x)))
+
+
+def _panel(panel: Panel, runs: Sequence[LoggedRun], groups: Sequence[RunGroup]) -> dict[str, Any]:
+    logged = dict.fromkeys(name for run in runs for name in run.curves)
+    names = [
+        name for pattern in panel.metrics for name in sorted(logged) if fnmatchcase(name, pattern)
+    ]
+    return {"title": panel.title, "metrics": [_metric(name, runs, groups) for name in names]}
+
+
+def _metric(name: str, runs: Sequence[LoggedRun], groups: Sequence[RunGroup]) -> dict[str, Any]:
+    """One metric's curves by run, and the medians by group of several runs."""
+    curves = {i: run.curves[name] for i, run in enumerate(runs) if name in run.curves}
+    medians = {
+        i: median_curve(curves[run] for run in group.runs if run in curves)
+        for i, group in enumerate(groups)
+        if len(group.runs) > 1
+    }
+    return {
+        "name": name,
+        "meaning": meaning(name),
+        "runs": {i: _points(curve) for i, curve in curves.items()},
+        "medians": {i: _points(curve) for i, curve in medians.items() if curve},
+    }
+
+
+def _points(curve: Curve) -> list[list[Any]]:
+    return [list(curve), [_json_value(value) for value in curve.values()]]
+
+
+def _json_value(value: float) -> float | str:
+    """Six digits are enough for a picture; JSON has no NaN and no infinity."""
+    if not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _script_safe(value: Any) -> str:
+    """JSON that cannot end the <script> it stands in. The page never makes HTML of it."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,234 @@
+"""Operators, or training engines, side by side: alternating measurements, medians, ratios."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, cast
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.config.tools import BenchConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.weight_files import require_fit
+from onpolicy.outputs.directory import versions
+from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.run.start import (
+    MARGIN,
+    check_layout,
+    make_contract,
+    make_engine_spec,
+    make_rollout_group,
+    share_of_cores,
+)
+from onpolicy.train import Trainer, make_trainer
+from onpolicy.types import Request, SamplingParams, TrainSample
+
+KINDS = ("aligned", "stock")
+
+Backend = Literal["fsdp", "megatron"]
+
+Measure = Callable[[], float]
+"""Runs once and returns tokens per second."""
+
+
+def alternate(measures: Mapping[str, Measure], repetitions: int) -> dict[str, Any]:
+    """Warm both up, measure in turns, and compare medians: each by its name, and `ratio`."""
+    for measure in measures.values():
+        measure()
+    runs: dict[str, list[float]] = {kind: [] for kind in measures}
+    for _ in range(repetitions):
+        for kind, measure in measures.items():
+            runs[kind].append(measure())
+    result: dict[str, Any] = {
+        kind: {"tokens_per_second": median(values), "runs": values} for kind, values in runs.items()
+    }
+    ratios = [first / second for first, second in zip(*runs.values(), strict=True)]
+    return {**result, "ratio": median(ratios)}
+
+
+def bench_rollout(config: BenchConfig) -> dict[str, Any]:
+    """Tokens per second of a whole SGLang server, for each kind of operators."""
+    hf_config = load_config(config.hf_checkpoint)
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(hf_config.vocab_size) for _ in range(config.prompt_len)]
+        for _ in range(config.num_prompts)
+    ]
+    with ExitStack() as on_exit:
+        measures: dict[str, Measure] = {}
+        for kind in KINDS:
+            contract = _contract(config, kind)
+            logs = Path(config.run_dir) / kind
+            group = make_rollout_group(_train_config(config, kind), hf_config, contract, logs)
+            on_exit.callback(group.stop)
+            group.launch()
+            group.connect({})
+            measures[kind] = _rollout_measure(group, prompts, config.max_new_tokens)
+        return {
+            "what": "rollout",
+            "unit": "sampled tokens per second",
+            **alternate(measures, config.repetitions),
+            **_settings(config),
+        }
+
+
+def _rollout_measure(group: Any, prompts: list[list[int]], max_new_tokens: int) -> Measure:
+    params = SamplingParams(
+        temperature=1.0, max_new_tokens=max_new_tokens, stop_token_ids=(), ignore_eos=True
+    )
+    requests = [
+        Request(token_ids=prompt, sampling_seed=sampling_seed("bench", i), params=params)
+        for i, prompt in enumerate(prompts)
+    ]
+
+    def measure() -> float:
+        for client in group.clients:
+            client.flush_cache()
+        started = time.perf_counter()
+        group.generate(requests)
+        return len(requests) * max_new_tokens / (time.perf_counter() - started)
+
+    return measure
+
+
+def _backends(config: BenchConfig) -> list[Backend]:
+    return cast(list[Backend], config.train_backend.split(","))
+
+
+def check_inputs(config: BenchConfig) -> None:
+    """Raise ConfigError for whatever an engine could not run; starts nothing."""
+    hf_config = load_config(config.hf_checkpoint)
+    length, context = config.prompt_len + config.max_new_tokens, hf_config.max_position_embeddings
+    if length + MARGIN > context:
+        raise ConfigError(
+            f"--max-new-tokens={config.max_new_tokens}: with --prompt-len {config.prompt_len} and "
+            f"{MARGIN} tokens that SGLang keeps free it does not fit the model's context of {context}. "
+            "Lower one of the two."
+        )
+    if config.what == "step" and (not config.num_tokens or min(config.num_tokens) < length):
+        raise ConfigError(
+            f"--num-tokens={' '.join(map(str, config.num_tokens))}: a sequence has --prompt-len + "
+            f"--max-new-tokens = {length} tokens, and at least one must fit. Give larger numbers."
+        )
+    for backend in _backends(config):
+        check_layout(_train_config(config, "aligned", backend))
+    train_config, contract = _train_config(config, "aligned"), _contract(config, "aligned")
+    with FlagCheck(make_engine_spec(train_config, hf_config, contract)) as flags:
+        require_fit(config.hf_checkpoint, hf_config)
+        flags.require_passed()
+
+
+def bench_step(config: BenchConfig) -> dict[str, Any]:
+    """Tokens per second of an optimizer step, for growing numbers of tokens.
+
+    Of one engine on both kinds of operators, or of two engines on aligned ones.
+    """
+    threads = config.cpu_threads or share_of_cores(1)
+    backends = _backends(config)
+    sides: dict[str, tuple[Backend, str]] = {name: (name, "aligned") for name in backends}
+    if len(backends) == 1:
+        sides = {kind: (backends[0], kind) for kind in KINDS}
+    trainers = {
+        side: make_trainer(_train_config(config, kind, backend), _contract(config, kind), threads)
+        for side, (backend, kind) in sides.items()
+    }
+    by_tokens = []
+    for num_tokens in config.num_tokens:
+        measures = {
+            side: _step_measure(trainer, num_tokens, config, threads if side == "stock" else 1)
+            for side, trainer in trainers.items()
+        }
+        result = alternate(measures, config.repetitions)
+        for side in trainers:
+            result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
+        by_tokens.append({"num_tokens": num_tokens, **result})
+    return {
+        "what": "step",
+        "unit": "trained tokens per second",
+        **{side: by_tokens[-1][side] for side in trainers},
+        "ratio": by_tokens[-1]["ratio"],
+        "by_num_tokens": by_tokens,
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        **_settings(config),
+    }
+
+
+def _step_measure(
+    trainer: Trainer, num_tokens: int, config: BenchConfig, torch_threads: int
+) -> Measure:
+    import torch
+
+    rng = random.Random(0)
+    length = config.prompt_len + config.max_new_tokens
+    vocab_size = load_config(config.hf_checkpoint).vocab_size
+    samples = [
+        TrainSample(
+            token_ids=[rng.randrange(vocab_size) for _ in range(length)],
+            prompt_len=config.prompt_len,
+            rollout_log_probs=[-1.0] * config.max_new_tokens,
+            advantage=rng.uniform(-1, 1),
+            label="bench",
+        )
+        for _ in range(num_tokens // length)
+    ]
+
+    def measure() -> float:
+        # The aligned operators bring threads of their own and keep torch at one.
+        torch.set_num_threads(torch_threads)
+        started = time.perf_counter()
+        trainer.train(samples, step=0)
+        return len(samples) * length / (time.perf_counter() - started)
+
+    return measure
+
+
+def _contract(config: BenchConfig, kind: str) -> NumericsContract:
+    return make_contract(
+        config.hf_checkpoint,
+        load_config(config.hf_checkpoint),
+        dtype=config.dtype,
+        aligned=kind == "aligned",
+        tp_size=tensor_parallel_size(config.sglang_args),
+        row_parallel_blocks=_train_config(config, kind).count_row_parallel_blocks(),
+        operators=config.operators,
+    )
+
+
+def _train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
+    is_aligned = kind == "aligned"
+    return TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=config.hf_checkpoint, dtype=config.dtype),
+        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1),
+        engine=groups.EngineConfig(cpu_threads=config.cpu_threads),
+        trainer=groups.TrainerConfig(
+            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens), lr=0.0
+        ),
+        parity=groups.ParityConfig(
+            true_on_policy_mode=is_aligned,
+            parity_policy="warn",
+            row_parallel_blocks=config.row_parallel_blocks if is_aligned else 0,
+        ),
+        sglang_args=config.sglang_args,
+    )
+
+
+def _settings(config: BenchConfig) -> dict[str, Any]:
+    return {
+        "hf_checkpoint": Path(config.hf_checkpoint).name,
+        "dtype": config.dtype,
+        "repetitions": config.repetitions,
+        "num_prompts": config.num_prompts,
+        "prompt_len": config.prompt_len,
+        "max_new_tokens": config.max_new_tokens,
+        "cpu_threads": config.cpu_threads or share_of_cores(1),
+        "versions": versions(),
+    }

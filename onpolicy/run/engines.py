@@ -1,0 +1,157 @@
+"""The two engines of a run, and the weights between them.
+
+Every rank of the trainer holds one. The rollout lives on rank 0, whose results (and errors) are
+shared with the others; training and gathering weights take all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import FallbackConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup
+from onpolicy.run.start import make_rollout_group, replays_routing, share_of_cores
+from onpolicy.train import Trainer, distributed, make_trainer
+from onpolicy.types import Completion, Request
+from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.push import push_weights
+from onpolicy.weights.rounding import rounded
+from onpolicy.weights.transports import make_transport
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+class EnginePair:
+    """A trainer and a rollout group that keep one contract."""
+
+    trainer: Trainer
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        hf_config: PretrainedConfig,
+        contract: NumericsContract,
+        directory: Path,
+    ):
+        self.config, self.hf_config, self.contract = config, hf_config, contract
+        self.on_progress: Progress = lambda done, tokens: None
+        self._logs = directory / "logs"
+        self.rollout = self._make_rollout()
+        self._transport = make_transport(config.sync.weight_sync, directory)
+        self.weight_version = ""
+        self.weight_digest = ""
+
+    def _make_rollout(self) -> RolloutGroup | None:
+        if distributed.rank() != 0:
+            return None
+        return make_rollout_group(self.config, self.hf_config, self.contract, self._logs)
+
+    def start(self) -> None:
+        """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
+        if self.rollout is not None:
+            self.rollout.launch()
+        logger.info("loading the model into the trainer")
+        threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
+        self.trainer = make_trainer(self.config, self.contract, threads)
+        self._connect()
+
+    def _connect(self) -> None:
+        def connect() -> None:
+            assert self.rollout is not None
+            self.rollout.connect(self.trainer.self_check)
+
+        distributed.run_on_rank_zero(connect)
+
+    def use(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+        """Go on otherwise, between rollouts; servers of another contract need weights then."""
+        changes = contract != self.contract
+        self.contract = contract
+        if changes and self.rollout is not None:
+            self.rollout.stop()
+            self.rollout = self._make_rollout()
+            assert self.rollout is not None
+            self.rollout.launch()
+        self.trainer.adapt(contract, fallback, lr_scale)
+        if changes:
+            self._connect()
+
+    @property
+    def _weight_format(self) -> str:
+        """How weights are rounded here; on GPUs SGLang itself makes them FP8."""
+        asked = self.config.engine.rollout_weight_format
+        by_sglang = self.contract.device == "cuda" and asked == "fp8_e4m3"
+        return "" if by_sglang or self.contract.is_aligned else asked
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the trainer takes the experts that the rollout took."""
+        return replays_routing(self.config, self.contract)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.config.sync.update_weight_buffer_size * MIB
+
+    def push_weights(self, version: str) -> None:
+        """Give the servers the trainer's weights, and have them prove that they hold them.
+
+        Servers that die on the way are started again, and all get the weights once more.
+        """
+        self.weight_version = version
+        while True:
+            try:
+                self.weight_digest = self._push()
+                return
+            except EnginesRestartedError:
+                logger.warning("pushing the weights of version %s again", version)
+
+    def _push(self) -> str:
+        """One attempt; collective. The digest of the weights, on every rank."""
+        buckets = self.trainer.weight_buckets(self.bucket_bytes)
+        if self.rollout is None:
+            _gather_rest(buckets)
+        return distributed.run_on_rank_zero(lambda: self._push_from_rank_zero(buckets))
+
+    def _push_from_rank_zero(self, buckets: Iterator[WeightBucket]) -> str:
+        assert self.rollout is not None
+        rounded_buckets = rounded(buckets, self._weight_format)
+        clients = self.rollout.clients
+        try:
+            return push_weights(rounded_buckets, clients, self._transport, self.weight_version)
+        except Exception as error:
+            _gather_rest(buckets)
+            if self.rollout.revive():  # whatever failed, failed because an engine died
+                raise EnginesRestartedError from error
+            raise
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample responses; servers that die on the way get the current weights again."""
+
+        def generate() -> list[Completion]:
+            assert self.rollout is not None
+            self.rollout.on_progress = self.on_progress
+            return self.rollout.generate(requests)
+
+        while True:
+            try:
+                return distributed.run_on_rank_zero(generate)
+            except EnginesRestartedError:
+                self.push_weights(self.weight_version)
+
+    def stop(self) -> None:
+        """End the servers."""
+        if self.rollout is not None:
+            self.rollout.stop()
+
+
+def _gather_rest(buckets: Iterator[WeightBucket]) -> None:
+    """Gathering weights takes all ranks of the trainer, to the last bucket."""
+    for _ in buckets:
+        pass

@@ -1,0 +1,28 @@
+"""The reinforcement-learning step, and what repeats it. Every rank of the trainer runs it."""
+
+from __future__ import annotations
+
+import time
+
+from onpolicy.config import TrainConfig
+from onpolicy.run.run import Run
+from onpolicy.run.start import Inputs
+from onpolicy.types import RunSummary
+
+
+def train(config: TrainConfig, inputs: Inputs) -> RunSummary:
+    """Run the configured reinforcement learning; see `Run` for each verb."""
+    with Run(config, inputs) as run:
+        run.push_weights()
+        for step in range(run.first_step, config.rollout.num_rollout):
+            run.evaluate_if_due(step)
+            started = time.perf_counter()
+            groups, rollout = run.roll_out(step)
+            update = run.train(groups, step)
+            moves = run.govern(step, update)
+            sync = run.push_weights()
+            perf = {"perf/step_time": time.perf_counter() - started}
+            run.record(step, groups, {**rollout, **update, **moves, **sync, **perf})
+            run.save_if_due()
+        run.evaluate_if_due(config.rollout.num_rollout)
+        return run.summary()

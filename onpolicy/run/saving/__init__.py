@@ -1,0 +1,22 @@
+"""Checkpoints of a run: complete or not there at all, and resumable to the same bits.
+
+A checkpoint is a directory `step_000010` under --save, named after the rollouts done. It is written
+under another name and renamed when everything is on disk, so a kill at any moment leaves the last
+complete one usable.
+
+    step_000010/
+      state.json    rollouts done (the position in the data), run hash, totals, the governor's state,
+                    configuration, versions, and a digest of every other file and of itself
+      sharded/      torch DCP: weights, AdamW moments, random state; numbers.json beside it
+      hf/           the policy as a Hugging Face checkpoint
+
+Only directories of exactly such a name are looked at. Nothing is loaded from one before all its
+files have been found to be the bytes that were written.
+"""
+
+from onpolicy.run.saving.checkpoint import Checkpoint, RunState, digest_prompts
+from onpolicy.run.saving.resume import find
+from onpolicy.run.saving.room import require_room
+from onpolicy.run.saving.write import save
+
+__all__ = ["Checkpoint", "RunState", "digest_prompts", "find", "require_room", "save"]

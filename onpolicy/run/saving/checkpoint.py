@@ -1,0 +1,151 @@
+"""A checkpoint on disk: its name, its record, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from onpolicy.errors import CheckpointError
+from onpolicy.outputs.directory import versions
+from onpolicy.run.saving import digests
+from onpolicy.types import Prompt, RunTotals
+
+STATE = "state.json"
+SHOWN = 10
+"""Damaged files that an error lists before it counts the others."""
+
+_NAME = re.compile("step_([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands, besides its trainer."""
+
+    rollouts_done: int
+    run_hash: str
+    totals: RunTotals
+
+    governor: dict[str, Any]
+    """Of `Ladder.state_dict`."""
+
+    prompts: str
+    """Of `digest_prompts`: the rollouts done say how far the run has come in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    directory: Path
+    state: RunState
+
+    config: dict[str, Any]
+    """Of `TrainConfig.to_dict`, of the run that wrote it."""
+
+    made_with: dict[str, Any]
+    """Of `made_with`."""
+
+
+def made_with() -> dict[str, Any]:
+    """Versions and ranks that this process has."""
+    return {**versions(), "trainer_ranks": int(os.environ.get("WORLD_SIZE", "1"))}
+
+
+def digest_prompts(prompts: Sequence[Prompt]) -> str:
+    """Of everything that was read of them."""
+    digest = xxhash.xxh3_128()
+    for prompt in prompts:
+        read = (prompt.token_ids, prompt.label, prompt.text, prompt.metadata)
+        digest.update(repr(read).encode())
+    return digest.hexdigest()
+
+
+def name_of(rollouts_done: int) -> str:
+    return f"step_{rollouts_done:06d}"
+
+
+def number_of(directory: Path) -> int | None:
+    """The rollouts done by a directory's name; None if it is not the name of a checkpoint."""
+    match = _NAME.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints(root: Path) -> dict[int, Path]:
+    """What has the name of a checkpoint under `root`, whole or not, by its number, oldest first."""
+    paths = sorted(root.iterdir()) if root.is_dir() else []
+    numbered = {number: path for path in paths if (number := number_of(path)) is not None}
+    return dict(sorted(numbered.items()))
+
+
+def make_record(directory: Path, state: RunState, **about: Mapping[str, Any]) -> str:
+    """The content of `state.json` for the files that are in the directory."""
+    record = {**asdict(state), **about, "files": digests.take(directory)}
+    return json.dumps({**record, "digest": _digest(record)}, indent=2)
+
+
+def read(directory: Path) -> Checkpoint:
+    """Check every byte of a checkpoint, and read its record.
+
+    Raises CheckpointError that says which files are damaged, missing or too many.
+    """
+    record = _read_record(directory / STATE)
+    try:
+        problems = digests.compare(directory, record["files"], but=[STATE])
+        if problems:
+            more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise CheckpointError("; ".join(problems[:SHOWN]) + more)
+        return _checkpoint(directory, record)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error})") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{STATE}: no record of a checkpoint ({error!r})") from error
+
+
+def _checkpoint(directory: Path, record: dict[str, Any]) -> Checkpoint:
+    state = RunState(
+        rollouts_done=record["rollouts_done"],
+        run_hash=record["run_hash"],
+        totals=RunTotals(**record["totals"]),
+        governor=record["governor"],
+        prompts=record["prompts"],
+    )
+    if number_of(directory) not in (None, state.rollouts_done):
+        raise CheckpointError(f"{STATE}: is that of {name_of(state.rollouts_done)}")
+    return Checkpoint(
+        directory=directory, state=state, config=record["config"], made_with=record["made_with"]
+    )
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{STATE}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{STATE}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{STATE}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{STATE}: no object")
+    if "digest" not in record:
+        raise CheckpointError(
+            f"{STATE}: holds no digests, so that nobody can tell whether the files are those that "
+            "were written; an earlier version wrote it, which can resume it"
+        )
+    if record.pop("digest") != _digest(record):
+        raise CheckpointError(f"{STATE}: not the bytes that were written")
+    return record
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """Of a record as its JSON is read back."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())

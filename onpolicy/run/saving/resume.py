@@ -1,0 +1,142 @@
+"""Which checkpoint a run goes on from, and whether it may."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from onpolicy.config import TrainConfig, settings
+from onpolicy.config.groups import OutputConfig
+from onpolicy.errors import CheckpointError, ConfigError
+from onpolicy.run.saving.checkpoint import (
+    STATE,
+    Checkpoint,
+    checkpoints,
+    digest_prompts,
+    made_with,
+    number_of,
+    read,
+)
+from onpolicy.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def find(config: TrainConfig, prompts: Sequence[Prompt]) -> Checkpoint | None:
+    """The checkpoint that --load means, every byte of it checked; None for a run from scratch.
+
+    Raises ConfigError if there is none, if it is damaged, if it was made under other settings than
+    may change or with other prompts, or if the run would write among the checkpoints of another.
+    """
+    output = config.output
+    directory = _asked_for(output)
+    found = None if directory is None else _read_whole(directory)
+    if found is not None:
+        _require_same_settings(found, config)
+        _require_same_prompts(found, config, prompts)
+        _report_other_surroundings(found)
+    if output.save:
+        _require_own(Path(output.save), found)
+    return found
+
+
+def _asked_for(output: OutputConfig) -> Path | None:
+    if not output.load:
+        return None
+    directory = Path(output.load)
+    if (directory / STATE).exists() or (directory.is_dir() and number_of(directory) is not None):
+        return directory
+    if existing := checkpoints(directory):
+        return existing[max(existing)]
+    if output.save and directory.resolve() == Path(output.save).resolve():
+        logger.info("--load=%s: no checkpoint there yet, so the run starts from scratch", directory)
+        return None
+    rule = "holds no checkpoint" if directory.is_dir() else "no such directory"
+    raise ConfigError(
+        f"--load={directory}: {rule}. Give a directory of checkpoints, or one of them. (Only where "
+        "--save is the same directory may it be empty: then the run starts from scratch.)"
+    )
+
+
+def _read_whole(directory: Path) -> Checkpoint:
+    logger.info("checking every byte of %s", directory)
+    try:
+        return read(directory)
+    except CheckpointError as error:
+        older = _newest_whole_before(directory)
+        remedy = (
+            f"The newest whole one before it is {older}: resume from that with --load {older}."
+            if older
+            else "There is no whole one before it: start the run again, with another --save."
+        )
+        raise ConfigError(f"--load={directory}: {error}. {remedy}") from error
+
+
+def _newest_whole_before(directory: Path) -> Path | None:
+    number = number_of(directory) or 0
+    older = [path for n, path in checkpoints(directory.parent).items() if n < number]
+    return next(filter(_is_whole, reversed(older)), None)
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        read(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _require_same_settings(found: Checkpoint, config: TrainConfig) -> None:
+    changes = settings.changes(found.config, config)
+    allowed = config.output.allow_changed_settings
+    if refused := [change for change in changes if change.name not in allowed]:
+        lines = "\n".join(f"  {change}" for change in refused)
+        names = " ".join(change.name for change in refused)
+        raise ConfigError(
+            f"--load={found.directory}: was made under other settings, and a resumed run is the same "
+            f"run:\n{lines}\nGive it the same, or add --allow-changed-settings {names}"
+        )
+    for change in changes:
+        logger.warning("%s goes on under a changed setting: %s", found.directory, change)
+    for name in sorted(found.config.keys() - config.to_dict().keys()):
+        logger.warning("%s was made with a setting that is gone: %s", found.directory, name)
+
+
+def _require_same_prompts(
+    found: Checkpoint, config: TrainConfig, prompts: Sequence[Prompt]
+) -> None:
+    same = found.state.prompts == digest_prompts(prompts)
+    if not same and "prompt_data" not in config.output.allow_changed_settings:
+        raise ConfigError(
+            f"--prompt-data={config.data.prompt_data}: its prompts are others than when "
+            f"{found.directory} was made, which says how far a run has come in them. Give the same, or "
+            "add --allow-changed-settings prompt_data"
+        )
+
+
+def _report_other_surroundings(found: Checkpoint) -> None:
+    """They are no settings, but bits may depend on them."""
+    for name, now in made_with().items():
+        if now != (before := found.made_with.get(name)):
+            logger.warning("%s was made with %s=%s, now %s", found.directory, name, before, now)
+
+
+def _require_own(save: Path, found: Checkpoint | None) -> None:
+    """No checkpoint under --save may be of another run, or of what this one did after `found`."""
+    there = checkpoints(save)
+    if there and (found is None or found.directory.parent.resolve() != save.resolve()):
+        raise ConfigError(
+            f"--save={save}: holds checkpoints of another run (up to {there[max(there)].name}), which "
+            f"this one would replace. Resume it with --load {save}, or choose another directory."
+        )
+    for number, other in there.items():
+        if found is None or number <= found.state.rollouts_done:
+            continue
+        if _is_whole(other):
+            raise ConfigError(
+                f"--save={save}: holds {other.name}, which is later than --load={found.directory} and "
+                f"would be replaced. Resume with --load {save}, move it away, or choose another "
+                "directory."
+            )
+        logger.warning("%s is damaged; it is set aside when the run comes to it", other)

@@ -1,0 +1,105 @@
+"""Writes a checkpoint: all of it, or none."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from onpolicy.config import TrainConfig
+from onpolicy.errors import CheckpointError
+from onpolicy.models.export import export_checkpoint
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.saving.checkpoint import (
+    STATE,
+    RunState,
+    checkpoints,
+    made_with,
+    make_record,
+    name_of,
+)
+from onpolicy.run.saving.room import free_bytes, gib
+from onpolicy.system import files
+from onpolicy.train import distributed
+
+logger = logging.getLogger(__name__)
+
+_PARTIAL = ".partial_"
+"""Before the name of what is being written, or deleted."""
+
+
+def save(config: TrainConfig, engines: EnginePair, state: RunState) -> None:
+    """Write a checkpoint, then delete what is too old to keep; collective.
+
+    Raises CheckpointError, leaving earlier ones as they are.
+    """
+    root = Path(config.output.save)
+    final = root / name_of(state.rollouts_done)
+    partial = root / f"{_PARTIAL}{final.name}"
+    try:
+        distributed.run_on_rank_zero(lambda: _begin(partial))
+        engines.trainer.save(partial)
+        _export(config, engines, partial / "hf")
+        distributed.run_on_rank_zero(lambda: _commit(config, state, partial, final))
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _not_written(root, final.name, error) from error
+    distributed.run_on_rank_zero(lambda: _delete_old(root, config.output.keep_checkpoints))
+
+
+def _not_written(root: Path, name: str, error: Exception) -> CheckpointError:
+    whole = [path.name for path in checkpoints(root).values()]
+    latest = f"The latest complete one is {whole[-1]}" if whole else "There is no earlier one"
+    return CheckpointError(
+        f"--save={root}: {name} could not be written ({error}; {gib(free_bytes(root))} are free there). "
+        f"{latest}. Free some space, and start again with --load."
+    )
+
+
+def _begin(partial: Path) -> None:
+    """With what a kill left behind swept away."""
+    for leftover in partial.parent.glob(f"{_PARTIAL}step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _export(config: TrainConfig, engines: EnginePair, directory: Path) -> None:
+    buckets = engines.trainer.weight_buckets(engines.bucket_bytes)
+    if distributed.rank() == 0:
+        source = Path(config.model.hf_checkpoint)
+        export_checkpoint(buckets, directory, source, engines.contract.dtype)
+    else:
+        for _ in buckets:  # take part in gathering them
+            pass
+
+
+def _commit(config: TrainConfig, state: RunState, partial: Path, final: Path) -> None:
+    """Put everything on disk, then give the directory its name."""
+    record = make_record(partial, state, config=config.to_dict(), made_with=made_with())
+    (partial / STATE).write_text(record)
+    for path in [*partial.rglob("*"), partial]:
+        files.sync(path)
+    _set_aside(final)
+    partial.rename(final)
+    files.sync(final.parent)
+    logger.info("saved %s", final)
+
+
+def _set_aside(damaged: Path) -> None:
+    """Only a damaged checkpoint can be in the way: see `resume`."""
+    if damaged.exists():
+        number = 1
+        while (kept := damaged.with_name(f"{damaged.name}.damaged{number}")).exists():
+            number += 1
+        damaged.rename(kept)
+        logger.warning("%s was damaged; it is %s now", damaged, kept)
+
+
+def _delete_old(root: Path, keep: int) -> None:
+    """Under another name first, so that a kill leaves no checkpoint half there."""
+    for old in list(checkpoints(root).values())[:-keep] if keep else []:
+        try:
+            doomed = old.rename(old.with_name(f"{_PARTIAL}{old.name}"))
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("%s could not be deleted (%s)", old, error)

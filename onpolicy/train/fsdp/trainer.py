@@ -1,0 +1,129 @@
+"""The FSDP2 training engine: one sharded copy of weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ParityError
+from onpolicy.models.align import replace_operators
+from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.ops import Operators
+from onpolicy.train import distributed
+from onpolicy.train.batch import MicroBatch
+from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
+from onpolicy.train.fsdp.state import load_state, save_state
+from onpolicy.train.loss import policy_loss
+from onpolicy.train.optimizer import make_optimizer, make_schedule
+from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.weights.digest import WeightBucket
+
+
+class FsdpTrainer(PolicyTrainer):
+    """FSDP2: compute in the contract's dtype, everything that is summed in float32."""
+
+    def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
+        super().__init__(config, contract, num_threads)
+        self.model = self._load_model(config.model.hf_checkpoint)
+        algorithm = config.algorithm
+        self.reference: PolicyModel | None = None
+        if algorithm.use_kl_loss:
+            self.reference = self._load_model(
+                algorithm.ref_checkpoint or config.model.hf_checkpoint
+            )
+            self.reference.requires_grad_(False)
+        self.optimizer = make_optimizer(self.model.parameters(), config.trainer)
+        self.schedule = make_schedule(self.optimizer, config)
+
+    def _load_model(self, path: str) -> PolicyModel:
+        return load_sharded_policy(
+            path,
+            self.operators,
+            self.dtype,
+            device=self.device,
+            activation_checkpointing=self.config.trainer.activation_checkpointing,
+            trust_remote_code=self.config.model.trust_remote_code,
+            row_parallel_blocks=self.contract.row_parallel_blocks,
+        )
+
+    def _put_operators(self, operators: Operators) -> None:
+        for model in (self.model, self.reference):
+            if model is not None:
+                replace_operators(model, operators)
+
+    def _score(self, batches: Sequence[PackedTokens], *, reference: bool = False) -> list[Tensor]:
+        model = self.reference if reference else self.model
+        assert model is not None
+        with torch.no_grad():
+            scores = [model(packed)[0] for packed in batches]
+        _free_gathered_weights(model)
+        return scores
+
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
+    ) -> dict[str, float]:
+        sums: defaultdict[str, float] = defaultdict(float)
+        for batch in micro_batches:
+            log_probs, entropy = self.model(batch.packed)
+            batch.train_log_probs = log_probs.detach()
+            if gate is not None:
+                self._check_parity(gate, log_probs, batch)
+            loss, metrics = policy_loss(log_probs, batch, self.loss_settings)
+            # FSDP2 averages gradients over ranks; the loss is a sum over them.
+            (loss * distributed.world_size()).backward()
+            metrics["train/entropy"] = (entropy * batch.shares).sum()
+            if self.model.replay is not None:
+                metrics |= self.model.replay.counts()
+            for name, value in metrics.items():
+                sums[name] += float(value)
+        return distributed.sum_over_data(sums, self.device)
+
+    def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: MicroBatch) -> None:
+        try:
+            gate.check(log_probs, batch)
+        except ParityError:
+            _free_gathered_weights(self.model)
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _clip_gradients(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config.trainer.clip_grad or math.inf
+        )
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _step_optimizer(self) -> float:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * self.rate_scale
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(rates[0] * self.rate_scale)
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        return gather_buckets(self.model, self.dtype, max_bytes)
+
+    def save(self, directory: Path) -> None:
+        save_state(directory, self.model, self.optimizer, self.numbers())
+
+    def load(self, directory: Path) -> None:
+        self.use_numbers(load_state(directory, self.model, self.optimizer))
+
+
+def _free_gathered_weights(model: PolicyModel) -> None:
+    """After a forward pass, FSDP2 keeps the root's weights gathered for a backward pass to come."""
+    assert isinstance(model, FSDPModule)
+    model.reshard()

@@ -1,0 +1,63 @@
+"""From a run's flags to a Megatron trainer: checks first, then groups, then weights."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import MegatronConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.models.hf_config import load_config
+from onpolicy.train import distributed
+from onpolicy.train.base import Trainer
+from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.version import require_megatron
+
+
+def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract) -> None:
+    """Raise ConfigError if this model cannot be laid out so over torchrun's ranks.
+
+    Needs no process group.
+    """
+    require_megatron()
+    ranks = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
+    _layout(config).check(hf_config, contract, int(ranks))
+
+
+def make_megatron_trainer(
+    config: TrainConfig, contract: NumericsContract, num_threads: int
+) -> Trainer:
+    """Make Megatron's process groups of torchrun's ranks, once, and load the model into them."""
+    hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
+    check(config, hf_config, contract)
+    if not torch.cuda.is_available():
+        from onpolicy.compat import megatron_on_cpu
+
+        megatron_on_cpu.activate()
+    from megatron.core import parallel_state
+
+    from onpolicy.train.megatron.parallel import initialize
+    from onpolicy.train.megatron.trainer import MegatronTrainer
+
+    layout = _layout(config)
+    if not parallel_state.model_parallel_is_initialized():
+        initialize(layout)
+    distributed.use_data_group(parallel_state.get_data_parallel_group())
+    return MegatronTrainer(config, contract, num_threads, layout)
+
+
+def _layout(config: TrainConfig) -> MegatronLayout:
+    flags: MegatronConfig = config.megatron
+    return MegatronLayout(
+        tensor_model_parallel_size=flags.megatron_tp,
+        pipeline_model_parallel_size=flags.megatron_pp,
+        context_parallel_size=flags.megatron_cp,
+        expert_model_parallel_size=flags.megatron_ep,
+        sequence_parallel=flags.megatron_sequence_parallel,
+        moe_token_dispatcher_type=flags.megatron_moe_dispatcher,
+        recompute_activations=config.trainer.activation_checkpointing,
+    )

@@ -1,0 +1,149 @@
+"""Model and optimizer as Megatron's distributed checkpoints: sharded, for other layouts to load."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonLoadStrategy,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from onpolicy.errors import CheckpointError
+from onpolicy.train import distributed
+from onpolicy.train.fsdp.index_reader import IndexReader
+from onpolicy.train.fsdp.state import create_missing_moments
+
+_SHARDED = "sharded"
+_NUMBERS = "numbers.json"
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save_state(
+    directory: Path,
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    numbers: dict[str, Any],
+) -> None:
+    """Write weights, moments, and `numbers`, which JSON can hold; collective."""
+    _create_missing_moments(optimizer)
+    sharded = directory / _SHARDED
+    distributed.run_on_rank_zero(sharded.mkdir)
+    try:
+        dist_checkpointing.save(
+            _state(model, optimizer, is_loading=False), str(sharded), content_metadata=_METADATA
+        )
+    except (CheckpointException, CheckpointingException) as error:
+        raise CheckpointError(str(error)) from error
+    if distributed.rank() == 0:
+        (directory / _NUMBERS).write_text(json.dumps(numbers))
+
+
+def load_state(
+    directory: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer
+) -> dict[str, Any]:
+    """Read back, in place, what `save_state` wrote, and return its numbers; collective."""
+    _create_missing_moments(optimizer)
+    try:
+        IndexReader(
+            directory / _SHARDED
+        ).read_metadata()  # what DCP cannot read it reports at length
+        state = dist_checkpointing.load(
+            _state(model, optimizer, is_loading=True),
+            str(directory / _SHARDED),
+            sharded_strategy=TorchDistLoadShardedStrategy(),
+            common_strategy=_CommonStrategy(),
+        )
+        numbers = json.loads((directory / _NUMBERS).read_text())
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        CheckpointException,
+        CheckpointingException,
+    ) as error:
+        raise CheckpointError(
+            f"--load: {directory} is damaged or does not fit this model ({error}). Give the "
+            "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."
+        ) from error
+    model.module.load_state_dict(state["model"])
+    _load_optimizer(optimizer, state["optimizer"])
+    return numbers
+
+
+def _index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
+    return IndexReader(path)
+
+
+# Megatron's own reader would run any code in an index, whatever was checked before.
+torch_strategy._get_filesystem_reader = _index_reader
+
+
+class _CommonStrategy(TorchCommonLoadStrategy):
+    """Runs no code even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        file = Path(checkpoint_dir) / COMMON_STATE_FNAME
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # whose words suggest to run it
+            raise CheckpointError(f"{file.name} holds more than data") from error
+
+
+def _state(
+    model: DistributedDataParallel, optimizer: MegatronOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    metadata = dict(_METADATA)  # Megatron adds its process groups to it
+    named = model.module.sharded_state_dict(metadata=metadata)
+    # Without the layers' empty extra states: pickles, which a loader would run.
+    weights = {name: x for name, x in named.items() if not isinstance(x, ShardedObject)}
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata),
+    }
+
+
+def _create_missing_moments(optimizer: MegatronOptimizer) -> None:
+    """Megatron's distributed optimizer asks PyTorch's AdamW for moments whether there are any or not."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            create_missing_moments(part.optimizer)
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    parts = optimizer.chained_optimizers
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, own in zip(parts, states, strict=True):
+        if isinstance(part, DistributedOptimizer):
+            _load_distributed(part, own)
+        else:
+            part.load_state_dict(own)
+
+
+def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
+    """Megatron's reads no step counts of PyTorch's AdamW, and has all parameters share one tensor."""
+    sharded = state.pop("param_state")
+    optimizer.load_state_dict(state)
+    own = optimizer.optimizer.state
+    steps = {parameter: own[parameter].pop("step", None) for parameter in own}
+    optimizer.load_parameter_state_from_fully_reshardable(sharded)
+    for parameter, step in steps.items():
+        if step is not None:
+            own[parameter]["step"] = step.clone()

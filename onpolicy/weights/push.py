@@ -1,0 +1,108 @@
+"""A push: every bucket to every engine, then proof that each holds exactly these bits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from onpolicy.errors import EngineError, WeightSyncError
+from onpolicy.weights.digest import WeightBucket, WeightDigest
+
+
+class Engine(Protocol):
+    """The part of an engine's client that a push needs."""
+
+    url: str
+
+    def patience(self, num_bytes: int) -> float: ...
+    def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]: ...
+    def report(self) -> dict[str, Any]: ...
+    def flush_cache(self) -> None: ...
+
+
+class Transport(ABC):
+    """A way for buckets of weights to reach engines."""
+
+    in_session = True
+    """Whether newer SGLang wants begin_weight_update and end_weight_update around it."""
+
+    def open(self, engines: Sequence[Engine]) -> None:
+        """Prepare a push."""
+
+    @abstractmethod
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+        """Load one bucket into every engine."""
+
+    def close(self, engines: Sequence[Engine], version: str) -> None:
+        """Finish a push."""
+
+    def abandon(self) -> None:
+        """Give up a push that failed: nothing here or in an engine may go on waiting for it."""
+
+
+def push_weights(
+    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: str
+) -> str:
+    """Send all weights as `version`; return their digest. The engines must be idle.
+
+    Raises WeightSyncError if an engine's digest of what it received differs from ours; the engine
+    itself checks that it stored what it received. After any error the engines may hold a part of
+    the weights; another push replaces all of them.
+    """
+    try:
+        digest = _send_all(buckets, engines, transport, version)
+    except BaseException:
+        transport.abandon()
+        raise
+    on_all(engines, lambda engine: engine.flush_cache())
+    for engine in engines:
+        received = engine.report()["weights"]
+        if received != digest:
+            raise WeightSyncError(
+                f"{engine.url}: weights={received} after push {version}, the trainer's are "
+                f"{digest}: the engine does not hold the weights that were sent. "
+                "Look for loading errors in its log; the run cannot go on with it."
+            )
+    return digest
+
+
+def _send_all(
+    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: str
+) -> str:
+    digest, num_bytes = WeightDigest(), 0
+    sessions = transport.in_session and bool(engines) and engines[0].report()["has_update_sessions"]
+    if sessions:
+        on_all(engines, _begin)
+    transport.open(engines)
+    for bucket in buckets:
+        for name, tensor in bucket:
+            digest.add(name, tensor)
+        num_bytes += size_of(bucket)
+        transport.send(bucket, engines, version)
+    transport.close(engines, version)
+    if sessions:
+        on_all(engines, lambda engine: engine.post("/end_weight_update", {}, num_bytes))
+    return digest.hexdigest()
+
+
+def _begin(engine: Engine) -> None:
+    """Open a session; an engine that outlived a failed push still has that one's open."""
+    try:
+        engine.post("/begin_weight_update", {})
+    except EngineError:
+        engine.post("/end_weight_update", {})
+        engine.post("/begin_weight_update", {})
+
+
+def size_of(bucket: WeightBucket) -> int:
+    """Bytes of a bucket's tensors."""
+    return sum(tensor.nbytes for _, tensor in bucket)
+
+
+def on_all(engines: Sequence[Engine], call: Callable[[Engine], Any]) -> None:
+    """Call every engine at the same time and wait for all; raises the first error."""
+    with ThreadPoolExecutor(max(len(engines), 1)) as pool:
+        for future in [pool.submit(call, engine) for engine in engines]:
+            future.result()

@@ -1,0 +1,71 @@
+"""Safetensors files: for engines that share no more than a file system with the trainer."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from onpolicy.errors import WeightSyncError
+from onpolicy.weights.digest import WeightBucket, write_weights
+from onpolicy.weights.push import Engine, Transport, on_all, size_of
+
+_PREFIX = ".weights_"
+
+
+class DiskTransport(Transport):
+    """SGLang's update_weights_from_disk: one file per bucket, removed after the push.
+
+    They lie in a new directory under `directory`, so that nobody else's are touched.
+    """
+
+    in_session = False
+
+    def __init__(self, directory: Path):
+        self._parent = directory.absolute()
+        self._directory: Path | None = None
+        self._count = self._num_bytes = 0
+
+    def open(self, engines: Sequence[Engine]) -> None:
+        self._directory = self._parent / f"{_PREFIX}{uuid.uuid4().hex}"
+        self._count = self._num_bytes = 0
+        try:
+            self._directory.mkdir(parents=True)
+        except OSError as error:
+            raise _unwritable(self._directory, error) from error
+
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+        assert self._directory is not None
+        file = self._directory / f"model-{self._count:05d}.safetensors"
+        self._count += 1
+        self._num_bytes += size_of(bucket)
+        try:
+            write_weights(bucket, file)
+        except OSError as error:
+            raise _unwritable(file, error) from error
+
+    def close(self, engines: Sequence[Engine], version: str) -> None:
+        body = {"model_path": str(self._directory), "weight_version": version, "flush_cache": False}
+        path, num_bytes = "/update_weights_from_disk", self._num_bytes
+        on_all(engines, lambda engine: engine.post(path, body, num_bytes))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Remove the files of this push."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+def _unwritable(path: Path, error: OSError) -> WeightSyncError:
+    return WeightSyncError(
+        f"{path}: cannot be written ({error.strerror or error}). No checkpoint is lost: free some space "
+        "under --run-dir, or choose another --weight-sync, and resume with --load."
+    )
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Of pushes that a kill interrupted; nobody else may push from there now."""
+    for leftover in directory.glob(_PREFIX + "[0-9a-f]" * 32):
+        shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,65 @@
+"""Tensors on the same host: shared memory whose handles travel over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import os
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing
+
+from onpolicy.system import private_directory
+from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.push import Engine, Transport, on_all, size_of
+
+
+class SharedMemoryTransport(Transport):
+    """SGLang's update_weights_from_tensor. Every rank of an engine opens the same memory."""
+
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+        # Handles by name, not by file descriptor: the engine is no child of this process.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        _start_manager()
+        shared = [(name, tensor.cpu().share_memory_()) for name, tensor in bucket]
+
+        def update(engine: Engine) -> None:
+            ranks = int(engine.report()["tp_size"])
+            engine.post(
+                "/update_weights_from_tensor",
+                {
+                    "serialized_named_tensors": [_handles(shared) for _ in range(ranks)],
+                    "flush_cache": False,
+                    "weight_version": version,
+                },
+                size_of(bucket),
+            )
+
+        on_all(engines, update)
+
+
+def _handles(shared: WeightBucket) -> str:
+    """For one process to open: each handle counts as a reference, which it gives back."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(shared)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@functools.cache
+def _start_manager() -> None:
+    """Start torch's manager of shared memory, which cleans up after us, where it is cleaned up after.
+
+    It removes what this process shared, and its own socket, unless it is killed itself.
+    """
+    directory = private_directory.of_this_process()
+    before = dict(os.environ)
+    if directory.fits_socket("torch-shm-dir-123456/manager.sock"):
+        os.environ["TMPDIR"] = str(directory.path)
+    try:
+        torch.empty(1).share_memory_()
+    finally:
+        os.environ.pop("TMPDIR", None)
+        os.environ.update(before)

@@ -1,0 +1,87 @@
+import json
+import shutil
+
+import pytest
+from transformers import AutoConfig
+
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config, require_alignable
+from tests.support.tiny import ARCHITECTURES, make_checkpoint
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "model")
+
+
+def edit_config(directory, **changes):
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_complete_checkpoint_loads(checkpoint):
+    assert load_config(str(checkpoint)).model_type == "qwen3"
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config.json there"):
+        load_config(str(tmp_path))
+
+
+def test_a_truncated_file_is_refused(copy):
+    file = copy / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as handle:
+        handle.truncate(size - 100)
+    with pytest.raises(ConfigError, match=f"model.safetensors is no complete .*{size - 100} bytes"):
+        load_config(str(copy))
+
+
+def test_a_file_that_is_no_safetensors_is_refused(copy):
+    (copy / "model.safetensors").write_bytes(b"not a tensor in sight")
+    with pytest.raises(ConfigError, match="no complete safetensors file"):
+        load_config(str(copy))
+
+
+def test_missing_weights_and_missing_shards_are_refused(copy):
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*.safetensors file"):
+        load_config(str(copy))
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"model-1.safetensors is missing"):
+        load_config(str(copy))
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked_for(copy):
+    edit_config(copy, auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        load_config(str(copy))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_supported_architectures_are_alignable(architecture, tmp_path):
+    path = make_checkpoint(tmp_path, architecture)
+    require_alignable(AutoConfig.from_pretrained(path), 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"architectures": ["BertModel"]}, "architecture=BertModel, which is not a causal"),
+        ({"num_experts": 8}, "num_experts=8: none of its modules is known to hold experts"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*sliding"),
+        ({"sliding_window": 64}, "sliding_window=64, smaller than the longest context 256"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused_with_its_value_and_a_way_out(
+    checkpoint, changes, problem
+):
+    config = AutoConfig.from_pretrained(checkpoint)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=f"{problem}.*run without --true-on-policy-mode"):
+        require_alignable(config, 256)

@@ -1,0 +1,126 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from onpolicy.errors import ContractError
+from onpolicy.ops import make_operators
+from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.checks.self_check import self_check
+from onpolicy.ops.cpu import CpuOperators
+from tests.support.tiny_contract import CONTRACT, SHARED
+from tests.support.violations import break_operator, few, next_up
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_aligned_operators_pass_with_the_same_digests_on_any_number_of_threads(dtype):
+    contract = dataclasses.replace(CONTRACT, dtype=dtype)
+    one, two = (self_check(make_operators(contract, n), contract) for n in (1, 2))
+    assert one == two
+    assert {
+        "linear 208x96",
+        "linear with bias 137x96",
+        "attention 6x2x48",
+        "experts 6x72x96x2",
+        "log_softmax 137",
+    } <= set(one)
+
+
+def test_digests_tell_different_operators_apart():
+    class Rounded(CpuOperators):
+        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return super().linear(x, weight, bias).bfloat16().to(x.dtype)
+
+    ours, theirs = self_check(CpuOperators(), CONTRACT), self_check(Rounded(), CONTRACT)
+    differ = {name for name in ours if ours[name] != theirs[name]}
+    router = "experts 6x72x96x2"
+    assert differ == {"linear 208x96", "linear with bias 137x96", "linear 600x512", router}
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("linear", "linear"),
+        ("attention", "attention"),
+        ("elementwise", "silu"),
+        ("rms_norm", "rms_norm"),
+        ("softmax", "softmax"),
+        ("log_softmax", "log_softmax"),
+        ("grouped_linear", "experts"),
+        ("grouped_partial_linear", "experts"),
+    ],
+)
+def test_an_operator_that_depends_on_the_batch_is_found_and_named(operator, name):
+    with pytest.raises(ContractError, match=rf"operator={name}, shape=\(.*not row-invariant"):
+        self_check(break_operator(CpuOperators(), operator), CONTRACT)
+
+
+def test_sums_are_checked_before_bfloat16_rounds_their_differences_away():
+    class Hidden(CpuOperators):
+        """Rounds float32 sums of few rows up wherever bfloat16 is the same for both."""
+
+        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            exact = super().linear(
+                x.float(), weight.float(), None if bias is None else bias.float()
+            )
+            up = next_up(exact)
+            hidden = torch.where(up.bfloat16() == exact.bfloat16(), up, exact)
+            return (hidden if few(len(x)) else exact).to(x.dtype)
+
+    contract = dataclasses.replace(CONTRACT, dtype="bfloat16")
+    self_check(CpuOperators(), contract)
+    with pytest.raises(ContractError, match="operator=linear"):
+        self_check(Hidden(), contract)
+
+
+def test_probe_is_the_same_whatever_is_asked_after():
+    assert torch.equal(probe(4, 8, seed=1).view(-1), probe(32, seed=1))
+    assert not torch.equal(probe(32, seed=1), probe(32, seed=2))
+    assert probe(100, seed=3).abs().max() <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_of_all_operators_pass_and_sums_over_ranks_have_digests(dtype):
+    contract = dataclasses.replace(SHARED, dtype=dtype)
+    digests = self_check(CpuOperators(), contract)
+    assert {"row-parallel linear with bias 96x208", "row-parallel linear 96x1504"} <= set(digests)
+
+
+def test_digests_tell_other_numbers_of_blocks_apart():
+    """In float32: short sums of bfloat16 probes are exact in any order."""
+    fewer = dataclasses.replace(SHARED, row_parallel_blocks=2)
+    four, two = (self_check(CpuOperators(), contract) for contract in (SHARED, fewer))
+    differ = {name for name in four if four[name] != two[name]}
+    assert "row-parallel linear with bias 96x208" in differ
+    assert all(name.startswith(("row-parallel linear", "experts")) for name in differ)
+
+
+class DependsOnColumns(CpuOperators):
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().linear(x, weight, bias) + len(weight) % 2
+
+
+class DependsOnHeads(CpuOperators):
+    def attention(self, q: Tensor, *others: object) -> Tensor:
+        return super().attention(q, *others) + (q.shape[1] == 6)
+
+
+class DependsOnBlocks(CpuOperators):
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super().partial_linear(x, weight) + weight.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("operators", "named"),
+    [
+        (DependsOnColumns, r"operator=linear, shape=\(\d+, 96\).*of the columns"),
+        (DependsOnHeads, r"operator=attention, shape=\(6, 6, 48\).*3 of the heads"),
+        (DependsOnBlocks, r"operator=row-parallel linear, shape=\(96, 208\).*4 ranks"),
+    ],
+)
+def test_an_operator_whose_parts_differ_from_the_whole_is_found_and_named(operators, named):
+    with pytest.raises(ContractError, match=named):
+        self_check(operators(), SHARED)
+    without = dataclasses.replace(SHARED.shapes, row_linear=())
+    self_check(operators(), dataclasses.replace(SHARED, row_parallel_blocks=1, shapes=without))

@@ -1,0 +1,209 @@
+"""Checkpoints are written completely or not at all, and old ones deleted only then."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onpolicy.errors import ConfigError
+from onpolicy.run import saving
+from onpolicy.run.saving import write
+from onpolicy.run.saving.checkpoint import checkpoints, read
+from tests.support.unstarted_run import PROMPTS, changed, make_run, state_after
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+MESSAGE = r"step_00000{} could not be written \(.+\)\. The latest .*step_00000{}\. Free .*--load"
+
+
+def run_script(name, *argv, before=()):
+    command = [*before, sys.executable, str(HERE / name), *map(str, argv)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_full_disk_at_save_keeps_the_earlier_checkpoint_and_says_what_to_do(checkpoint, tmp_path):
+    output = run_script("full_disk.py", checkpoint, tmp_path)
+    assert len(re.findall(MESSAGE.format(4, 2), output)) == 6, output
+    assert output.endswith("['step_000002']\nresumes after 2\nwith space, saves 4\n")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounted in a namespace of its own; (what to put before a command, where)."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=11m tmpfs {disk} && exec "$@"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*command, "true"]).returncode:
+        pytest.skip("may mount nothing here")
+    return command, disk
+
+
+def test_a_disk_that_runs_full_ends_the_run_with_the_earlier_checkpoints(checkpoint, small_disk):
+    before, disk = small_disk
+    output = run_script("small_disk.py", checkpoint, disk, 0, before=before)
+    assert re.search(MESSAGE.format(6, 4), output)
+    assert "; 0.00 GiB are free there)" in output
+    assert output.endswith("resumes after 4\n")
+
+
+def test_a_disk_with_room_for_two_takes_any_number_of_which_one_is_kept(checkpoint, small_disk):
+    before, disk = small_disk
+    output = run_script("small_disk.py", checkpoint, disk, 1, before=before)
+    assert output == "resumes after 8\n"
+
+
+@pytest.fixture(scope="module")
+def unstarted(checkpoint, tmp_path_factory):
+    return make_run(checkpoint, tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def run(unstarted, tmp_path):
+    config, engines = unstarted
+    save = tmp_path / "save"
+    return changed(config, save=str(save), load=str(save)), engines, save
+
+
+def test_the_newest_checkpoints_are_kept(run):
+    config, engines, save = run
+    config = changed(config, keep_checkpoints=2)
+    for done in (2, 4, 6, 8):
+        saving.save(config, engines, state_after(done))
+    assert sorted(path.name for path in save.iterdir()) == ["step_000006", "step_000008"]
+    assert saving.find(config, PROMPTS).state == state_after(8)
+
+
+def test_an_old_checkpoint_goes_only_when_the_new_one_is_complete(run, monkeypatch):
+    config, engines, save = run
+    config = changed(config, keep_checkpoints=1)
+    saving.save(config, engines, state_after(2))
+    monkeypatch.setattr(write, "_export", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        saving.save(config, engines, state_after(4))
+    assert saving.find(config, PROMPTS).state == state_after(2)
+    monkeypatch.undo()
+    saving.save(config, engines, state_after(4))
+    assert list(checkpoints(save)) == [4]
+
+
+def test_checkpoints_that_a_run_was_resumed_from_elsewhere_are_kept(run, saved, tmp_path):
+    config, engines, save = run
+    other = shutil.copytree(saved, tmp_path / "other")
+    config = changed(config, load=str(other), keep_checkpoints=1)
+    assert saving.find(config, PROMPTS).state == state_after(4)
+    saving.save(config, engines, state_after(6))
+    assert list(checkpoints(other)) == [2, 4]
+    assert list(checkpoints(save)) == [6]
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_half_there(run, monkeypatch):
+    config, engines, save = run
+    config = changed(config, keep_checkpoints=1)
+    saving.save(config, engines, state_after(2))
+
+    def killed(directory, **options):
+        (directory / "numbers.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saving.save(config, engines, state_after(4))
+    monkeypatch.undo()
+    assert {path.name for path in save.iterdir()} == {".partial_step_000002", "step_000004"}
+    assert saving.find(config, PROMPTS).state == state_after(4)
+    saving.save(config, engines, state_after(6))
+    assert [path.name for path in save.iterdir()] == ["step_000006"]
+
+
+def test_a_damaged_checkpoint_in_the_way_is_set_aside(run):
+    config, engines, save = run
+    for done in (2, 4):
+        saving.save(config, engines, state_after(done))
+    (save / "step_000004" / "numbers.json").write_text("{}")
+    saving.find(changed(config, load=str(save / "step_000002")), PROMPTS)
+    saving.save(config, engines, state_after(4))
+    assert (save / "step_000004.damaged1" / "numbers.json").read_text() == "{}"
+    assert saving.find(config, PROMPTS).state == state_after(4)
+
+
+def test_all_files_may_be_read_by_those_who_may_read_their_neighbours(run, checkpoint, tmp_path):
+    config, engines, save = run
+    source = shutil.copytree(checkpoint, tmp_path / "model")
+    for file in source.iterdir():
+        file.chmod(0o400)
+    before = os.umask(0o027)
+    try:
+        saving.save(changed(config, hf_checkpoint=str(source)), engines, state_after(2))
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in save.rglob("*") if p.is_file()}
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_a_checkpoint_says_what_it_was_made_with(run):
+    config, engines, save = run
+    saving.save(config, engines, state_after(2))
+    found = read(save / "step_000002")
+    assert found.config["num_rollout"] == 9
+    assert found.made_with["trainer_ranks"] == 1 and found.made_with["torch"]
+
+
+def test_a_checkpoint_that_cannot_fit_is_refused_with_the_sum(unstarted, monkeypatch, tmp_path):
+    config, engines = unstarted
+    config = changed(config, save=str(tmp_path))
+    usage = shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    message = (
+        r"takes 257,\d+ parameters x \(12 bytes .* \+ 4 of exported weights\) = 0.00 GiB, and 0.00"
+    )
+    with pytest.raises(ConfigError, match=message):
+        saving.require_room(config, engines.hf_config)
+
+
+def test_the_room_asked_for_is_what_a_checkpoint_takes(unstarted, saved, monkeypatch):
+    config, engines = unstarted
+    files = [
+        p for p in (saved / "step_000004").rglob("*") if p.suffix in (".distcp", ".safetensors")
+    ]
+    size = sum(file.stat().st_size for file in files)
+    for free, fits in [(size, True), (0.95 * size, False)]:
+        usage = shutil._ntuple_diskusage(2**30, 0, free)
+        monkeypatch.setattr("shutil.disk_usage", lambda path, u=usage: u)
+        if fits:
+            saving.require_room(config, engines.hf_config)
+        else:
+            with pytest.raises(ConfigError):
+                saving.require_room(config, engines.hf_config)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "distributed_optimizer", "trained"),
+    [
+        ("fsdp", "bfloat16", True, 12),
+        ("megatron", "bfloat16", True, 14),  # measured: 14.5 bytes per parameter, 16.5 and 12.4
+        ("megatron", "float32", True, 16),
+        ("megatron", "float32", False, 12),
+    ],
+)
+def test_the_room_asked_for_is_that_of_the_training_engine(
+    unstarted, monkeypatch, backend, dtype, distributed_optimizer, trained
+):
+    config, engines = unstarted
+    config = changed(
+        config,
+        train_backend=backend,
+        dtype=dtype,
+        megatron_distributed_optimizer=distributed_optimizer,
+    )
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
+    with pytest.raises(ConfigError, match=rf"parameters x \({trained} bytes of training state"):
+        saving.require_room(config, engines.hf_config)

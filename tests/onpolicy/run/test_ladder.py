@@ -1,0 +1,127 @@
+"""The governor's rungs as contracts, corrections and learning rates."""
+
+import dataclasses
+
+import pytest
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.run.ladder import Ladder, first_rung
+from onpolicy.train.correction import Corrections
+
+SHAPES = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1)
+ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)
+STOCK = dataclasses.replace(ALIGNED, backend="stock")
+BAD = {"parity/num_compared_tokens": 9, "train/k3_kl": 1.0}
+
+
+def make(governed=True, aligned=False, **fallback):
+    config = TrainConfig(
+        parity=groups.ParityConfig(true_on_policy_mode=aligned),
+        fallback=groups.FallbackConfig(**fallback),
+        governor=groups.GovernorFlags(mismatch_governor=governed, governor_rise_after=1),
+    )
+    return Ladder(config, STOCK, ALIGNED)
+
+
+def standing(ladder):
+    flags = ladder.fallback
+    return ladder.contract.backend, flags.use_tis, flags.use_rs, ladder.lr_scale
+
+
+EVERYTHING = {
+    "use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "dc_mode": "fixed",
+    "custom_tis_function_path": "a.b", "rs_statistic": "k3", "rs_upper_bound": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rung", "corrections", "lr_scale"),
+    [
+        ("stock", (False, False, None, "", ""), 1.0),
+        ("tis", (True, False, None, "fixed", "a.b"), 1.0),
+        ("mis", (True, True, 1e-4, "fixed", "a.b"), 1.0),
+        ("decay", (True, True, 1e-4, "fixed", "a.b"), 0.5),
+        ("aligned", (True, True, 1e-4, "fixed", "a.b"), 1.0),
+    ],
+)
+def test_what_each_rung_has_of_a_run_that_asks_for_everything(rung, corrections, lr_scale):
+    """On the aligned one they are at hand, for a rollout that is none."""
+    ladder = make(**EVERYTHING)
+    ladder.load_state_dict({"rung": rung, "bad": 0, "calm": 0, "falls": 0})
+    flags = ladder.fallback
+    assert (
+        flags.use_tis, flags.use_rs, flags.rs_veto_threshold, flags.dc_mode,
+        flags.custom_tis_function_path,
+    ) == corrections  # fmt: skip
+    assert ladder.lr_scale == lr_scale
+    assert flags.get_mismatch_metrics
+    assert (flags.rs_statistic, flags.rs_upper_bound) == ("k3", 0.01)
+
+
+def test_on_the_lowest_rung_nothing_is_corrected_and_lambda_waits():
+    flags = {k: v for k, v in EVERYTHING.items() if k != "custom_tis_function_path"}
+    ladder = make(**flags)
+    corrections = Corrections(ladder.config)
+    assert corrections.weights and corrections.penalty
+    corrections.penalty.lam = 0.7
+    ladder.load_state_dict({"rung": "stock", "bad": 0, "calm": 0, "falls": 0})
+    corrections.use(ladder.fallback)
+    assert corrections.weights is corrections.penalty is corrections.custom is None
+    assert corrections.state_dict() == {"penalty": {"lambda": 0.7}}
+    ladder.update(BAD)
+    corrections.use(ladder.fallback)
+    assert corrections.weights.rules == () and corrections.weights.veto is None
+    assert corrections.penalty.lam == 0.7
+
+
+def test_every_rung_adds_to_the_one_below_up_to_aligned_operators():
+    ladder = make()
+    seen = [standing(ladder)]
+    while ladder.update(BAD) is not None:
+        seen.append(standing(ladder))
+    assert seen == [
+        ("stock", False, False, 1.0),
+        ("stock", True, False, 1.0),
+        ("stock", True, True, 1.0),
+        ("stock", True, True, 0.5),
+        ("cpu", True, True, 1.0),
+    ]
+    assert ladder.metrics() == {"governor/rung": 4.0}
+    assert ladder.fallback.get_mismatch_metrics
+
+
+@pytest.mark.parametrize(
+    ("flags", "rung"),
+    [
+        ({}, "stock"),
+        ({"use_tis": True}, "tis"),
+        ({"use_tis": True, "use_rs": True}, "mis"),
+        ({"dc_mode": "fixed"}, "tis"),
+        ({"custom_tis_function_path": "a.b"}, "tis"),
+        ({"rs_veto_threshold": 1e-4}, "mis"),
+        ({"aligned": True, "use_tis": True}, "aligned"),
+    ],
+)
+def test_it_starts_where_the_other_flags_put_it(flags, rung):
+    assert first_rung(make(**flags).config) == rung
+
+
+def test_without_a_governor_nothing_moves_and_the_flags_stand():
+    ladder = make(governed=False, use_tis=True, tis_upper_bound=3.0)
+    assert ladder.update(BAD) is None
+    assert ladder.contract == STOCK
+    assert ladder.fallback == ladder.config.fallback
+    assert ladder.metrics() == ladder.state_dict() == {}
+    assert make(governed=False, aligned=True).contract == ALIGNED
+
+
+def test_a_rollout_that_was_not_trained_on_says_nothing():
+    assert make().update({"rollout/num_filtered_groups": 8.0}) is None
+
+
+def test_a_resumed_ladder_stands_where_it_stood():
+    first, second = make(), make()
+    first.update(BAD)
+    second.load_state_dict(first.state_dict())
+    assert standing(second) == standing(first) == ("stock", True, False, 1.0)

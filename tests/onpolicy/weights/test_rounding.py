@@ -1,0 +1,68 @@
+"""Weights as a rollout in a small number format holds them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onpolicy.weights.rounding import round_per_channel, rounded
+
+STEPS = {"int8": 127, "fp8_e4m3": 448}
+
+
+def weights(seed, dtype=torch.float32):
+    return torch.randn(5, 33, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", STEPS)
+@given(seed=st.integers(0, 50))
+def test_every_row_is_rounded_on_its_own_scale(weight_format, dtype, seed):
+    weight = weights(seed, dtype)
+    whole = round_per_channel(weight, weight_format)
+    assert whole.dtype == dtype
+    assert not torch.equal(whole, weight)
+    rows = [round_per_channel(row[None], weight_format) for row in weight]
+    assert torch.equal(torch.cat(rows), whole)
+
+
+@given(seed=st.integers(0, 50))
+def test_int8_holds_at_most_255_values_a_row_and_its_largest_exactly(seed):
+    weight = weights(seed)
+    result = round_per_channel(weight, "int8")
+    steps = result / (weight.abs().amax(1, keepdim=True) / 127)
+    assert torch.allclose(steps, steps.round(), atol=1e-4)
+    assert torch.allclose(result.abs().amax(1), weight.abs().amax(1))
+    assert ((result - weight).abs() <= weight.abs().amax(1, keepdim=True) / 127 / 2 * 1.001).all()
+
+
+def test_fp8_has_three_bits_of_mantissa():
+    weight = torch.tensor([[448.0, 17.0, 1.0625, 0.0]])
+    assert round_per_channel(weight, "fp8_e4m3").tolist() == [[448.0, 16.0, 1.0, 0.0]]
+
+
+def test_a_row_of_zeros_stays():
+    assert torch.equal(round_per_channel(torch.zeros(2, 3), "int8"), torch.zeros(2, 3))
+
+
+def test_only_linear_layers_are_rounded_and_without_a_format_nothing_is():
+    weight = weights(0)
+    bucket = [
+        ("model.embed_tokens.weight", weight),
+        ("lm_head.weight", weight),
+        ("model.layers.0.mlp.gate.weight", weight),
+        ("model.layers.0.mlp.shared_expert_gate.weight", weight),
+        ("model.layers.0.mlp.experts.0.gate_proj.weight", weight),
+        ("model.layers.0.self_attn.q_proj.bias", weight[0]),
+        ("model.norm.weight", weight[0]),
+    ]
+    (result,) = rounded([bucket], "int8")
+    changed = [name for (name, new), (_, old) in zip(result, bucket, strict=True) if new is not old]
+    assert changed == ["model.layers.0.mlp.experts.0.gate_proj.weight"]
+    (same,) = rounded([bucket], "")
+    assert all(new is old for (_, new), (_, old) in zip(same, bucket, strict=True))
+
+
+def test_bf16_is_a_cast_and_back():
+    ((_, result),) = next(rounded([[("a.weight", weights(1))]], "bf16"))
+    assert torch.equal(result, weights(1).bfloat16().float())

@@ -1,0 +1,44 @@
+"""Memory that several processes open, one after the other and each by handles of its own."""
+
+import subprocess
+import sys
+
+import torch
+
+from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
+
+OPEN = """
+import base64, pickle, sys
+named = pickle.loads(base64.b64decode(sys.stdin.read()))
+print(*(f"{name}={tensor.sum().item()}" for name, tensor in named))
+del named  # and with it this process's references
+"""
+
+
+class Engine:
+    """Its ranks are processes that open their tensors, read them, and end."""
+
+    url = "an engine"
+
+    def __init__(self, ranks):
+        self.ranks, self.read = ranks, []
+
+    def report(self):
+        return {"tp_size": self.ranks}
+
+    def post(self, path, body, num_bytes):
+        assert num_bytes == 16 * 4  # float32
+        for payload in body["serialized_named_tensors"]:
+            done = subprocess.run(
+                [sys.executable, "-c", OPEN], input=payload, capture_output=True, text=True
+            )
+            self.read.append(done.stdout.strip() or done.stderr)
+
+
+def test_every_rank_reads_whole_tensors_and_parts_of_one():
+    """As the experts of a layer are: parts of one parameter."""
+    parts = torch.arange(12.0).view(3, 4).unbind()
+    bucket = [("norm", torch.ones(4)), *((f"experts.{e}", part) for e, part in enumerate(parts))]
+    engine = Engine(ranks=3)
+    SharedMemoryTransport().send(bucket, [engine], "1")
+    assert engine.read == ["norm=4.0 experts.0=6.0 experts.1=22.0 experts.2=38.0"] * 3

@@ -1,0 +1,87 @@
+"""A real SGLang server and a real trainer under one contract, for tests to share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.models.hf_config import load_config
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.start import make_contract
+from onpolicy.train import distributed
+from onpolicy.types import Request, SamplingParams
+
+CHUNKED_PREFILL_SIZE = 48
+
+
+def make_engines(
+    checkpoint: Path, directory: Path, dtype: str = "float32", tp_size: int = 1, **engine
+) -> EnginePair:
+    """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
+    distributed.init_process_group()
+    hf_config = load_config(str(checkpoint))
+    contract = make_contract(
+        str(checkpoint),
+        hf_config,
+        dtype=dtype,
+        aligned=True,
+        tp_size=tp_size,
+        row_parallel_blocks=tp_size,
+    )
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype=dtype),
+        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
+        engine=groups.EngineConfig(cpu_threads=1, **engine),
+        trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=500),
+        parity=groups.ParityConfig(true_on_policy_mode=True),
+        sync=groups.WeightSyncConfig(update_weight_buffer_size=1),
+        sglang_args=(
+            "--chunked-prefill-size",
+            str(CHUNKED_PREFILL_SIZE),
+            "--tp-size",
+            str(tp_size),
+        ),
+    )
+    return EnginePair(config, hf_config, contract, directory)
+
+
+@contextmanager
+def running(pair: EnginePair) -> Iterator[EnginePair]:
+    """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards."""
+    try:
+        pair.start()
+        pair.push_weights("0")
+        yield pair
+    finally:
+        pair.stop()
+
+
+@pytest.fixture(scope="session")
+def engines(checkpoint, tmp_path_factory):
+    """One server and one trainer in float32."""
+    with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines"))) as pair:
+        yield pair
+
+
+def make_requests(count: int, seed: int, *, max_new_tokens: int = 24, temperature: float = 1.0):
+    """Requests of random lengths that share prefixes; some are longer than a prefill chunk."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(137) for _ in range(100)]
+    params = SamplingParams(
+        temperature=temperature, max_new_tokens=max_new_tokens, stop_token_ids=(), ignore_eos=True
+    )
+    return [
+        Request(
+            token_ids=shared[: rng.randrange(100)]
+            + [rng.randrange(137) for _ in range(rng.randrange(1, 60))],
+            sampling_seed=sampling_seed(seed, i),
+            params=params,
+        )
+        for i in range(count)
+    ]

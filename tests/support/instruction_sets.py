@@ -1,0 +1,147 @@
+"""Runs the tests of what decides bits under other instruction sets, each in processes of its own.
+
+    python tests/support/instruction_sets.py                          # all of SETTINGS, as CI does
+    python tests/support/instruction_sets.py MKL_CBWR=AVX2 ...        # others, whatever comes into force
+
+Libraries choose kernels by the processor, so what holds on one may not on the next. These variables
+give some of the kernels of others. A setting that a library did not take is a failure. Intel's kernels
+of MKL are chosen on Intel's processors alone; elsewhere `intel_kernels.c` answers MKL's question.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = {
+    "operators": (
+        "tests/onpolicy/ops",
+        "--ignore=tests/onpolicy/ops/triton",  # an interpreter in numpy, and
+        "--ignore=tests/onpolicy/ops/hopper",  # calls that are recorded
+        "tests/onpolicy/models/test_policy.py",
+    ),
+    "engines": (
+        "tests/parity",
+        "-k=not experts and not router",  # verify has them
+        "tests/e2e/test_verify.py::test_no_token_differs_in_float32[qwen3-moe]",
+    ),
+}
+"""What run side by side."""
+
+PYTEST = ("-m", "pytest", "--hypothesis-profile=few", "--durations=3", "-p", "no:cacheprovider")
+AVX2, AVX512 = "Intel(R) Advanced Vector Extensions 2", "Intel(R) AVX-512"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Variables, and what the libraries must say of themselves under them."""
+
+    variables: str
+    says: str = ""
+    intel: bool = False
+    """Whether MKL must take the processor for one of Intel's."""
+    needs: str = ""
+    """A flag of /proc/cpuinfo."""
+
+
+SETTINGS = (
+    Setting("ATEN_CPU_CAPABILITY=default", says="ATen DEFAULT"),
+    Setting("ATEN_CPU_CAPABILITY=avx2", says="ATen AVX2"),
+    Setting("MKL_ENABLE_INSTRUCTIONS=AVX2", says=AVX2, intel=True),
+    Setting("MKL_ENABLE_INSTRUCTIONS=AVX512", says=AVX512, intel=True, needs="avx512f"),
+    Setting("MKL_CBWR=COMPATIBLE", says="CNR:COMPATIBLE"),
+    Setting("ONEDNN_MAX_CPU_ISA=AVX2", says="isa:Intel AVX2\n"),
+)
+
+ASK = """
+import onpolicy, torch
+import torch.nn.functional as F
+print("ATen", torch.backends.cpu.get_cpu_capability(), flush=True)
+with torch.backends.mkl.verbose(1), torch.backends.mkldnn.verbose(1):
+    F.gelu(F.linear(torch.ones(64, 64), torch.ones(64, 64)))
+"""
+
+
+def intel_kernels(directory: str) -> dict[str, str]:
+    """The variable under which MKL takes this processor for one of Intel's."""
+    if "GenuineIntel" in Path("/proc/cpuinfo").read_text():
+        return {}
+    assert shutil.which("cc"), (
+        "no C compiler for tests/support/intel_kernels.c: apt-get install gcc"
+    )
+    library = str(Path(directory, "intel_kernels.so"))
+    source = str(Path(__file__).with_name("intel_kernels.c"))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return {"LD_PRELOAD": library}
+
+
+def in_force(environment: dict[str, str]) -> str:
+    """What ATen, MKL and oneDNN say of themselves."""
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    return answer.stdout
+
+
+def run(setting: Setting, directory: str) -> str | None:
+    """Run the tests; what went wrong, or None."""
+    variables = dict(pair.split("=", 1) for pair in setting.variables.split())
+    if setting.intel:
+        variables |= intel_kernels(directory)
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    said = in_force(environment)
+    if setting.says not in said:
+        return f"not in force: {setting.says!r} is not in\n{said}"
+    logs = {name: Path(directory, f"{name}.log") for name in TESTS}
+    processes = {name: _start(tests, logs[name], environment) for name, tests in TESTS.items()}
+    failed = [name for name, process in processes.items() if process.wait()]
+    for name, log in logs.items():
+        lines = log.read_text().splitlines()
+        print(f"{name}:", *(lines if name in failed else lines[-1:]), sep="\n  ", flush=True)
+    return f"{' and '.join(failed)} failed" if failed else None
+
+
+def _start(
+    tests: tuple[str, ...], log: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *PYTEST, *tests],
+            env=environment,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def main(arguments: list[str]) -> int:
+    if platform.machine() != "x86_64":
+        print(f"The settings are those of x86 libraries, not of {platform.machine()}.")
+        return 0
+    settings = [Setting(text) for text in arguments] or SETTINGS
+    flags, problems = Path("/proc/cpuinfo").read_text(), []
+    with tempfile.TemporaryDirectory() as directory:
+        for setting in settings:
+            if setting.needs not in flags:
+                print(f"== {setting.variables}: left out, this processor has no {setting.needs}")
+                continue
+            print(f"== {setting.variables}", flush=True)
+            start = time.monotonic()
+            problem = run(setting, directory)
+            seconds = time.monotonic() - start
+            print(f"== {setting.variables}: {problem or 'passed'}, {seconds:.0f} s", flush=True)
+            problems += [setting.variables] if problem else []
+    return len(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

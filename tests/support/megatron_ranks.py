@@ -1,0 +1,429 @@
+"""Ranks of a Megatron model in processes of their own, and what tests have them do.
+
+Starting a rank takes seconds, so one group serves all tests of a file: it makes Megatron's groups
+anew for every layout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import socket
+import traceback
+import warnings
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from onpolicy.contract import NumericsContract
+from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
+from onpolicy.models.stored import stored_tensors
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.processes import end_with_parent
+
+TEMPERATURE = 0.7
+
+
+class Ranks:
+    """Some processes that form a gloo group and run what they are sent."""
+
+    def __init__(self, count):
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes, self._processes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, port, theirs))
+            process.start()
+            theirs.close()  # so that a rank that dies ends our wait for it
+            self._pipes.append(ours)
+            self._processes.append(process)
+        atexit.register(self.stop)  # before Python waits for processes that are no daemons
+
+    def run(self, function, *args):
+        """What `function(*args)` returns on every rank; its first error is raised here."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for error in [answer for ok, answer in answers if not ok]:
+            raise AssertionError(error)
+        return [answer for _, answer in answers]
+
+    def stop(self):
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank, count, port, pipe):
+    end_with_parent()  # also when the tests are killed while a rank waits for another
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, count, rank == 0)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=100)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:  # the tests were ended
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model under a layout, and one micro-batch for every data-parallel rank."""
+
+    path: Path
+    batches: list[list[list[int]]]
+    layout: MegatronLayout = field(default_factory=MegatronLayout)
+    dtype: str = "float32"
+    blocks: int = 1
+    replay: bool = False
+
+    @property
+    def contract(self):
+        return make_contract(self.path, self.dtype, self.blocks)
+
+    def packed(self, data_rank):
+        return self._pack(self.batches[data_rank])
+
+    def _pack(self, sequences):
+        if not self.replay:
+            return pack(sequences)
+        config = AutoConfig.from_pretrained(self.path)
+        return pack(sequences, [random_experts(config, sequence) for sequence in sequences])
+
+    def with_batches(self, batches):
+        return replace(self, batches=batches)
+
+    def micro_batches(self, data_rank, count):
+        """The batch cut into `count` of consecutive sequences."""
+        sequences = self.batches[data_rank]
+        size = -(-len(sequences) // count)
+        return [self._pack(sequences[i : i + size]) for i in range(0, len(sequences), size)]
+
+
+def pack(sequences, experts=()):
+    prompt_lens = [max(1, len(s) // 3) for s in sequences]
+    return PackedTokens.pack(sequences, prompt_lens, TEMPERATURE, routed_experts=experts)
+
+
+def random_experts(config, sequence):
+    """Experts as a rollout would return them for a sequence; some of them are not known."""
+    if len(sequence) % 3 == 0:
+        return None
+    rng = np.random.default_rng(sequence)
+    size = (len(sequence) - 1, config.num_hidden_layers)
+    choices = rng.random((*size, config.num_experts)).argsort(-1)
+    choices[rng.random(size) < 0.3] = -1
+    chosen = choices[..., : config.num_experts_per_tok]
+    return chosen.reshape(len(chosen), -1).astype(np.int32)
+
+
+def make_contract(path, dtype="float32", blocks=1):
+    config = AutoConfig.from_pretrained(path)
+    shapes = operator_shapes(config, row_parallel_blocks=blocks)
+    return NumericsContract(
+        backend="cpu", device="cpu", dtype=dtype, shapes=shapes, row_parallel_blocks=blocks
+    )
+
+
+def random_sequences(*lens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 137, (n,), generator=generator).tolist() for n in lens]
+
+
+def loss_of(log_probs):
+    """Some loss in which every token has another share."""
+    return (log_probs * torch.arange(1, len(log_probs) + 1).cos()).sum()
+
+
+def reference(job, micro_batches=1):
+    """What the Hugging Face model on one rank makes of all batches: (results, gradients)."""
+    config = AutoConfig.from_pretrained(job.path)
+    policy = empty_policy(config, CpuOperators(1), row_parallel_blocks=job.blocks)
+    stored = AutoModelForCausalLM.from_pretrained(job.path, dtype=getattr(torch, job.dtype))
+    policy.causal_lm.load_state_dict(stored.state_dict(), assign=True)
+    policy.causal_lm.tie_weights()
+    policy.requires_grad_(True)
+    results = []
+    for data_rank in range(len(job.batches)):
+        scores = [policy(batch) for batch in job.micro_batches(data_rank, micro_batches)]
+        for log_probs, _ in scores:
+            loss_of(log_probs).backward()
+        log_probs, entropy = map(torch.cat, zip(*scores, strict=True))
+        results.append((log_probs.detach(), entropy))
+    gradients = {}
+    for name, parameter in policy.causal_lm.named_parameters():
+        gradients |= stored_tensors(policy.causal_lm, name, parameter.grad)
+    return results, gradients
+
+
+# From here on, what ranks run.
+
+
+def make_model(job):
+    from megatron.core import parallel_state
+
+    from onpolicy.train import distributed
+    from onpolicy.train.megatron.parallel import initialize
+
+    parallel_state.destroy_model_parallel()
+    _end_groups()
+    distributed.init_process_group()
+    config = AutoConfig.from_pretrained(job.path)
+    job.layout.check(config, job.contract, distributed.world_size())
+    initialize(job.layout)
+    from onpolicy.train.megatron.model import build_model
+    from onpolicy.train.megatron.weights import load_hf_weights
+
+    model = build_model(config, job.contract, CpuOperators(1), job.layout)
+    load_hf_weights(model, job.path)
+    return model
+
+
+def _end_groups():
+    """End the last layout's groups, which Megatron forgets; each has threads of its own."""
+    everyone = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not everyone and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def data_rank():
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_rank()
+
+
+def score(job):
+    """(data rank, log_probs, entropy) without gradients."""
+    from onpolicy.train.megatron.model import packed_forward
+
+    model = make_model(job)
+    with torch.no_grad():
+        log_probs, entropy = packed_forward(model, job.packed(data_rank()))
+    return data_rank(), log_probs, entropy
+
+
+def score_broken(job, name):
+    """As `score`, with one of our modules broken (megatron_controls.py)."""
+    import tests.support.megatron_controls as megatron_controls
+
+    with getattr(megatron_controls, name)():
+        return score(job)
+
+
+def differentiate(job):
+    """(data rank, log_probs, entropy, gradients by Hugging Face names on rank 0)."""
+    from onpolicy.train.megatron.model import packed_forward
+
+    model = make_model(job)
+    log_probs, entropy = packed_forward(model, job.packed(data_rank()))
+    loss_of(log_probs).backward()
+    sum_gradients(model)
+    return data_rank(), log_probs.detach(), entropy, export_gradients(model)
+
+
+def train(job, micro_batches=1):
+    """As `differentiate`, through Megatron's schedule and its DistributedDataParallel."""
+    from onpolicy.train.megatron.schedule import score
+
+    model, wrapped = make_wrapped(job)
+    batches = job.micro_batches(data_rank(), micro_batches)
+    scores = score(model, batches)
+    accumulate(wrapped, batches)
+    for parameter in model.parameters():
+        parameter.grad = parameter.main_grad.to(parameter.dtype)
+    log_probs, entropy = map(torch.cat, zip(*scores, strict=True))
+    return data_rank(), log_probs, entropy, export_gradients(model)
+
+
+def make_wrapped(job, **settings):
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from onpolicy.compat import megatron_on_cpu as cpu_stand_in
+
+    cpu_stand_in.activate()
+    model = make_model(job)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)
+    return model, DistributedDataParallel(model.config, config, model)
+
+
+def accumulate(wrapped, batches):
+    from onpolicy.train.megatron.schedule import accumulate_gradients
+
+    wrapped.zero_grad_buffer()
+    accumulate_gradients(wrapped, batches, lambda number, log_probs, _: loss_of(log_probs))
+
+
+def step_and_reload(job, directory, distributed_optimizer):
+    """A step of Megatron's optimizer, and its checkpoint of the model read back into another one.
+
+    Returns (gradient norm, weights before the step, after it, and as read back), on rank 0.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    model, wrapped = make_wrapped(job, use_distributed_optimizer=distributed_optimizer)
+    before = export_weights(model)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        bf16=job.dtype == "bfloat16",
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=distributed_optimizer,
+        clip_grad=1.0,
+    )
+    optimizer = get_megatron_optimizer(settings, [wrapped])
+    accumulate(wrapped, job.micro_batches(data_rank(), 1))
+    _, norm, _ = optimizer.step()
+    after = export_weights(model)
+    dist_checkpointing.save(model.sharded_state_dict(), str(directory))
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    state = dist_checkpointing.load(model.sharded_state_dict(), str(directory))
+    model.load_state_dict(state)
+    return norm, before, after, export_weights(model)
+
+
+def layer_forwards(job):
+    """How many MLPs run forward in a forward and backward pass of one micro-batch."""
+    from unittest.mock import patch
+
+    from megatron.core.transformer.mlp import MLP
+
+    calls = []
+    forward = MLP.forward
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    with patch.object(MLP, "forward", counted):
+        differentiate(job)
+    return len(calls)
+
+
+def score_in_stages(job):
+    from onpolicy.train.megatron.schedule import score
+
+    return [x for both in score(make_model(job), [job.packed(0)]) for x in both]
+
+
+def stand_in_at_start(job):
+    """Whether the stand-in is active after start-up without and with need for it; its messages."""
+    import logging
+
+    from onpolicy.compat import megatron_on_cpu as cpu_stand_in
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    cpu_stand_in.logger.addHandler(handler)
+    active = []
+    for layout in (MegatronLayout(), MegatronLayout(pipeline_model_parallel_size=2)):
+        make_model(replace(job, layout=layout))
+        active.append(cpu_stand_in.is_active())
+    make_model(replace(job, layout=layout))
+    return active, messages
+
+
+def dispatch_rows(kind, experts):
+    """Rows to the experts of two ranks and back: (results, gradient of the rows, of the weights).
+
+    experts: one list of choices for each token, by rank. Four experts, whose weights are fixed.
+    """
+    import torch.nn.functional as F
+
+    from onpolicy.ops.experts import expert_outputs
+    from onpolicy.ops.row_parallel import RowParallel
+    from onpolicy.train.megatron.dispatch import DISPATCH
+
+    rank = dist.get_rank()
+    rows, gate_up, down = expert_weights(experts)
+    mine = slice(2 * rank, 2 * rank + 2)
+    weights = [gate_up[mine].requires_grad_(), down[mine].requires_grad_()]
+    operators = CpuOperators(1)
+
+    def compute(rows, chosen):
+        return expert_outputs(operators, rows, chosen, *weights, F.silu, RowParallel())[0]
+
+    x = rows[rank].requires_grad_()
+    chosen = torch.tensor(experts[rank])
+    results = DISPATCH[kind](x, chosen, 2, compute, dist.group.WORLD)
+    loss_of(results.sum(1)).backward()
+    return results.detach(), x.grad, [weight.grad for weight in weights]
+
+
+def expert_weights(experts):
+    """(rows of every rank, gate_up [4, 2 I, H], down [4, H, I])"""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(len(own), 24, generator=generator) for own in experts]
+    gate_up = torch.randn(4, 32, 24, generator=generator)
+    return rows, gate_up, torch.randn(4, 24, 16, generator=generator)
+
+
+def sum_gradients(model):
+    """As Megatron's finalize_model_grads, for a model that is not wrapped."""
+    from megatron.core import parallel_state
+
+    config = model.config
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    for name, parameter in model.named_parameters():
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if not getattr(parameter, "allreduce", True):
+            group = parallel_state.get_expert_data_parallel_group()
+        dist.all_reduce(parameter.grad, group=group)
+        shared = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        if shared or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)):
+            dist.all_reduce(parameter.grad, group=tensor_group)
+
+
+def export_gradients(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    return export_weights(model)
+
+
+def export_weights(model):
+    from onpolicy.train.megatron.weights import export_buckets
+
+    return {name: tensor for bucket in export_buckets(model, 1 << 20) for name, tensor in bucket}
+
+
+def export(job, max_bytes):
+    """Names of the tensors in every bucket and all tensors, on every rank."""
+    from onpolicy.train.megatron.weights import export_buckets
+
+    buckets = list(export_buckets(make_model(job), max_bytes))
+    names = [[name for name, _ in bucket] for bucket in buckets]
+    return names, {name: tensor for bucket in buckets for name, tensor in bucket}
+
+
+def count_parameters(job):
+    return sum(parameter.numel() for parameter in make_model(job).parameters())
+
+
+def with_blocks(job, layout):
+    """The job under another layout, with as many blocks as that has tensor-parallel ranks."""
+    return replace(job, layout=layout, blocks=layout.tensor_model_parallel_size)

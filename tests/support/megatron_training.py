@@ -1,0 +1,173 @@
+"""What ranks of a group (`megatron_ranks.py`) do as trainers of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import resource
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.errors import ParityError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.start import make_contract
+from onpolicy.train import distributed, make_trainer
+from onpolicy.types import TrainSample
+
+BLOCKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A trainer; `changes` go into the groups of its configuration."""
+
+    path: Path
+    backend: str = "megatron"
+    dtype: str = "float32"
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def under(self, layout: dict[str, Any], **changes: Any) -> Job:
+        return dataclasses.replace(self, changes={**self.changes, "megatron": layout, **changes})
+
+    def config(self) -> TrainConfig:
+        config = TrainConfig(
+            model=groups.ModelConfig(hf_checkpoint=str(self.path), dtype=self.dtype),
+            rollout=groups.RolloutConfig(
+                num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2
+            ),
+            trainer=groups.TrainerConfig(
+                train_backend=self.backend, lr=1e-3, lr_warmup_steps=3, max_tokens_per_gpu=100
+            ),
+            parity=groups.ParityConfig(true_on_policy_mode=True, row_parallel_blocks=BLOCKS),
+        )
+        for name, values in self.changes.items():
+            group = dataclasses.replace(getattr(config, name), **values)
+            config = dataclasses.replace(config, **{name: group})
+        return config
+
+
+def make(job):
+    """The trainer, in groups of its own."""
+    if job.backend == "megatron":
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    distributed.init_process_group()
+    config = job.config()
+    contract = make_contract(
+        str(job.path),
+        load_config(str(job.path)),
+        dtype=job.dtype,
+        aligned=True,
+        row_parallel_blocks=config.count_row_parallel_blocks(),
+    )
+    return make_trainer(config, contract, 1)
+
+
+def make_samples(trainer, seed=0, wrong=0.0):
+    """Random sequences with the trainer's own log-probabilities, of the first `wrong` off."""
+    rng = random.Random(seed)
+    sequences = [[rng.randrange(2, 137) for _ in range(rng.randrange(8, 60))] for _ in range(8)]
+    prompt_lens = [rng.randrange(1, len(s) - 1) for s in sequences]
+    log_probs = trainer.log_probs(sequences, prompt_lens, 1.0)
+    log_probs[0][0] -= wrong
+    return [
+        TrainSample(
+            token_ids=sequence,
+            prompt_len=prompt_len,
+            rollout_log_probs=values.tolist(),
+            advantage=rng.uniform(-1, 1),
+            label=f"prompt {i}, sample 0",
+        )
+        for i, (sequence, prompt_len, values) in enumerate(
+            zip(sequences, prompt_lens, log_probs, strict=True)
+        )
+    ]
+
+
+def weights(trainer):
+    """By Hugging Face names, on rank 0."""
+    return {name: tensor for bucket in trainer.weight_buckets(1 << 30) for name, tensor in bucket}
+
+
+def train(job, steps=2, save=None, load=None):
+    """(log_probs of the samples of every step, its metrics, weights after the last)."""
+    trainer = make(job)
+    if load is not None:
+        trainer.load(load)
+    log_probs, metrics = [], []
+    for step in range(0 if load is None else 1, steps):
+        samples = make_samples(trainer, seed=step)
+        log_probs.append([s.rollout_log_probs for s in samples])
+        metrics.append(trainer.train(samples, step))
+        if save is not None and step == 0:
+            trainer.save(save)
+    return log_probs, metrics, weights(trainer)
+
+
+def train_on_a_wrong_one(job):
+    """(error or None, metrics, weights before, weights after)."""
+    trainer = make(job)
+    before = {name: tensor.clone() for name, tensor in weights(trainer).items()}
+    error, metrics = None, {}
+    try:
+        metrics = trainer.train(make_samples(trainer, wrong=0.2), step=7)
+    except ParityError as refused:
+        error = str(refused)
+    return error, metrics, before, weights(trainer)
+
+
+def save_on_a_full_disk(job, directory, size):
+    """The error where the system refuses files over some bytes."""
+    trainer = make(job)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        trainer.save(directory)
+    except (OSError, RuntimeError) as error:  # what a run makes a message of
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return None
+
+
+def load_crafted(job, directory, attack):
+    """(error, whether code ran) of a checkpoint with code hidden in it.
+
+    Where torch was told to unpickle everything, as some do for old checkpoints.
+    """
+    trainer = make(job)
+    trainer.save(directory)
+    attack(directory / "sharded", directory / "trace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        try:
+            trainer.load(directory)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", (directory / "trace").exists()
+    return None, (directory / "trace").exists()
+
+
+def load_crafted_with_megatrons_readers(job, directory, attack):
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+
+    from onpolicy.train.megatron import checkpoint
+
+    with pytest.MonkeyPatch.context() as patch:
+        reader = strategies.CachedMetadataFileSystemReader
+        patch.setattr(
+            strategies, "_get_filesystem_reader", lambda path, cache_metadata: reader(path)
+        )
+        patch.setattr(checkpoint, "IndexReader", reader)
+        patch.setattr(checkpoint, "_CommonStrategy", TorchCommonLoadStrategy)
+        return load_crafted(job, directory, attack)
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,41 @@
+"""What tests start ends with them, also when they are killed."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.support.processes import is_gone
+from tests.support.train_runs import ROOT, wait_for
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+CHILD = """
+import sys, time
+sys.path.insert(0, {tests!r})
+{ends}
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_ends_with_the_one_that_started_it_if_it_asks_to(ends):
+    asks = "from tests.support.processes import end_with_parent; end_with_parent()" if ends else ""
+    code = CHILD.format(tests=str(ROOT), ends=asks)
+    command = [sys.executable, "-c", PARENT, code]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    if ends:
+        wait_for(lambda: is_gone(child), 10)
+    else:
+        assert not is_gone(child)
+        child.kill()

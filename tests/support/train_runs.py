@@ -1,0 +1,86 @@
+"""Whole runs as a user starts them, and what tests ask of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from onpolicy.outputs.metrics import read_jsonl
+
+ROLLOUTS = 4
+ROOT = Path(__file__).parents[2]
+PATHS = [str(ROOT / "tests/e2e"), str(ROOT)]
+"""Where a run finds its reward function, and its script what it imports."""
+
+ALIGNED = ("--true-on-policy-mode",)
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def write_prompts(file):
+    rows = [{"prompt": "abcdefgh"[i:] * 3, "label": "x"} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def start_train(
+    checkpoint, data, directory, *argv, preamble="", launcher=(), mode=ALIGNED, env=None
+):
+    """Starts `onpolicy train` in a process; `preamble` is code that runs before it."""
+    code = (
+        "from tests.support.processes import end_with_parent\nend_with_parent()\n"
+        f"{preamble}\nimport sys\nfrom onpolicy.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    script = directory / "run.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
+    return subprocess.Popen(
+        [
+            sys.executable, *launcher, str(script), "train",
+            "--hf-checkpoint", str(checkpoint), "--prompt-data", str(data),
+            "--custom-rm-path", "own_reward.score", *mode,
+            "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "4",
+            "--n-samples-per-prompt", "4", "--rollout-max-response-len", "24",
+            "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
+            "--run-dir", str(directory / "run"), *argv,
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output[-4000:]
+    return output
+
+
+def run_hash(output):
+    return re.search(r"run hash\s+│\s+(\w{32})", output).group(1)
+
+
+def summary(output):
+    """The rows of the table at the end."""
+    return dict(re.findall(r"│ ([\w, ]+?)\s+│ (.*?)\s+│", output.split("onpolicy run")[-1]))
+
+
+def exported_weights(save, done=ROLLOUTS):
+    return (save / f"step_{done:06d}" / "hf" / "model-00000.safetensors").read_bytes()
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def metrics_of(directory):
+    file = directory / "run" / "metrics.jsonl"
+    return [r for r in read_jsonl(file) if "rollout/raw_reward" in r] if file.exists() else []

@@ -1,0 +1,63 @@
+"""A run that can save and load: a trainer, and engines whose server is not started."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.saving import RunState, digest_prompts
+from onpolicy.run.start import make_contract
+from onpolicy.train import distributed, make_trainer
+from onpolicy.types import Prompt, RunTotals
+
+PROMPTS = [Prompt(index=i, token_ids=[i + 2], label="x", text="a") for i in range(3)]
+
+
+def make_config(checkpoint: Path, directory: Path, **output: Any) -> TrainConfig:
+    """It saves under `directory` and resumes from there."""
+    save = f"{directory}/save"
+    return TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
+        rollout=groups.RolloutConfig(num_rollout=9),
+        output=groups.OutputConfig(**{"save": save, "save_interval": 2, "load": save, **output}),
+        parity=groups.ParityConfig(true_on_policy_mode=True),
+    )
+
+
+def make_run(checkpoint: Path, directory: Path, **output: Any) -> tuple[TrainConfig, EnginePair]:
+    distributed.init_process_group()
+    config = make_config(checkpoint, directory, **output)
+    hf_config = load_config(str(checkpoint))
+    contract = make_contract(str(checkpoint), hf_config, dtype="float32", aligned=True)
+    engines = EnginePair(config, hf_config, contract, directory)
+    engines.trainer = make_trainer(config, contract, 1)
+    return config, engines
+
+
+def state_after(rollouts_done: int) -> RunState:
+    totals = RunTotals(first_reward=0.25, last_reward=0.5, num_compared_tokens=90)
+    return RunState(
+        rollouts_done=rollouts_done,
+        run_hash="hash",
+        totals=totals,
+        governor={},
+        prompts=digest_prompts(PROMPTS),
+    )
+
+
+def changed(config: TrainConfig, **values: Any) -> TrainConfig:
+    """The configuration with other values of some flags, whatever their groups."""
+    for name, value in values.items():
+        if name in {field.name for field in dataclasses.fields(config)}:
+            config = dataclasses.replace(config, **{name: value})
+            continue
+        for field in dataclasses.fields(config):
+            group = getattr(config, field.name)
+            if dataclasses.is_dataclass(group) and hasattr(group, name):
+                new = dataclasses.replace(group, **{name: value})
+                config = dataclasses.replace(config, **{field.name: new})
+    return config
