@@ -55,7 +55,7 @@ def _setting(config: pytest.Config) -> Setting:
 
 def pytest_configure(config: pytest.Config) -> None:
     if _option(config, "rehearse") == "triton":
-        pass
+        import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
     file = _option(config, "gpu_json")
     if file and (torch.cuda.is_available() or _option(config, "rehearse")):
         config.pluginmanager.register(Summary(Path(file)))
@@ -94,7 +94,7 @@ def _obstacle(config: pytest.Config) -> str | None:
         return None
     if not torch.cuda.is_available():
         return "needs a GPU: torch.cuda.is_available() is False"
-    if "triton_interpreter" in sys.modules:
+    if "tests.support.triton_interpreter" in sys.modules:
         return "tests/conftest.py put Triton's interpreter in place of its compiler: make gpu-test"
     return None
 
