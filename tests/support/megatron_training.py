@@ -157,15 +157,15 @@ def load_crafted_with_megatrons_readers(job, directory, attack):
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
-    from onpolicy.train.megatron import checkpoint
+    from onpolicy.train.megatron import state
 
     with pytest.MonkeyPatch.context() as patch:
         reader = strategies.CachedMetadataFileSystemReader
         patch.setattr(
             strategies, "_get_filesystem_reader", lambda path, cache_metadata: reader(path)
         )
-        patch.setattr(checkpoint, "IndexReader", reader)
-        patch.setattr(checkpoint, "_CommonStrategy", TorchCommonLoadStrategy)
+        patch.setattr(state, "IndexReader", reader)
+        patch.setattr(state, "_CommonStrategy", TorchCommonLoadStrategy)
         return load_crafted(job, directory, attack)
 
 
