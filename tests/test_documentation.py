@@ -9,6 +9,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("onpolicy", "sglang_patches", "fallback_correction")
@@ -107,3 +108,10 @@ def test_a_path_or_a_name_that_is_not_there_is_found():
     assert set(missing_names(text)) == {"onpolicy.gone.f", "onpolicy.errors.Gone"}
     known = "`errors.py`, ops/base.py, tests/support, rewards.md, onpolicy.errors.ConfigError"
     assert not [*missing_files(known, here, NAMES), *missing_names(known)]
+
+
+def test_the_hooks_are_the_checks_of_make_lint():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint: setup\n")[2].partition("\n\n")[0]
+    lint = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+    assert [hook["entry"] for hook in repository["hooks"]] == lint
