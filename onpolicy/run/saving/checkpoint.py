@@ -33,10 +33,10 @@ class RunState:
     totals: RunTotals
 
     governor: dict[str, Any]
-    """Of `Ladder.state_dict`."""
+    """What `Ladder.state_dict` returned."""
 
     prompts: str
-    """Of `digest_prompts`: the rollouts done say how far the run has come in them."""
+    """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +47,19 @@ class Checkpoint:
     state: RunState
 
     config: dict[str, Any]
-    """Of `TrainConfig.to_dict`, of the run that wrote it."""
+    """`TrainConfig.to_dict` of the run that wrote it."""
 
     made_with: dict[str, Any]
-    """Of `made_with`."""
+    """What `made_with` returned in that run."""
 
 
 def made_with() -> dict[str, Any]:
-    """Versions and ranks that this process has."""
+    """The versions of the packages and the number of trainer ranks of this run."""
     return {**versions(), "trainer_ranks": int(os.environ.get("WORLD_SIZE", "1"))}
 
 
 def digest_prompts(prompts: Sequence[Prompt]) -> str:
-    """Of everything that was read of them."""
+    """A digest of everything that was read of the prompts."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
         read = (prompt.token_ids, prompt.label, prompt.text, prompt.metadata)
