@@ -197,11 +197,11 @@ class Run:
             self._progress.on_requests(len(requests))
         completions = self.engines.generate(requests)
         seconds = time.perf_counter() - started
-        tokens = sum(len(completion.token_ids) for completion in completions)
+        tokens = sum(len(completion.response_ids) for completion in completions)
 
         def score() -> tuple[list[SampleGroup], Metrics]:
             texts = self.inputs.tokenizer.batch_decode(
-                [completion.token_ids for completion in completions], skip_special_tokens=True
+                [completion.response_ids for completion in completions], skip_special_tokens=True
             )
             groups = group_samples(prompts, completions, texts, self.engines.weight_version)
             return groups, self._scorer.score(_samples(groups))
@@ -248,9 +248,9 @@ class Run:
             [[len(sample.rollout_log_probs) for sample in group.samples] for group in kept],
         )
         samples = [
-            sample
+            TrainSample(sample=sample, advantage=advantage)
             for group, values in zip(kept, advantages, strict=True)
-            for sample in _train_samples(group, values)
+            for sample, advantage in zip(group.samples, values, strict=True)
         ]
         try:
             return {**trainer.train(samples, step), **metrics}
@@ -324,17 +324,3 @@ def _samples(groups: Sequence[SampleGroup]) -> list[Sample]:
 
 def _rewards(group: SampleGroup) -> list[float]:
     return [sample.reward for sample in group.samples]
-
-
-def _train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[TrainSample]:
-    return [
-        TrainSample(
-            token_ids=sample.token_ids,
-            prompt_len=len(group.prompt.token_ids),
-            rollout_log_probs=sample.rollout_log_probs,
-            advantage=advantage,
-            label=f"prompt {group.prompt.index}, sample {sample.sample_index}",
-            routed_experts=sample.routed_experts,
-        )
-        for sample, advantage in zip(group.samples, advantages, strict=True)
-    ]

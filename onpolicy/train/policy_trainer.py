@@ -145,7 +145,7 @@ class PolicyTrainer(Trainer):
         return {
             **metrics,
             "perf/train_time": seconds,
-            "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
+            "perf/train_tokens_per_second": sum(len(s.sample.token_ids) for s in samples) / seconds,
         }
 
     def _train_or_fall_back(

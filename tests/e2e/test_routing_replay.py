@@ -13,7 +13,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.start import make_contract
 from onpolicy.train import distributed
-from onpolicy.types import TrainSample
+from onpolicy.types import Prompt, Sample, TrainSample
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_requests, running
@@ -69,12 +69,12 @@ def with_other_routers(buckets):
 def train_samples(requests, completions):
     return [
         TrainSample(
-            token_ids=request.token_ids + completion.token_ids,
-            prompt_len=len(request.token_ids),
-            rollout_log_probs=completion.log_probs,
+            sample=Sample(
+                prompt=Prompt(index=i, prompt_ids=request.prompt_ids, label="", text=""),
+                sample_index=0,
+                completion=completion,
+            ),
             advantage=(-1.0) ** i,
-            label=f"prompt {i}",
-            routed_experts=completion.routed_experts,
         )
         for i, (request, completion) in enumerate(zip(requests, completions, strict=True))
     ]
@@ -84,7 +84,7 @@ def test_every_token_but_the_last_comes_with_its_experts_cached_prefixes_too(rol
     requests, completions = rollout
     assert any(completion.num_cached_tokens for completion in completions)
     for request, completion in zip(requests, completions, strict=True):
-        tokens = len(request.token_ids) + len(completion.token_ids)
+        tokens = len(request.prompt_ids) + len(completion.response_ids)
         assert completion.routed_experts.shape == (tokens - 1, LAYERS * K)
         chosen = torch.from_numpy(completion.routed_experts.copy()).view(-1, LAYERS, K)
         assert (chosen[..., 0] != chosen[..., 1]).all()  # distinct: no row was left unwritten

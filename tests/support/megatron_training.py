@@ -17,7 +17,7 @@ from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.start import make_contract
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 
 BLOCKS = 2
 
@@ -77,13 +77,7 @@ def make_samples(trainer, seed=0, wrong=0.0):
     log_probs = trainer.log_probs(sequences, prompt_lens, 1.0)
     log_probs[0][0] -= wrong
     return [
-        TrainSample(
-            token_ids=sequence,
-            prompt_len=prompt_len,
-            rollout_log_probs=values.tolist(),
-            advantage=rng.uniform(-1, 1),
-            label=f"prompt {i}, sample 0",
-        )
+        make_train_sample(sequence, prompt_len, values.tolist(), rng.uniform(-1, 1), i)
         for i, (sequence, prompt_len, values) in enumerate(
             zip(sequences, prompt_lens, log_probs, strict=True)
         )
@@ -103,7 +97,7 @@ def train(job, steps=2, save=None, load=None):
     log_probs, metrics = [], []
     for step in range(0 if load is None else 1, steps):
         samples = make_samples(trainer, seed=step)
-        log_probs.append([s.rollout_log_probs for s in samples])
+        log_probs.append([s.sample.rollout_log_probs for s in samples])
         metrics.append(trainer.train(samples, step))
         if save is not None and step == 0:
             trainer.save(save)

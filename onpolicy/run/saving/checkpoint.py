@@ -62,7 +62,7 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
     """A digest of everything that was read of the prompts."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
-        read = (prompt.token_ids, prompt.label, prompt.text, prompt.metadata)
+        read = (prompt.prompt_ids, prompt.label, prompt.text, prompt.metadata)
         digest.update(repr(read).encode())
     return digest.hexdigest()
 

@@ -14,7 +14,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.run.start import make_contract
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
 
 
@@ -43,13 +43,7 @@ def make_samples(trainer, seed):
     sequences = [[rng.randrange(2, 137) for _ in range(rng.randrange(8, 60))] for _ in range(8)]
     log_probs = trainer.log_probs(sequences, [1] * 8, 1.0)
     return [
-        TrainSample(
-            token_ids=sequence,
-            prompt_len=1,
-            rollout_log_probs=values.tolist(),
-            advantage=rng.uniform(-1, 1),
-            label=f"prompt {i}, sample 0",
-        )
+        make_train_sample(sequence, 1, values.tolist(), rng.uniform(-1, 1), i)
         for i, (sequence, values) in enumerate(zip(sequences, log_probs, strict=True))
     ]
 

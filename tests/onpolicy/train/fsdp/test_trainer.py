@@ -18,7 +18,7 @@ from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.start import make_contract
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample, with_log_probs
 
 
 @pytest.fixture
@@ -52,13 +52,7 @@ def make_samples(trainer, count=8, seed=0):
     prompt_lens = [rng.randrange(1, len(s) - 1) for s in sequences]
     log_probs = trainer.log_probs(sequences, prompt_lens, 1.0)
     return [
-        TrainSample(
-            token_ids=sequence,
-            prompt_len=prompt_len,
-            rollout_log_probs=values.tolist(),
-            advantage=rng.uniform(-1, 1),
-            label=f"prompt {i}, sample 0",
-        )
+        make_train_sample(sequence, prompt_len, values.tolist(), rng.uniform(-1, 1), i)
         for i, (sequence, prompt_len, values) in enumerate(
             zip(sequences, prompt_lens, log_probs, strict=True)
         )
@@ -70,9 +64,9 @@ def weights(trainer):
 
 
 def with_log_prob(sample, position, value):
-    changed = list(sample.rollout_log_probs)
+    changed = list(sample.sample.rollout_log_probs)
     changed[position] = value
-    return dataclasses.replace(sample, rollout_log_probs=changed)
+    return with_log_probs(sample, changed)
 
 
 def test_master_weights_are_sharded_float32_and_the_checkpoints_bits(make, checkpoint):
@@ -89,7 +83,7 @@ def test_master_weights_are_sharded_float32_and_the_checkpoints_bits(make, check
 def test_log_probs_do_not_depend_on_packing(make, dtype):
     trainer, packed_otherwise = make(dtype), make(dtype, trainer={"max_tokens_per_gpu": 1})
     for a, b in zip(make_samples(trainer), make_samples(packed_otherwise), strict=True):
-        assert a.rollout_log_probs == b.rollout_log_probs
+        assert a.sample.rollout_log_probs == b.sample.rollout_log_probs
 
 
 def test_on_policy_samples_match_and_the_ratio_is_one(make):
@@ -108,9 +102,12 @@ def test_training_makes_good_samples_likelier(make):
     before = weights(trainer)
     trainer.train(samples, step=0)
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
-    after = trainer.log_probs([s.token_ids for s in samples], [s.prompt_len for s in samples], 1.0)
+    sampled = [s.sample for s in samples]
+    after = trainer.log_probs(
+        [s.token_ids for s in sampled], [len(s.prompt.prompt_ids) for s in sampled], 1.0
+    )
     gain = sum(
-        s.advantage * (new - torch.tensor(s.rollout_log_probs)).sum().item()
+        s.advantage * (new - torch.tensor(s.sample.rollout_log_probs)).sum().item()
         for s, new in zip(samples, after, strict=True)
     )
     assert gain > 0
@@ -120,7 +117,7 @@ def test_with_several_optimizer_steps_only_the_first_is_compared(make):
     trainer = make(trainer={"global_batch_size": 2})
     samples = make_samples(trainer)
     metrics = trainer.train(samples, step=0)
-    first = sum(len(s.rollout_log_probs) for s in samples[:2])
+    first = sum(len(s.sample.rollout_log_probs) for s in samples[:2])
     assert metrics["parity/num_compared_tokens"] == first
     assert metrics["parity/num_mismatched_tokens"] == 0
     assert trainer.mismatched_tokens == [0, 0, *[None] * 6]
@@ -133,7 +130,7 @@ def test_with_several_optimizer_steps_only_the_first_is_compared(make):
 def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
     trainer = make()
     samples = make_samples(trainer)
-    samples[3] = with_log_prob(samples[3], 2, wrong(samples[3].rollout_log_probs[2]))
+    samples[3] = with_log_prob(samples[3], 2, wrong(samples[3].sample.rollout_log_probs[2]))
     before = weights(trainer)
     with pytest.raises(
         ParityError,
@@ -160,7 +157,9 @@ def test_a_mismatch_is_counted_and_logged_if_the_policy_is_to_warn(make, caplog)
 def test_under_a_stock_contract_old_log_probs_are_computed_again(make):
     """So the ratio starts at 1 although the rollout's log-probabilities differ."""
     trainer = make(aligned=False)
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)]
+    samples = [
+        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)
+    ]
     metrics = trainer.train(samples, step=0)
     assert metrics["parity/num_mismatched_tokens"] >= len(samples)
     assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
@@ -170,7 +169,9 @@ def test_under_a_stock_contract_old_log_probs_are_computed_again(make):
 def test_bypass_takes_the_rollouts_log_probs_and_computes_none(make, monkeypatch):
     flags = {"use_rollout_logprobs": True, "get_mismatch_metrics": True}
     trainer = make(aligned=False, fallback=flags)
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)]
+    samples = [
+        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)
+    ]
     scored = []
     monkeypatch.setattr(trainer, "_score", lambda *args: scored.append(args))
     metrics = trainer.train(samples, step=0)
@@ -189,9 +190,7 @@ def test_corrections_do_not_depend_on_the_micro_batches(make):
         samples = make_samples(trainer)
         rng = random.Random(5)
         samples = [
-            dataclasses.replace(
-                s, rollout_log_probs=[x + rng.uniform(-0.1, 0.1) for x in s.rollout_log_probs]
-            )
+            with_log_probs(s, [x + rng.uniform(-0.1, 0.1) for x in s.sample.rollout_log_probs])
             for s in samples
         ]
         metrics = trainer.train(samples, step=0)
@@ -216,7 +215,7 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_in_plain_words_or_is_reject
     ):
         stops.train(samples, step=0)
     metrics = rejects.train(samples, step=0)
-    total = sum(len(sample.rollout_log_probs) for sample in samples)
+    total = sum(len(s.sample.rollout_log_probs) for s in samples)
     for name in ("mismatch/nonfinite_fraction", "correction/nonfinite_fraction"):
         assert metrics[name] == pytest.approx(1 / total)
     # What the parity check compared was that far apart.
@@ -228,7 +227,7 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
     flags = {"fallback": MIS, "parity": {"true_on_policy_mode": True, "parity_policy": "fallback"}}
     falls, follows = make(**flags), make(aligned=False, fallback=MIS)
     samples = make_samples(falls)
-    samples[-1] = with_log_prob(samples[-1], 0, samples[-1].rollout_log_probs[0] - 0.2)
+    samples[-1] = with_log_prob(samples[-1], 0, samples[-1].sample.rollout_log_probs[0] - 0.2)
     metrics = falls.train(samples, step=0)
     assert "Going on with the fallback correction" in caplog.text
     assert metrics["parity/num_fallbacks"] == 1
@@ -245,7 +244,9 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
 def test_a_multiplier_is_in_the_checkpoint(make, tmp_path):
     flags = {"aligned": False, "fallback": {"dc_mode": "lagrangian"}}
     first, second = make(**flags), make(**flags)
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 1.0) for s in make_samples(first)]
+    samples = [
+        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 1.0) for s in make_samples(first)
+    ]
     first.train(samples, step=0)
     assert first.corrections.penalty.lam != 0.1
     first.save(tmp_path)
@@ -362,7 +363,7 @@ def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
         make(aligned=False, fallback={**tis, "custom_tis_function_path": path})
         for path in ("", hook)
     )
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
+    samples = [with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
     expected, got = ours.train(samples, step=0), hooked.train(samples, step=0)
     assert got["tis/mis_tis_truncate_fraction"] > 0
     assert got["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], rel=1e-5)
