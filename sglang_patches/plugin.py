@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
 from onpolicy.ops import Operators, make_operators
 from sglang_patches import (
@@ -36,6 +37,7 @@ def load() -> None:
     text = os.environ.get(CONTRACT_VARIABLE)
     if text is None:
         return
+    prepare_process()  # not every server is started by `serve`
     versions.sglang_version()
     contract = NumericsContract.from_json(text)
     shared_names.install()
