@@ -20,9 +20,9 @@ from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.statistics import mean_response_length, truncated_ratio
 from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.inputs import Inputs
 from onpolicy.run.journal import Journal, RankZeroJournal
 from onpolicy.run.sampler import Sampler
-from onpolicy.run.start import Inputs
 from onpolicy.run.train_samples import make_train_samples, worth_training
 from onpolicy.train import distributed
 from onpolicy.types import RunSummary, RunTotals, SampleGroup

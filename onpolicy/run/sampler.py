@@ -11,7 +11,7 @@ from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.sampling import group_samples, make_requests
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.start import Inputs
+from onpolicy.run.inputs import Inputs
 from onpolicy.train import distributed
 from onpolicy.types import Completion, Prompt, SampleGroup, SamplingParams
 

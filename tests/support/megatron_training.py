@@ -15,7 +15,7 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from onpolicy.types import TrainSample
 
@@ -43,7 +43,8 @@ class Job:
             trainer=groups.TrainerConfig(
                 train_backend=self.backend, lr=1e-3, lr_warmup_steps=3, max_tokens_per_gpu=100
             ),
-            parity=groups.ParityConfig(true_on_policy_mode=True, row_parallel_blocks=BLOCKS),
+            parity=groups.ParityConfig(true_on_policy_mode=True),
+            operators=groups.OperatorsConfig(row_parallel_blocks=BLOCKS),
         )
         for name, values in self.changes.items():
             group = dataclasses.replace(getattr(config, name), **values)
@@ -59,13 +60,7 @@ def make(job):
         parallel_state.destroy_model_parallel()
     distributed.init_process_group()
     config = job.config()
-    contract = make_contract(
-        str(job.path),
-        load_config(str(job.path)),
-        dtype=job.dtype,
-        aligned=True,
-        row_parallel_blocks=config.count_row_parallel_blocks(),
-    )
+    contract = contract_for(config, load_config(str(job.path)), aligned=True)
     return make_trainer(config, contract, 1)
 
 
