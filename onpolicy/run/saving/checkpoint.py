@@ -35,6 +35,9 @@ class RunState:
     governor: dict[str, Any]
     """What `Ladder.state_dict` returned."""
 
+    learning_rate: dict[str, Any]
+    """Of `LearningRate.state_dict`."""
+
     prompts: str
     """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
 
@@ -62,7 +65,7 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
     """A digest of everything that was read of the prompts."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
-        read = (prompt.token_ids, prompt.label, prompt.text, prompt.metadata)
+        read = (prompt.prompt_ids, prompt.label, prompt.text, prompt.metadata)
         digest.update(repr(read).encode())
     return digest.hexdigest()
 
@@ -106,7 +109,11 @@ def read(directory: Path) -> Checkpoint:
         raise
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error})") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except KeyError as error:
+        raise CheckpointError(
+            f"{STATE}: holds no {error}; another version wrote it, which can resume it"
+        ) from error
+    except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{STATE}: no record of a checkpoint ({error!r})") from error
 
 
@@ -116,6 +123,7 @@ def _checkpoint(directory: Path, record: dict[str, Any]) -> Checkpoint:
         run_hash=record["run_hash"],
         totals=RunTotals(**record["totals"]),
         governor=record["governor"],
+        learning_rate=record["learning_rate"],
         prompts=record["prompts"],
     )
     if number_of(directory) not in (None, state.rollouts_done):
