@@ -144,7 +144,7 @@ def _authorization(key: str) -> dict[str, str]:
 
 
 def _json(response: requests.Response) -> dict[str, Any]:
-    """The answer's object; what else there is, as text."""
+    """The JSON object that was answered; anything else as {"text": its beginning}."""
     try:
         answer = response.json()
     except ValueError:

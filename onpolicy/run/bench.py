@@ -191,7 +191,7 @@ def _step_measure(
         # The aligned operators bring threads of their own and keep torch at one.
         torch.set_num_threads(torch_threads)
         started = time.perf_counter()
-        trainer.train(samples, step=0)
+        trainer.train(samples, step=0, rates=[0.0])
         return len(samples) * length / (time.perf_counter() - started)
 
     return measure
@@ -228,7 +228,7 @@ def _train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> 
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1),
         engine=groups.EngineConfig(cpu_threads=config.cpu_threads),
         trainer=groups.TrainerConfig(
-            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens), lr=0.0
+            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens)
         ),
         parity=groups.ParityConfig(
             true_on_policy_mode=is_aligned,

@@ -32,6 +32,7 @@ from onpolicy.rollout.statistics import (
 )
 from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.start import Inputs
 from onpolicy.train import distributed
 from onpolicy.types import (
@@ -58,7 +59,7 @@ class Run:
     def __init__(self, config: TrainConfig, inputs: Inputs):
         self.config, self.inputs = config, inputs
         self.is_main = distributed.rank() == 0
-        self.ladder = inputs.ladder
+        self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
         self._sinks: list[Sink] = []
@@ -113,6 +114,7 @@ class Run:
         self.first_step = self.rollouts_done = state.rollouts_done
         self.run_hash, self.totals = RunHash(state.run_hash), state.totals
         self.ladder.load_state_dict(state.governor)
+        self.learning_rate.load_state_dict(state.learning_rate)
 
     def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
         self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
@@ -234,7 +236,7 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
-        trainer.observe_rollout(mean_response_length(groups), truncated_ratio(groups))
+        self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
         kept = [
             g for g in groups if not algorithm.filter_equal_rewards or len(set(_rewards(g))) > 1
         ]
@@ -252,8 +254,11 @@ class Run:
             for group, values in zip(kept, advantages, strict=True)
             for sample, advantage in zip(group.samples, values, strict=True)
         ]
+        num_steps = min(self.config.steps_per_rollout, len(samples))
+        rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
+        metrics |= self.learning_rate.metrics()
         try:
-            return {**trainer.train(samples, step), **metrics}
+            return {**trainer.train(samples, step, rates), **metrics}
         finally:
             for sample, count in zip(_samples(kept), trainer.mismatched_tokens, strict=False):
                 sample.mismatched_tokens = count
@@ -269,8 +274,7 @@ class Run:
         return self.ladder.metrics()
 
     def _use_ladder(self) -> None:
-        ladder = self.ladder
-        self.engines.use(ladder.contract, ladder.fallback, ladder.lr_scale)
+        self.engines.use(self.ladder.contract, self.ladder.fallback)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
@@ -295,6 +299,7 @@ class Run:
                 run_hash=self.run_hash.value,
                 totals=self.totals,
                 governor=self.ladder.state_dict(),
+                learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
             )
             saving.save(self.config, self.engines, state)

@@ -67,7 +67,8 @@ def verify(config: VerifyConfig) -> Report:
             num_cached += sum(completion.num_cached_tokens for completion in completions)
             counts += _score(engines, prompts, completions, config)
             if round_number == 0:
-                engines.trainer.train(_train_samples(prompts, completions), step=0)
+                samples = _train_samples(prompts, completions)
+                engines.trainer.train(samples, step=0, rates=[LEARNING_RATE])
     finally:
         engines.stop()
     return {
@@ -151,9 +152,7 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
         engine=groups.EngineConfig(
             rollout_num_engines=config.rollout_num_engines, cpu_threads=config.cpu_threads
         ),
-        trainer=groups.TrainerConfig(
-            train_backend=config.train_backend, lr=LEARNING_RATE, max_tokens_per_gpu=999
-        ),
+        trainer=groups.TrainerConfig(train_backend=config.train_backend, max_tokens_per_gpu=999),
         megatron=config.megatron,
         parity=groups.ParityConfig(
             true_on_policy_mode=config.true_on_policy_mode,

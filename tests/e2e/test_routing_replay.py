@@ -33,7 +33,7 @@ def pair(tmp_path_factory):
         model=groups.ModelConfig(hf_checkpoint=path, dtype="bfloat16"),
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
         engine=groups.EngineConfig(cpu_threads=1),
-        trainer=groups.TrainerConfig(lr=0.0, max_tokens_per_gpu=500),
+        trainer=groups.TrainerConfig(max_tokens_per_gpu=500),
         fallback=groups.FallbackConfig(use_rollout_routing_replay=True, get_mismatch_metrics=True),
         sglang_args=("--chunked-prefill-size", "48"),
     )
@@ -91,7 +91,7 @@ def test_every_token_but_the_last_comes_with_its_experts_cached_prefixes_too(rol
 
 
 def test_replay_brings_the_engines_closer(pair, rollout):
-    metrics = pair.trainer.train(train_samples(*rollout), step=0)
+    metrics = pair.trainer.train(train_samples(*rollout), step=0, rates=[0.0])
     assert 0 < metrics["routing/differing_share"] < 0.5
     assert metrics["mismatch/k3"] < metrics["routing/k3_without_replay"]
 

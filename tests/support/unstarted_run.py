@@ -45,6 +45,7 @@ def state_after(rollouts_done: int) -> RunState:
         run_hash="hash",
         totals=totals,
         governor={},
+        learning_rate={},
         prompts=digest_prompts(PROMPTS),
     )
 
