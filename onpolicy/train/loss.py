@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, on the objectives of `fallback_correction`. R: its response tokens.
+"""The loss of one micro-batch, on the objectives of `onpolicy/algorithm`. R: its response tokens.
 
 Sums, not means: every token carries its share of the global batch, so that the loss of a global
 batch is the sum over micro-batches and ranks, however it was cut.

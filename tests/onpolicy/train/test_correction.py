@@ -41,8 +41,8 @@ def make_samples(log_ratios, advantages, rollout=-1.0):
     ]
 
 
-def prepare(config, log_ratios, advantages, max_tokens=1000, ref=None, active=True):
-    """(corrections, micro-batches, the trainer's log-probabilities of each, metrics)."""
+def score(config, log_ratios, advantages, max_tokens=1000, ref=None):
+    """(micro-batches with their scores, the trainer's log-probabilities of each)."""
     distributed.init_process_group()
     samples = make_samples(log_ratios, advantages)
     batches = make_micro_batches(
@@ -56,6 +56,12 @@ def prepare(config, log_ratios, advantages, max_tokens=1000, ref=None, active=Tr
         bypass = config.fallback.use_rollout_logprobs
         old = batch.rollout_log_probs if bypass else own[-1].detach().clone()
         scored.append(with_scores(batch, old, None if ref is None else torch.full_like(r, ref)))
+    return scored, own
+
+
+def prepare(config, *scores, active=True, **more):
+    """(corrections, micro-batches, the trainer's log-probabilities of each, metrics)."""
+    scored, own = score(config, *scores, **more)
     corrections = Corrections(config)
     (weighed,), metrics = corrections.weigh([scored], active=active)
     return corrections, weighed, own, metrics
@@ -63,7 +69,7 @@ def prepare(config, log_ratios, advantages, max_tokens=1000, ref=None, active=Tr
 
 def losses(config, log_ratios, advantages, max_tokens=1000, ref=None):
     """(loss, {index: gradients of the sample's tokens}, sums of metrics) of a global batch."""
-    _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens, ref)
+    _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens=max_tokens, ref=ref)
     results = [policy_loss(x, b, loss_settings(config)) for x, b in zip(own, batches, strict=True)]
     total = sum(loss for loss, _ in results)
     total.backward()
@@ -302,3 +308,23 @@ def test_an_aligned_rollout_is_left_alone():
         assert all(b.kept.all() and (b.importance_weights == 1).all() for b in batches)
         _, corrected, _, _ = prepare(config_of(*flags), R, [1.0, 1.0])
         assert any(b.custom or (b.importance_weights != 1).any() for b in corrected)
+
+
+def test_a_rollout_can_be_weighed_again_as_if_for_the_first_time():
+    """As one is that does not match and falls back: whatever was weighed before left no trace."""
+    flags = ["--dc-mode", "fixed", "--dc-measure", "log", "--use-tis", "--tis-nonfinite", "reject"]
+    config = config_of(*flags)
+    scored, _ = score(config, [[0.5, -INF], [2.0]], [1.0, -1.0], max_tokens=1)
+    corrections = Corrections(config)
+    (plain,), _ = corrections.weigh([scored], active=False)
+    (first,), metrics = corrections.weigh([scored], active=True)
+    (again,), metrics_again = corrections.weigh([scored], active=True)
+    assert metrics == metrics_again
+    names = ("mask", "advantages", "shares", "kept", "importance_weights")
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    for name in names[:2] + names[3:]:  # each is another than before the correction
+        assert any(
+            not torch.equal(getattr(a, name), getattr(b, name))
+            for a, b in zip(plain, first, strict=True)
+        )
