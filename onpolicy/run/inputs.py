@@ -20,6 +20,7 @@ from onpolicy.rollout.reach import require_addresses
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import (
+    check_layout,
     require_context,
     require_experts,
     require_full_batch,
@@ -54,6 +55,7 @@ class Inputs:
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    check_layout(config)
     check_sinks(config.output)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     logger.info("reading %s and the prompts", path)
