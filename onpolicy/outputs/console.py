@@ -17,7 +17,7 @@ from typing import TextIO
 from onpolicy.system.ranks import is_first_rank
 
 _BEGAN = time.monotonic()
-"""Of this process, but for Python's own start: a command imports this module first."""
+"""When this process began, Python's own start left out: a command imports this module first."""
 
 NOISY = ("httpx", "matplotlib", "megatron", "pebble")
 

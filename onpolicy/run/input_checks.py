@@ -49,7 +49,7 @@ def require_context(config: TrainConfig, hf_config: PretrainedConfig) -> int:
 
 
 def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
-    """Raise ConfigError if a rollout would hold a prompt twice for want of others."""
+    """Raise ConfigError if a rollout takes more prompts than the file has."""
     size = config.rollout.rollout_batch_size
     if size > num_prompts:
         raise ConfigError(

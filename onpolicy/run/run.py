@@ -22,6 +22,7 @@ from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.journal import Journal, RankZeroJournal
+from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.sampler import Sampler
 from onpolicy.run.train_samples import make_train_samples, worth_training
 from onpolicy.train import distributed
@@ -42,7 +43,7 @@ class Run:
     def __init__(self, config: TrainConfig, inputs: Inputs):
         self.config, self.inputs = config, inputs
         self.is_main = distributed.rank() == 0
-        self.ladder = inputs.ladder
+        self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
         self.journal = Journal()
@@ -96,6 +97,7 @@ class Run:
         self.first_step = self.rollouts_done = state.rollouts_done
         self.run_hash, self.totals = RunHash(state.run_hash), state.totals
         self.ladder.load_state_dict(state.governor)
+        self.learning_rate.load_state_dict(state.learning_rate)
 
     def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
         self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
@@ -156,18 +158,21 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
-        trainer.observe_rollout(mean_response_length(groups), truncated_ratio(groups))
+        self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
         kept = worth_training(groups, algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
+        samples = make_train_samples(kept, algorithm)
+        num_steps = min(self.config.steps_per_rollout, len(samples))
+        rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
+        metrics |= self.learning_rate.metrics()
         try:
-            return {**trainer.train(make_train_samples(kept, algorithm), step), **metrics}
+            return {**trainer.train(samples, step, rates), **metrics}
         finally:
-            samples = [sample for group in kept for sample in group.samples]
-            for sample, count in zip(samples, trainer.mismatched_tokens, strict=False):
-                sample.mismatched_tokens = count
+            for trained, count in zip(samples, trainer.mismatched_tokens, strict=False):
+                trained.sample.mismatched_tokens = count
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
         """Let the governor, if there is one, change what the engines run on."""
@@ -178,8 +183,7 @@ class Run:
         return self.ladder.metrics()
 
     def _use_ladder(self) -> None:
-        ladder = self.ladder
-        self.engines.use(ladder.contract, ladder.fallback, ladder.lr_scale)
+        self.engines.use(self.ladder.contract, self.ladder.fallback)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
@@ -197,6 +201,7 @@ class Run:
                 run_hash=self.run_hash.value,
                 totals=self.totals,
                 governor=self.ladder.state_dict(),
+                learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
             )
             saving.save(self.config, self.engines, state)

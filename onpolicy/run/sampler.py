@@ -71,7 +71,7 @@ class Sampler:
         self._on_requests(len(requests))
         completions = self.engines.generate(requests)
         seconds = time.perf_counter() - started
-        tokens = sum(len(completion.token_ids) for completion in completions)
+        tokens = sum(len(completion.response_ids) for completion in completions)
         groups, metrics = distributed.run_on_rank_zero(lambda: self._score(prompts, completions))
         metrics["perf/rollout_tokens_per_second"] = tokens / seconds
         metrics["perf/rollout_time"] = time.perf_counter() - started
@@ -82,7 +82,7 @@ class Sampler:
     ) -> tuple[list[SampleGroup], Metrics]:
         assert self._scorer is not None
         texts = self.inputs.tokenizer.batch_decode(
-            [completion.token_ids for completion in completions], skip_special_tokens=True
+            [completion.response_ids for completion in completions], skip_special_tokens=True
         )
         groups = group_samples(prompts, completions, texts, self.engines.weight_version)
         return groups, self._scorer.score([sample for g in groups for sample in g.samples])

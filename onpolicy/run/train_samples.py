@@ -28,25 +28,11 @@ def make_train_samples(
         [[len(sample.rollout_log_probs) for sample in group.samples] for group in groups],
     )
     return [
-        sample
+        TrainSample(sample=sample, advantage=advantage)
         for group, values in zip(groups, advantages, strict=True)
-        for sample in _train_samples(group, values)
+        for sample, advantage in zip(group.samples, values, strict=True)
     ]
 
 
 def _rewards(group: SampleGroup) -> list[float]:
     return [sample.reward for sample in group.samples]
-
-
-def _train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[TrainSample]:
-    return [
-        TrainSample(
-            token_ids=sample.token_ids,
-            prompt_len=len(group.prompt.token_ids),
-            rollout_log_probs=sample.rollout_log_probs,
-            advantage=advantage,
-            label=f"prompt {group.prompt.index}, sample {sample.sample_index}",
-            routed_experts=sample.routed_experts,
-        )
-        for sample, advantage in zip(group.samples, advantages, strict=True)
-    ]
