@@ -31,7 +31,7 @@ def make_rollout_group(
 def rollout_spec(
     config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
-    """What each of the rollout's servers is. Raises ConfigError if the host has too few GPUs for them."""
+    """What each of the rollout's servers is. Raises ConfigError if the host has too few GPUs."""
     engine = config.engine
     if contract.device == "cuda":
         require_gpus(config)
