@@ -64,7 +64,7 @@ class Ladder:
         )
 
     def metrics(self) -> dict[str, float]:
-        """How high it stands."""
+        """The rung's number, for the log."""
         if self._governor is None:
             return {}
         return {"governor/rung": float(RUNGS.index(self._governor.rung))}
@@ -90,7 +90,7 @@ def first_rung(config: TrainConfig) -> Rung:
 
 
 def make_governor(flags: GovernorFlags, rung: Rung) -> Governor:
-    """Raises ValueError for limits that are none."""
+    """Raises ValueError for limits that are out of range."""
     config = GovernorConfig(
         k3=flags.governor_k3,
         ess=flags.governor_ess,
