@@ -22,8 +22,9 @@ from onpolicy.models.hf_config import has_experts, load_config, require_alignabl
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.models.tokenizer import load_tokenizer
-from onpolicy.ops.capability import Machine, choose_backend
+from onpolicy.ops.capability import choose_backend
 from onpolicy.ops.environment import require_exact
+from onpolicy.ops.machine import Machine
 from onpolicy.outputs.directory import check_sinks
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import RolloutGroup
