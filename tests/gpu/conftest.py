@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_ops.backends import BACKENDS, missing
-from benchmarks.gpu_ops.machine import describe_machine
 from onpolicy.ops import Operators
 from onpolicy.ops.stock import StockOperators
 from tests.gpu.backends import make_backend
@@ -21,6 +19,8 @@ from tests.gpu.row_checks import Numbers
 from tests.gpu.setting import GPU, REHEARSAL, Setting
 from tests.gpu.summary import Summary
 from tests.gpu.tally import Tally
+from tests.support.gpu.machine import describe_machine
+from tests.support.gpu.operators import BACKENDS, missing
 from tests.support.violations import few_rows_differ
 
 ORDER = (
