@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from onpolicy.config.groups import ParityConfig
+from onpolicy.config.groups import OperatorsConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops import make_operators
@@ -122,7 +122,7 @@ def test_an_unknown_backend_is_refused_by_name():
 
 
 def test_every_backend_of_a_gpu_can_be_asked_for():
-    choices = get_args(get_type_hints(ParityConfig)["operators"])
+    choices = get_args(get_type_hints(OperatorsConfig)["operators"])
     assert {*choices} == {"auto", *(backend.name for backend in GPU_BACKENDS)}
 
 
