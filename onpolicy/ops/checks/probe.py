@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
+
+ROWS = 300
+
+Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
+"""Operator, the sizes it ran at, and what it gave."""
 
 
 def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:
