@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 import tyro
 
+from fallback_correction.ranges import at_least
 from onpolicy.config import groups
+from onpolicy.config.kinds import (
+    Count,
+    Directory,
+    Engines,
+    HeaderText,
+    Port,
+    Seed,
+    Temperature,
+    Threads,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +33,16 @@ class VerifyConfig:
     hf_checkpoint: str = ""
     """Local directory with the Hugging Face checkpoint. Required."""
 
-    num_prompts: int = 32
+    num_prompts: Count = 32
     """Prompts in each of the two rounds."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Tokens sampled for every prompt."""
 
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Decides prompts and samples."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -58,10 +69,10 @@ class VerifyConfig:
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Way of the changed weights to the server."""
 
-    rollout_num_engines: int = 1
+    rollout_num_engines: Engines = 1
     """SGLang servers to start."""
 
-    cpu_threads: int = 0
+    cpu_threads: Threads = 0
     """Threads for CPU operators of each process; 0 shares the cores."""
 
     trust_remote_code: bool = False
@@ -70,7 +81,7 @@ class VerifyConfig:
     json: str = ""
     """Also write the report into this file."""
 
-    run_dir: str = "runs/verify"
+    run_dir: Directory = "runs/verify"
     """Directory for the engines' logs."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -93,22 +104,22 @@ class BenchConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype."""
 
-    repetitions: int = 5
+    repetitions: Count = 5
     """Measurements of each kind, after one that is thrown away."""
 
-    num_prompts: int = 64
+    num_prompts: Count = 64
     """rollout: prompts sampled at once."""
 
-    prompt_len: int = 32
+    prompt_len: Count = 32
     """rollout: tokens per prompt."""
 
-    max_new_tokens: int = 96
+    max_new_tokens: Count = 96
     """Tokens sampled for every prompt, or trained on in every sequence."""
 
     train_backend: Literal["fsdp", "megatron", "fsdp,megatron"] = "fsdp"
     """step: the training engine; two are measured side by side, both on aligned operators."""
 
-    num_tokens: tuple[int, ...] = (2048, 4096, 8192)
+    num_tokens: Annotated[tuple[int, ...], at_least(1)] = (2048, 4096, 8192)
     """step: tokens per optimizer step; one measurement for each."""
 
     row_parallel_blocks: int = 0
@@ -119,13 +130,13 @@ class BenchConfig:
     """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
     triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
 
-    cpu_threads: int = 0
+    cpu_threads: Threads = 0
     """Threads for CPU operators of each process; 0 takes all cores."""
 
     json: str = ""
     """Also write the result into this file."""
 
-    run_dir: str = "runs/bench"
+    run_dir: Directory = "runs/bench"
     """Directory for the engines' logs."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -159,23 +170,23 @@ class ServeConfig:
     rollout_host: str = "127.0.0.1"
     """Address to listen on. Another than loopback needs --rollout-api-key."""
 
-    rollout_base_port: int = 0
+    rollout_base_port: Port = 0
     """Port; 0 takes a free one."""
 
-    rollout_api_key: str = ""
+    rollout_api_key: HeaderText = ""
     """API key that clients must send, or @ and a file that holds it; one is made up if there is none,
     and written into the run directory."""
 
-    cpu_threads: int = 0
+    cpu_threads: Threads = 0
     """Threads for CPU operators; 0 takes all cores."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seeds the samples of requests that bring no seed, in the order in which they arrive."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
 
-    run_dir: str = "runs/serve"
+    run_dir: Directory = "runs/serve"
     """Directory for the server's log."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()

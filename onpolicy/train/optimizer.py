@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from fallback_correction.length_decay import LengthDecay, LengthDecayConfig, LengthDecaySchedule
-from fallback_correction.surge_detector import SurgeDetectorConfig
+from fallback_correction.length_decay import LengthDecay, LengthDecaySchedule
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import TrainerConfig
 
@@ -33,7 +32,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> Sche
     base = BaseSchedule(optimizer, lambda step: rate_factor(step, config.trainer, total_steps))
     if config.trainer.lr_schedule != "length-decay":
         return base
-    return LengthDecaySchedule(base, optimizer, LengthDecay(length_decay_config(config.trainer)))
+    return LengthDecaySchedule(base, optimizer, LengthDecay(config.trainer.length_decay))
 
 
 class BaseSchedule(LambdaLR):
@@ -63,14 +62,3 @@ def rate_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
     if config.lr_decay_style == "linear":
         return 1.0 - progress
     return (1.0 + math.cos(math.pi * progress)) / 2
-
-
-def length_decay_config(config: TrainerConfig) -> LengthDecayConfig:
-    return LengthDecayConfig(
-        period=config.length_decay_period,
-        default_period=config.length_decay_default_period or None,
-        floor=config.length_decay_floor,
-        detector=SurgeDetectorConfig(
-            burn_in=config.length_decay_burn_in, rise_ratio=config.length_decay_rise_ratio
-        ),
-    )

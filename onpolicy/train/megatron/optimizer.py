@@ -17,7 +17,7 @@ from torch import nn
 from fallback_correction.length_decay import HasParamGroups, LengthDecay, LengthDecaySchedule
 from onpolicy.config import TrainConfig
 from onpolicy.train.megatron.stages import config_of
-from onpolicy.train.optimizer import length_decay_config, rate_factor
+from onpolicy.train.optimizer import rate_factor
 
 
 def with_gradients(model: nn.Module, config: TrainConfig) -> DistributedDataParallel:
@@ -69,7 +69,7 @@ def make_schedule(optimizer: HasParamGroups, config: TrainConfig) -> Schedule:
     base = BaseSchedule(optimizer, config)
     if config.trainer.lr_schedule != "length-decay":
         return base
-    return LengthDecaySchedule(base, optimizer, LengthDecay(length_decay_config(config.trainer)))
+    return LengthDecaySchedule(base, optimizer, LengthDecay(config.trainer.length_decay))
 
 
 class BaseSchedule(OptimizerParamScheduler):

@@ -3,14 +3,15 @@ import torch
 
 from fallback_correction.length_decay import LengthDecaySchedule
 from onpolicy.config import TrainConfig, groups
-from onpolicy.train.optimizer import length_decay_config, make_optimizer, make_schedule
+from onpolicy.config.flags import with_flags
+from onpolicy.train.optimizer import make_optimizer, make_schedule
 
 
 def make(steps, **flags):
     """A schedule of one optimizer step per rollout."""
     config = TrainConfig(
         rollout=groups.RolloutConfig(num_rollout=steps),
-        trainer=groups.TrainerConfig(lr=1.0, **flags),
+        trainer=with_flags(groups.TrainerConfig(lr=1.0), flags),
     )
     optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1))], config.trainer)
     return optimizer, make_schedule(optimizer, config)
@@ -81,7 +82,10 @@ def test_length_decay_halves_the_rate_of_the_base_schedule():
     ],
 )
 def test_without_a_surge_the_default_period_is_the_flags(flags, period):
-    assert length_decay_config(groups.TrainerConfig(**flags)).default_period == period
+    _, schedule = make(5, lr_schedule="length-decay", **flags)
+    for _ in range(200):
+        schedule.observe(100.0)
+    assert schedule.decay.period == period
 
 
 def test_another_learning_rate_at_resume_takes_over():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.flags import with_flags
 from onpolicy.train import optimizer as fsdp
 
 megatron = pytest.importorskip("onpolicy.train.megatron.optimizer")
@@ -14,7 +15,7 @@ STEPS = 7
 def make(engine, flags):
     config = TrainConfig(
         rollout=groups.RolloutConfig(num_rollout=STEPS),
-        trainer=groups.TrainerConfig(lr=0.3, **flags),
+        trainer=with_flags(groups.TrainerConfig(lr=0.3), flags),
     )
     optimizer = fsdp.make_optimizer([torch.nn.Parameter(torch.zeros(1))], config.trainer)
     return optimizer, engine.make_schedule(optimizer, config)
