@@ -30,6 +30,9 @@ class TrainConfig:
     trainer: Annotated[groups.TrainerConfig, Flat] = field(default_factory=groups.TrainerConfig)
     megatron: Annotated[groups.MegatronConfig, Flat] = field(default_factory=groups.MegatronConfig)
     parity: Annotated[groups.ParityConfig, Flat] = field(default_factory=groups.ParityConfig)
+    operators: Annotated[groups.OperatorsConfig, Flat] = field(
+        default_factory=groups.OperatorsConfig
+    )
     governor: Annotated[groups.GovernorFlags, Flat] = field(default_factory=groups.GovernorFlags)
     sync: Annotated[groups.WeightSyncConfig, Flat] = field(default_factory=groups.WeightSyncConfig)
     eval: Annotated[groups.EvalConfig, Flat] = field(default_factory=groups.EvalConfig)
@@ -97,7 +100,7 @@ class TrainConfig:
         if self.may_align:
             degrees["--sglang-tp-size"] = sglang_flags.tensor_parallel_size(self.sglang_args)
         return tensor_parallel.count_blocks(
-            self.parity.row_parallel_blocks, degrees, aligned=self.may_align
+            self.operators.row_parallel_blocks, degrees, aligned=self.may_align
         )
 
     def batch_equation(self) -> str:

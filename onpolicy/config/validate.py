@@ -27,7 +27,7 @@ def validate(config: TrainConfig) -> None:
     settings.require_known(config.output.allow_changed_settings, config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
     config.count_row_parallel_blocks()
-    require_mode_for_operators(config.parity.operators, aligned=config.may_align)
+    require_mode_for_operators(config.operators.operators, aligned=config.may_align)
     refuse_unread(config)
 
 

@@ -7,13 +7,16 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class CheckpointConfig:
     hf_checkpoint: str = ""
-    """Local directory with the Hugging Face checkpoint to start from. Required."""
+    """Local directory with the Hugging Face checkpoint. Required."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of both engines. Master weights and gradient sums are float32 in any case."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(CheckpointConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
 

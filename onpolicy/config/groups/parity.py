@@ -15,6 +15,9 @@ class ParityConfig:
     """On a mismatch: stop before the backward pass, log it, or train on the rollout with the
     correction that the other flags ask for. Default: fail in the mode above, else warn."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorsConfig:
     row_parallel_blocks: int = 0
     """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
     two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""

@@ -44,22 +44,31 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class CpuConfig:
+    cpu_threads: Threads = 0
+    """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(CpuConfig):
+    rollout_host: str = "127.0.0.1"
+    """Address that servers listen on. Another than loopback needs --rollout-api-key."""
+
+    rollout_base_port: Port = 0
+    """Port of the first server; 0 takes free ones."""
+
+    rollout_api_key: HeaderText = ""
+    """API key of the servers, or @ and a file that holds it; one is made up for servers that are
+    started without. Command lines can be read by everyone on the host, files need not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ServerConfig):
     rollout_num_engines: Engines = 1
     """SGLang servers to start on this host."""
 
     rollout_server_url: tuple[str, ...] = ()
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
-
-    rollout_api_key: HeaderText = ""
-    """API key of those servers, or of the ones started here, or @ and a file that holds it; one is
-    made up if there is none. Command lines can be read by everyone on the host, files need not."""
-
-    rollout_host: str = "127.0.0.1"
-    """Address the servers listen on. Another than loopback needs --rollout-api-key."""
-
-    rollout_base_port: Port = 0
-    """First port of the servers; 0 takes free ones."""
 
     rollout_max_concurrency: Count = 256
     """Requests in flight per server."""
@@ -76,9 +85,6 @@ class EngineConfig:
 
     rollout_max_restarts: CountOrZero = 3
     """How often dead servers are started again before the run gives up, in all."""
-
-    cpu_threads: Threads = 0
-    """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""
 
     rollout_weight_format: Literal["", "bf16", "fp8_e4m3", "int8"] = ""
     """Round the weights of linear layers when they are pushed to the servers, as such a deployment

@@ -10,10 +10,12 @@ from fallback_correction.ranges import at_least
 from onpolicy.config.flags import Prefix
 from onpolicy.config.kinds import Count, CountOrZero, Momentum, NonNegative, Positive
 
+TrainBackend = Literal["fsdp", "megatron"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    train_backend: Literal["fsdp", "megatron"] = "fsdp"
+    train_backend: TrainBackend = "fsdp"
     """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
 
     global_batch_size: Annotated[int | None, at_least(1)] = None

@@ -154,7 +154,7 @@ def test_help_needs_no_heavy_import(command):
 @pytest.mark.parametrize("config_class", [VerifyConfig, ServeConfig])
 def test_tools_take_their_flags(config_class):
     config = parse(config_class, ["--hf-checkpoint", "/m", "--no-true-on-policy-mode"], "x")
-    assert config.hf_checkpoint == "/m" and not config.true_on_policy_mode
+    assert config.model.hf_checkpoint == "/m" and not config.true_on_policy_mode
 
 
 def test_bench_takes_what_to_measure_first():
