@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from onpolicy.config import groups
+from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.client import EngineLostError
@@ -45,7 +46,7 @@ class Memory:
         self.contract = contract
         self.weights, self.version = make_weights(), "default"
         self.prefixes: dict[tuple[float, ...], Tensor] = {}
-        self.in_session = self.hangs = False
+        self.in_session = self.hangs = self.flips_a_bit = False
         self._received = WeightDigest()
 
     def report(self) -> dict[str, Any]:
@@ -73,6 +74,10 @@ class Memory:
 
     def _load(self, weights: Mapping[str, Tensor], version: str) -> None:
         for name, tensor in weights.items():
+            if self.flips_a_bit:
+                tensor = tensor.clone()
+                tensor.view(torch.int32)[0, 0] ^= 1
+                self.flips_a_bit = False
             self._received.add(name, tensor)
             self.weights[name] = tensor.clone()
         self.version = version
@@ -219,24 +224,24 @@ class Host:
         """How often each request was answered, by whichever engine."""
         return sum((engine.answered for engine in self.engines), Counter())
 
-
-def make_group(host: Host, contract: NumericsContract = ALIGNED, **config: Any) -> SglangGroup:
-    """A group of servers on the host, not started yet. `config`: of `EngineConfig`."""
-    engine = groups.EngineConfig(**config)
-    spec = EngineSpec(
-        hf_checkpoint="",
-        contract=contract,
-        host="memory",
-        api_key="",
-        seed=0,
-        num_threads=1,
-        max_concurrency=engine.rollout_max_concurrency,
-        cache_tokens=0,
-        trust_remote_code=False,
-        sglang_args=(),
-    )
-    make: dict[str, Any] = {"make_server": host.make_server, "make_client": host.make_client}
-    return SglangGroup(engine, spec, Path("logs"), **make)
+    def make_group(
+        self, config: EngineConfig, contract: NumericsContract = ALIGNED, logs: Path = Path("logs")
+    ) -> SglangGroup:
+        """A group of servers here, not started yet."""
+        spec = EngineSpec(
+            hf_checkpoint="",
+            contract=contract,
+            host="memory",
+            api_key="",
+            seed=0,
+            num_threads=1,
+            max_concurrency=config.rollout_max_concurrency,
+            cache_tokens=0,
+            trust_remote_code=False,
+            sglang_args=(),
+        )
+        make: dict[str, Any] = {"make_server": self.make_server, "make_client": self.make_client}
+        return SglangGroup(config, spec, logs, **make)
 
 
 def make_requests(count: int, seed: int = 0, max_new_tokens: int = 6) -> list[Request]:

@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.server import EngineServer
-from tests.support.engines_in_memory import SELF_CHECK, Engine, Host, make_group, make_requests
+from tests.support.engines_in_memory import SELF_CHECK, Engine, Host, make_requests
 from tests.support.tiny_policy import ALIGNED
 
 REQUESTS = make_requests(9)
 
 
 def started(host, **config):
-    group = make_group(host, **config)
+    group = host.make_group(EngineConfig(**config))
     group.launch()
     group.connect(SELF_CHECK)
     return group
@@ -148,7 +149,7 @@ def test_an_engine_that_hangs_is_started_again(monkeypatch):
 
 def test_engines_of_someone_else_are_not_started_again():
     host, url = Host({4}), "http://memory:9"
-    theirs = make_group(host, rollout_base_port=9)
+    theirs = host.make_group(EngineConfig(rollout_base_port=9))
     theirs.launch()
     group = started(host, rollout_server_url=(url,), rollout_max_concurrency=1)
     message = rf"engines down=\['{url}'\], requests without an answer=7: onpolicy did not start"
@@ -190,7 +191,7 @@ def test_an_engine_that_starts_again_under_another_contract_is_refused():
 
 
 def test_an_engine_whose_operators_give_other_bits_is_refused_by_operator():
-    group = make_group(Host())
+    group = Host().make_group(EngineConfig())
     group.launch()
     with pytest.raises(ContractError, match=r"operators=\['table'\] give other bits"):
         group.connect({"table": "0badcafe"})

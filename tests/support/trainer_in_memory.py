@@ -1,0 +1,132 @@
+"""A trainer of the tiny policy, and the pair that it forms with engines in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.config.groups import FallbackConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ParityError
+from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.engines import EnginePair
+from onpolicy.train import distributed
+from onpolicy.train.base import Trainer
+from onpolicy.train.packing import split_evenly
+from onpolicy.types import TrainSample
+from onpolicy.weights.digest import WeightBucket
+from tests.support.engines_in_memory import SELF_CHECK, Host
+from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
+
+
+class TrainerInMemory(Trainer):
+    """Raises the logits of tokens with a positive advantage; every rank holds and trains all."""
+
+    def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
+        self.config, self.contract, self.fallback = config, contract, config.fallback
+        self.weights = make_weights()
+        self._use(contract)
+
+    def _use(self, contract: NumericsContract) -> None:
+        self.contract = contract
+        self.self_check = SELF_CHECK if contract.is_aligned else {}
+
+    def adapt(
+        self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float = 1.0
+    ) -> None:
+        self._use(contract)
+        self.fallback = fallback
+
+    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
+        pass
+
+    def train(
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
+    ) -> dict[str, float]:
+        self.mismatched_tokens = [None] * len(samples)
+        scores = [self._score(sample) for sample in samples]
+        found = [
+            compare_log_probs(train, torch.tensor(sample.rollout_log_probs))[0]
+            for train, sample in zip(scores, samples, strict=True)
+        ]
+        self.mismatched_tokens = [counts.num_mismatched for counts in found]
+        total = sum(found, ParityCounts())
+        if self.contract.is_aligned and total.num_mismatched:
+            raise ParityError(f"{total.num_mismatched} of {total.num_compared} tokens differ")
+        for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
+            for i in part:
+                self._learn(samples[i], rate)
+        gains = [
+            sample.advantage * float(train.mean())
+            for sample, train in zip(samples, scores, strict=True)
+        ]
+        return {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **total.metrics()}
+
+    def _score(self, sample: TrainSample) -> Tensor:
+        end = sample.prompt_len
+        prompt, response = sample.token_ids[:end], sample.token_ids[end:]
+        temperature = self.config.rollout.rollout_temperature
+        return log_probs_of(self.weights, prompt, response, temperature)
+
+    def _learn(self, sample: TrainSample, rate: float) -> None:
+        for distance, table in enumerate(self.weights.values(), start=1):
+            for end in range(max(sample.prompt_len, distance), len(sample.token_ids)):
+                before, token = sample.token_ids[end - distance], sample.token_ids[end]
+                table[before, token] += rate * sample.advantage
+
+    def log_probs(
+        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+    ) -> list[Tensor]:
+        return [
+            log_probs_of(self.weights, tokens[:end], tokens[end:], temperature)
+            for tokens, end in zip(sequences, prompt_lens, strict=True)
+        ]
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        for name, table in self.weights.items():
+            assert distributed.gather_data(name) == [name] * distributed.data_size()
+            yield [(name, table.clone())]
+
+    def save(self, directory: Path) -> None:
+        if distributed.rank() == 0:
+            save_file(self.weights, directory / "weights.safetensors")
+
+    def load(self, directory: Path) -> None:
+        self.weights = load_file(directory / "weights.safetensors")
+
+
+def make_pair(
+    host: Host,
+    directory: Path,
+    contract: NumericsContract = ALIGNED,
+    weight_sync: Literal["disk", "tensor"] = "disk",
+    **engine: Any,
+) -> EnginePair:
+    """A trainer, and servers on the host, not started yet. `engine`: of `EngineConfig`."""
+    config = TrainConfig(
+        engine=groups.EngineConfig(**engine),
+        parity=groups.ParityConfig(true_on_policy_mode=contract.is_aligned),
+        sync=groups.WeightSyncConfig(weight_sync=weight_sync),
+    )
+
+    def make_rollout(
+        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path
+    ) -> SglangGroup:
+        return host.make_group(config.engine, contract, logs)
+
+    hf_config: Any = None  # which only real engines read
+    return EnginePair(
+        config,
+        hf_config,
+        contract,
+        directory,
+        make_rollout=make_rollout,
+        make_trainer=TrainerInMemory,
+    )
