@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from transformers import PretrainedConfig
 
 from onpolicy.algorithm.advantages import group_advantages
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import RewardConfig
+from onpolicy.contract import NumericsContract
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.metrics import Sink
@@ -48,6 +51,7 @@ from onpolicy.weights.transports.disk import remove_leftovers
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
+MakeEngines = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path], EnginePair]
 
 
 class Run:
@@ -55,8 +59,16 @@ class Run:
 
     engines: EnginePair
 
-    def __init__(self, config: TrainConfig, inputs: Inputs):
+    def __init__(
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        *,
+        make_engines: MakeEngines = EnginePair,
+        make_scorer: Callable[[RewardConfig], Scorer] = Scorer,
+    ):
         self.config, self.inputs = config, inputs
+        self._make_engines, self._make_scorer = make_engines, make_scorer
         self.is_main = distributed.rank() == 0
         self.ladder = inputs.ladder
         self.first_step = self.rollouts_done = 0
@@ -84,7 +96,8 @@ class Run:
         if resumed is not None:
             self._continue(resumed.state)
         run_dir = Path(config.output.run_dir)
-        self.engines = EnginePair(config, self.inputs.hf_config, self.ladder.contract, run_dir)
+        hf_config, contract = self.inputs.hf_config, self.ladder.contract
+        self.engines = self._make_engines(config, hf_config, contract, run_dir)
         distributed.run_on_rank_zero(lambda: self._open_directory(resumed))
         logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)
@@ -124,7 +137,7 @@ class Run:
 
     def _open_outputs(self) -> None:
         config = self.config
-        self._scorer = Scorer(config.reward)
+        self._scorer = self._make_scorer(config.reward)
         self._on_exit.callback(self._scorer.close)
         opened = self._directory.opened_sinks(config, self.first_step)
         self._sinks = self._on_exit.enter_context(opened)

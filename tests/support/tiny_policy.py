@@ -6,6 +6,7 @@ one before that. Every row is computed alone, so the same weights give the same 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
@@ -26,6 +27,8 @@ ALIGNED = NumericsContract(
         linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=VOCAB_SIZE
     ),
 )
+
+STOCK = dataclasses.replace(ALIGNED, backend="stock")
 
 Weights = dict[str, Tensor]
 

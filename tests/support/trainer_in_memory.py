@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class TrainerInMemory(Trainer):
         pass
 
     def train(
-        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float] = (0.5,)
     ) -> dict[str, float]:
         self.mismatched_tokens = [None] * len(samples)
         scores = [self._score(sample) for sample in samples]
@@ -102,6 +103,17 @@ class TrainerInMemory(Trainer):
         self.weights = load_file(directory / "weights.safetensors")
 
 
+def pair_maker(host: Host) -> Callable[[TrainConfig, Any, NumericsContract, Path], EnginePair]:
+    """Makes, as `EnginePair` does, a trainer and servers on the host."""
+
+    def make_rollout(
+        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path
+    ) -> SglangGroup:
+        return host.make_group(config.engine, contract, logs)
+
+    return partial(EnginePair, make_rollout=make_rollout, make_trainer=TrainerInMemory)
+
+
 def make_pair(
     host: Host,
     directory: Path,
@@ -109,24 +121,10 @@ def make_pair(
     weight_sync: Literal["disk", "tensor"] = "disk",
     **engine: Any,
 ) -> EnginePair:
-    """A trainer, and servers on the host, not started yet. `engine`: of `EngineConfig`."""
+    """A pair that is not started yet. `engine`: of `EngineConfig`."""
     config = TrainConfig(
         engine=groups.EngineConfig(**engine),
         parity=groups.ParityConfig(true_on_policy_mode=contract.is_aligned),
         sync=groups.WeightSyncConfig(weight_sync=weight_sync),
     )
-
-    def make_rollout(
-        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path
-    ) -> SglangGroup:
-        return host.make_group(config.engine, contract, logs)
-
-    hf_config: Any = None  # which only real engines read
-    return EnginePair(
-        config,
-        hf_config,
-        contract,
-        directory,
-        make_rollout=make_rollout,
-        make_trainer=TrainerInMemory,
-    )
+    return pair_maker(host)(config, None, contract, directory)

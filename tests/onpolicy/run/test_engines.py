@@ -11,11 +11,10 @@ from onpolicy.errors import ContractError, EngineError, WeightSyncError
 from onpolicy.train import distributed
 from tests.support.engines_in_memory import Host, make_requests
 from tests.support.ranks import on_ranks
-from tests.support.tiny_policy import ALIGNED, make_weights
+from tests.support.tiny_policy import ALIGNED, STOCK, make_weights
 from tests.support.trainer_in_memory import make_pair
 
 REQUESTS = make_requests(7)
-STOCK = dataclasses.replace(ALIGNED, backend="stock")
 
 
 @pytest.fixture(scope="module")
