@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
+
 # Deterministic, and never a failure because a shared machine is slow.
 settings.register_profile("onpolicy", deadline=None, derandomize=True, max_examples=80)
 settings.register_profile("few", settings.get_profile("onpolicy"), max_examples=15)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TextIO
 
 _BEGAN = time.monotonic()
-"""Of this process, but for Python's own start: a command imports this module first."""
+"""When this process began, Python's own start left out: a command imports this module first."""
 
 NOISY = ("httpx", "matplotlib", "megatron", "pebble")
 

@@ -90,7 +90,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
 
 
 def secret_flags(spec: EngineSpec) -> list[str]:
-    """The flags that no command line, which all users of a host can read, may show."""
+    """The secret flags, kept out of the command line, which every user of a host can read."""
     given = {"--api-key": spec.api_key, **spec.sglang_secrets}
     return [f"{flag}={value}" for flag, value in given.items()]
 

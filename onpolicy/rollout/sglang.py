@@ -141,7 +141,7 @@ class SglangGroup(RolloutGroup):
                 except BaseException:
                     queue.append(i)
                     raise
-                self.on_progress(len(done), len(done[i].token_ids))
+                self.on_progress(len(done), len(done[i].response_ids))
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             results = await asyncio.gather(*(serve(client, session) for client in self.clients))

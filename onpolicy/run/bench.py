@@ -30,7 +30,15 @@ from onpolicy.run.start import (
     share_of_cores,
 )
 from onpolicy.train import Trainer, make_trainer
-from onpolicy.types import Request, SamplingParams, TrainSample
+from onpolicy.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Request,
+    Sample,
+    SamplingParams,
+    TrainSample,
+)
 
 KINDS = ("aligned", "stock")
 
@@ -86,7 +94,7 @@ def _rollout_measure(group: Any, prompts: list[list[int]], max_new_tokens: int) 
         temperature=1.0, max_new_tokens=max_new_tokens, stop_token_ids=(), ignore_eos=True
     )
     requests = [
-        Request(token_ids=prompt, sampling_seed=sampling_seed("bench", i), params=params)
+        Request(prompt_ids=prompt, sampling_seed=sampling_seed("bench", i), params=params)
         for i, prompt in enumerate(prompts)
     ]
 
@@ -172,11 +180,8 @@ def _step_measure(
     vocab_size = load_config(config.hf_checkpoint).vocab_size
     samples = [
         TrainSample(
-            token_ids=[rng.randrange(vocab_size) for _ in range(length)],
-            prompt_len=config.prompt_len,
-            rollout_log_probs=[-1.0] * config.max_new_tokens,
+            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config),
             advantage=rng.uniform(-1, 1),
-            label="bench",
         )
         for _ in range(num_tokens // length)
     ]
@@ -185,10 +190,22 @@ def _step_measure(
         # The aligned operators bring threads of their own and keep torch at one.
         torch.set_num_threads(torch_threads)
         started = time.perf_counter()
-        trainer.train(samples, step=0)
+        trainer.train(samples, step=0, rates=[0.0])
         return len(samples) * length / (time.perf_counter() - started)
 
     return measure
+
+
+def _made_up(token_ids: list[int], config: BenchConfig) -> Sample:
+    completion = Completion(
+        response_ids=token_ids[config.prompt_len :],
+        rollout_log_probs=[-1.0] * config.max_new_tokens,
+        finish_reason=FinishReason.LENGTH,
+        weight_version="0",
+        num_cached_tokens=0,
+    )
+    prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
+    return Sample(prompt=prompt, sample_index=0, completion=completion)
 
 
 def _contract(config: BenchConfig, kind: str) -> NumericsContract:
@@ -210,7 +227,7 @@ def _train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> 
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1),
         engine=groups.EngineConfig(cpu_threads=config.cpu_threads),
         trainer=groups.TrainerConfig(
-            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens), lr=0.0
+            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens)
         ),
         parity=groups.ParityConfig(
             true_on_policy_mode=is_aligned,

@@ -77,7 +77,7 @@ class EnginePair:
 
         distributed.run_on_rank_zero(connect)
 
-    def use(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+    def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         """Go on otherwise, between rollouts; servers of another contract need weights then."""
         changes = contract != self.contract
         self.contract = contract
@@ -86,7 +86,7 @@ class EnginePair:
             self.rollout = self._new_rollout()
             assert self.rollout is not None
             self.rollout.launch()
-        self.trainer.adapt(contract, fallback, lr_scale)
+        self.trainer.adapt(contract, fallback)
         if changes:
             self._connect()
 

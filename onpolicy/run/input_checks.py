@@ -13,7 +13,7 @@ from onpolicy.models.weight_files import require_fit
 
 
 def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
-    """Raise ConfigError if a rollout would hold a prompt twice for want of others."""
+    """Raise ConfigError if a rollout takes more prompts than the file has."""
     size = config.rollout.rollout_batch_size
     if size > num_prompts:
         raise ConfigError(

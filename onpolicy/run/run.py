@@ -35,6 +35,7 @@ from onpolicy.rollout.statistics import (
 )
 from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.start import Inputs
 from onpolicy.train import distributed
 from onpolicy.types import (
@@ -70,7 +71,7 @@ class Run:
         self.config, self.inputs = config, inputs
         self._make_engines, self._make_scorer = make_engines, make_scorer
         self.is_main = distributed.rank() == 0
-        self.ladder = inputs.ladder
+        self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
         self._sinks: list[Sink] = []
@@ -126,6 +127,7 @@ class Run:
         self.first_step = self.rollouts_done = state.rollouts_done
         self.run_hash, self.totals = RunHash(state.run_hash), state.totals
         self.ladder.load_state_dict(state.governor)
+        self.learning_rate.load_state_dict(state.learning_rate)
 
     def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
         self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
@@ -210,11 +212,11 @@ class Run:
             self._progress.on_requests(len(requests))
         completions = self.engines.generate(requests)
         seconds = time.perf_counter() - started
-        tokens = sum(len(completion.token_ids) for completion in completions)
+        tokens = sum(len(completion.response_ids) for completion in completions)
 
         def score() -> tuple[list[SampleGroup], Metrics]:
             texts = self.inputs.tokenizer.batch_decode(
-                [completion.token_ids for completion in completions], skip_special_tokens=True
+                [completion.response_ids for completion in completions], skip_special_tokens=True
             )
             groups = group_samples(prompts, completions, texts, self.engines.weight_version)
             return groups, self._scorer.score(_samples(groups))
@@ -247,7 +249,7 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
-        trainer.observe_rollout(mean_response_length(groups), truncated_ratio(groups))
+        self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
         kept = [
             g for g in groups if not algorithm.filter_equal_rewards or len(set(_rewards(g))) > 1
         ]
@@ -261,12 +263,15 @@ class Run:
             [[len(sample.rollout_log_probs) for sample in group.samples] for group in kept],
         )
         samples = [
-            sample
+            TrainSample(sample=sample, advantage=advantage)
             for group, values in zip(kept, advantages, strict=True)
-            for sample in _train_samples(group, values)
+            for sample, advantage in zip(group.samples, values, strict=True)
         ]
+        num_steps = min(self.config.steps_per_rollout, len(samples))
+        rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
+        metrics |= self.learning_rate.metrics()
         try:
-            return {**trainer.train(samples, step), **metrics}
+            return {**trainer.train(samples, step, rates), **metrics}
         finally:
             for sample, count in zip(_samples(kept), trainer.mismatched_tokens, strict=False):
                 sample.mismatched_tokens = count
@@ -282,8 +287,7 @@ class Run:
         return self.ladder.metrics()
 
     def _use_ladder(self) -> None:
-        ladder = self.ladder
-        self.engines.use(ladder.contract, ladder.fallback, ladder.lr_scale)
+        self.engines.use(self.ladder.contract, self.ladder.fallback)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
@@ -308,6 +312,7 @@ class Run:
                 run_hash=self.run_hash.value,
                 totals=self.totals,
                 governor=self.ladder.state_dict(),
+                learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
             )
             saving.save(self.config, self.engines, state)
@@ -337,17 +342,3 @@ def _samples(groups: Sequence[SampleGroup]) -> list[Sample]:
 
 def _rewards(group: SampleGroup) -> list[float]:
     return [sample.reward for sample in group.samples]
-
-
-def _train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[TrainSample]:
-    return [
-        TrainSample(
-            token_ids=sample.token_ids,
-            prompt_len=len(group.prompt.token_ids),
-            rollout_log_probs=sample.rollout_log_probs,
-            advantage=advantage,
-            label=f"prompt {group.prompt.index}, sample {sample.sample_index}",
-            routed_experts=sample.routed_experts,
-        )
-        for sample, advantage in zip(group.samples, advantages, strict=True)
-    ]

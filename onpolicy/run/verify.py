@@ -27,7 +27,7 @@ from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.start import MARGIN, check_layout, make_contract, make_engine_spec
 from onpolicy.train import distributed
-from onpolicy.types import Completion, Request, SamplingParams, TrainSample
+from onpolicy.types import Completion, Prompt, Request, Sample, SamplingParams, TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ def verify(config: VerifyConfig) -> Report:
             num_cached += sum(completion.num_cached_tokens for completion in completions)
             counts += _score(engines, prompts, completions, config)
             if round_number == 0:
-                engines.trainer.train(_train_samples(prompts, completions), step=0)
+                samples = _train_samples(prompts, completions)
+                engines.trainer.train(samples, step=0, rates=[LEARNING_RATE])
     finally:
         engines.stop()
     return {
@@ -151,9 +152,7 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
         engine=groups.EngineConfig(
             rollout_num_engines=config.rollout_num_engines, cpu_threads=config.cpu_threads
         ),
-        trainer=groups.TrainerConfig(
-            train_backend=config.train_backend, lr=LEARNING_RATE, max_tokens_per_gpu=999
-        ),
+        trainer=groups.TrainerConfig(train_backend=config.train_backend, max_tokens_per_gpu=999),
         megatron=config.megatron,
         parity=groups.ParityConfig(
             true_on_policy_mode=config.true_on_policy_mode,
@@ -178,7 +177,7 @@ def _requests(
     )
     return [
         Request(
-            token_ids=prompt,
+            prompt_ids=prompt,
             sampling_seed=sampling_seed(config.seed, "verify", round_number, i),
             params=params,
         )
@@ -196,11 +195,11 @@ def _score(
     order = list(range(len(prompts)))
     random.Random(config.seed).shuffle(order)
     train = engines.trainer.log_probs(
-        [prompts[i] + completions[i].token_ids for i in order],
+        [prompts[i] + completions[i].response_ids for i in order],
         [len(prompts[i]) for i in order],
         config.temperature,
     )
-    rollout = torch.tensor([x for i in order for x in completions[i].log_probs])
+    rollout = torch.tensor([x for i in order for x in completions[i].rollout_log_probs])
     counts, _ = compare_log_probs(torch.cat(train), rollout)
     if distributed.rank() == 0:
         logger.info("%d of %d tokens differ", counts.num_mismatched, counts.num_compared)
@@ -212,11 +211,12 @@ def _train_samples(
 ) -> list[TrainSample]:
     return [
         TrainSample(
-            token_ids=prompt + completion.token_ids,
-            prompt_len=len(prompt),
-            rollout_log_probs=completion.log_probs,
+            sample=Sample(
+                prompt=Prompt(index=i, prompt_ids=prompt, label="", text=""),
+                sample_index=0,
+                completion=completion,
+            ),
             advantage=(-1.0) ** i,
-            label=f"prompt {i}",
         )
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]

@@ -12,10 +12,21 @@ from fallback_correction.config import CorrectionConfig
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
 from onpolicy.train.packing import pack
-from onpolicy.types import TrainSample
+from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
 
 _FILLER = TrainSample(
-    token_ids=[0, 0], prompt_len=1, rollout_log_probs=[0.0], advantage=0.0, label="filler"
+    sample=Sample(
+        prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
+        sample_index=0,
+        completion=Completion(
+            response_ids=[0],
+            rollout_log_probs=[0.0],
+            finish_reason=FinishReason.LENGTH,
+            weight_version="",
+            num_cached_tokens=0,
+        ),
+    ),
+    advantage=0.0,
 )
 """Stands in an empty micro-batch, masked out."""
 
@@ -71,7 +82,7 @@ class MicroBatch:
 
     @property
     def response_lens(self) -> list[int]:
-        return [len(sample.rollout_log_probs) for sample in self.samples]
+        return [len(s.sample.response_ids) for s in self.samples]
 
     def tokens(self, log_probs: Tensor) -> TokenBatch:
         """The batch with `log_probs` [R] as the trainer's."""
@@ -100,7 +111,7 @@ def make_micro_batches(
     device: torch.device,
 ) -> list[MicroBatch]:
     """The micro-batches of `rank`; `samples` are the global batch."""
-    plan = pack([len(s.token_ids) for s in samples], num_ranks, max_tokens)[rank]
+    plan = pack([len(s.sample.token_ids) for s in samples], num_ranks, max_tokens)[rank]
     return [_micro_batch([samples[i] for i in part], temperature, device) for part in plan]
 
 
@@ -109,16 +120,17 @@ def _micro_batch(
 ) -> MicroBatch:
     is_filler = not samples
     samples = samples or [_FILLER]
-    lens = torch.tensor([len(s.rollout_log_probs) for s in samples])
+    sampled = [s.sample for s in samples]
+    lens = torch.tensor([len(s.response_ids) for s in sampled])
     advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
-    log_probs = torch.tensor([x for s in samples for x in s.rollout_log_probs], dtype=torch.float32)
+    log_probs = torch.tensor([x for s in sampled for x in s.rollout_log_probs], dtype=torch.float32)
     return MicroBatch(
         packed=PackedTokens.pack(
-            [s.token_ids for s in samples],
-            [s.prompt_len for s in samples],
+            [s.token_ids for s in sampled],
+            [len(s.prompt.prompt_ids) for s in sampled],
             temperature,
             device,
-            [s.routed_experts for s in samples],
+            [s.completion.routed_experts for s in sampled],
         ),
         samples=samples,
         rollout_log_probs=log_probs.to(device),

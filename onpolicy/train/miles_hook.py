@@ -70,7 +70,7 @@ def miles_correction(
             "train_log_probs": (log_probs if bypass else batch.old_log_probs).split(lens),
             "rollout_log_probs": batch.rollout_log_probs.split(lens),
             "loss_masks": batch.mask.float().split(lens),
-            "total_lengths": [len(sample.token_ids) for sample in batch.samples],
+            "total_lengths": [len(s.sample.token_ids) for s in batch.samples],
             "response_lengths": lens,
             "parallel_state": _parallel_state(),
             "max_seq_lens": None,  # Miles' for padded sequences; these are packed

@@ -78,7 +78,7 @@ class ParityGate:
         counts, _ = compare_log_probs(train[None], rollout[None])
         return Mismatch(
             step=self.step,
-            sample=sample.label,
+            sample=sample.sample.name,
             position=position,
             rollout_log_prob=rollout.item(),
             train_log_prob=train.item(),

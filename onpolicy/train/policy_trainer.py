@@ -8,13 +8,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fallback_correction.length_decay import BaseSchedule, LengthDecaySchedule
+from fallback_correction.length_decay import HasParamGroups
 from fallback_correction.tokens import NonfiniteError
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
@@ -31,19 +31,20 @@ from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.state import load_state, save_state
 from onpolicy.types import TrainSample
 
 logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(Trainer):
-    """Policy-gradient steps with parity check and corrections, on an engine's four verbs.
+    """Policy-gradient steps with parity check and corrections, on an engine's verbs.
 
-    An engine scores batches, accumulates the gradients of a step, and takes it; it sets `schedule`
-    and puts other operators into its models.
+    An engine scores batches, accumulates the gradients of a step, and takes it; it sets `optimizer`,
+    puts other operators into its models, and writes and reads their tensors.
     """
 
-    schedule: BaseSchedule
+    optimizer: HasParamGroups
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
         self.config, self.num_threads = config, num_threads
@@ -51,7 +52,6 @@ class PolicyTrainer(Trainer):
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.loss_settings = loss_settings(config)
         self.corrections = Corrections(config)
-        self.lr_scale = 1.0
         self._use_contract(contract)
 
     def _use_contract(self, contract: NumericsContract) -> None:
@@ -62,25 +62,6 @@ class PolicyTrainer(Trainer):
             logger.info("checking the trainer's operators at the model's shapes")
             self.self_check = self_check(self.operators, contract)
             check_gradients(self.operators, contract)
-
-    def numbers(self) -> dict[str, Any]:
-        """What a checkpoint holds of the trainer besides tensors, as JSON can hold it."""
-        return {
-            "schedule": self.schedule.state_dict(),
-            "corrections": self.corrections.state_dict(),
-        }
-
-    def use_numbers(self, numbers: dict[str, Any]) -> None:
-        """Go on from what `numbers` returned. Raises ConfigError if it fits other settings alone."""
-        try:
-            self.schedule.load_state_dict(numbers["schedule"])
-            self.corrections.load_state_dict(numbers["corrections"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--load: what the checkpoint holds of the learning rate's schedule and of the "
-                f"corrections does not fit these settings ({error!r}). Give --lr-schedule and --dc-* "
-                "as in the run that wrote it."
-            ) from error
 
     @abstractmethod
     def _put_operators(self, operators: Operators) -> None:
@@ -105,68 +86,72 @@ class PolicyTrainer(Trainer):
         """Scale the gradients to --clip-grad; returns their norm before."""
 
     @abstractmethod
-    def _step_optimizer(self) -> float:
-        """Take the step and clear the gradients; returns its learning rate."""
+    def _step_optimizer(self) -> None:
+        """Take the step and clear the gradients."""
 
-    @property
-    def rate_scale(self) -> float:
-        """What the governor leaves of the schedule's rate: never less than length decay's floor."""
-        if isinstance(self.schedule, LengthDecaySchedule):
-            return self.schedule.decay.bounded(self.lr_scale)
-        return self.lr_scale
+    @abstractmethod
+    def _write_tensors(self, directory: Path) -> None:
+        """Weights and what the optimizer keeps of them, sharded, into a new directory."""
 
-    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+    @abstractmethod
+    def _read_tensors(self, directory: Path) -> None:
+        """Read back, in place, what `_write_tensors` wrote."""
+
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         if contract != self.contract:
             self._use_contract(contract)
             self._put_operators(self.operators)
         self.corrections.use(fallback)
-        self.lr_scale = lr_scale
 
-    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
-        if isinstance(self.schedule, LengthDecaySchedule):
-            self.schedule.observe(mean_response_length, truncated_ratio)
-
-    def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+    def train(
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
+    ) -> dict[str, float]:
         start = time.perf_counter()
         self.mismatched_tokens = [None] * len(samples)
         steps = [
             self._micro_batches([samples[i] for i in part])
-            for part in split_evenly(len(samples), self.config.steps_per_rollout)
-            if part
+            for part in split_evenly(len(samples), len(rates))
         ]
         try:
-            metrics = self._train_or_fall_back(steps, samples, step)
+            metrics = self._train_or_fall_back(steps, rates, samples, step)
         except NonfiniteError as error:
             how = self.corrections.flags.tis_nonfinite
             raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
-        if isinstance(self.schedule, LengthDecaySchedule):
-            metrics |= self.schedule.decay.metrics()
         seconds = time.perf_counter() - start
         return {
             **metrics,
             "perf/train_time": seconds,
-            "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
+            "perf/train_tokens_per_second": sum(len(s.sample.token_ids) for s in samples) / seconds,
         }
 
     def _train_or_fall_back(
-        self, steps: list[list[MicroBatch]], samples: Sequence[TrainSample], step: int
+        self,
+        steps: list[list[MicroBatch]],
+        rates: Sequence[float],
+        samples: Sequence[TrainSample],
+        step: int,
     ) -> dict[str, float]:
         gate = self._gate(step)
         try:
-            metrics = self._train_on(steps, gate, corrected=not self.contract.is_aligned)
+            metrics = self._train_on(steps, rates, gate, corrected=not self.contract.is_aligned)
         except ParityError as error:
             self.mismatched_tokens = gate.mismatched_tokens(samples)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, fails=False, warns=False, remedy="")
-            metrics = self._train_on(steps, gate, corrected=True)
+            metrics = self._train_on(steps, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
         self.mismatched_tokens = gate.mismatched_tokens(samples)
         return metrics
 
     def _train_on(
-        self, steps: list[list[MicroBatch]], gate: ParityGate, *, corrected: bool
+        self,
+        steps: list[list[MicroBatch]],
+        rates: Sequence[float],
+        gate: ParityGate,
+        *,
+        corrected: bool,
     ) -> dict[str, float]:
         """The optimizer steps of a rollout; `corrected`: as one that is not aligned."""
         start = time.perf_counter()
@@ -176,8 +161,8 @@ class PolicyTrainer(Trainer):
         seconds = time.perf_counter() - start
         metrics = self._own_routing(steps[0]) | self.corrections.prepare(steps, active=corrected)
         updates = [
-            self._optimizer_step(micro_batches, gate if number == 0 else None)
-            for number, micro_batches in enumerate(steps)
+            self._optimizer_step(micro_batches, rate, gate if number == 0 else None)
+            for number, (micro_batches, rate) in enumerate(zip(steps, rates, strict=True))
         ]
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         if corrected:
@@ -185,7 +170,7 @@ class PolicyTrainer(Trainer):
         return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
 
     def _optimizer_step(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
+        self, micro_batches: Sequence[MicroBatch], rate: float, gate: ParityGate | None
     ) -> dict[str, float]:
         sums = self._accumulate_gradients(micro_batches, gate)
         grad_norm = self._clip_gradients()
@@ -196,7 +181,10 @@ class PolicyTrainer(Trainer):
             )
         if replayed := sums.pop("routing/num_replayed", 0.0):
             sums["routing/differing_share"] = sums.pop("routing/num_differing") / replayed
-        return {**sums, "train/grad_norm": grad_norm, "train/lr": self._step_optimizer()}
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._step_optimizer()
+        return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}
 
     def _own_routing(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""
@@ -268,6 +256,20 @@ class PolicyTrainer(Trainer):
             mine.update(zip(indices, parts, strict=True))
         results = {i: part for ours in distributed.gather_data(mine) for i, part in ours.items()}
         return [results[i] for i in range(len(sequences))]
+
+    def save(self, directory: Path) -> None:
+        numbers = {"corrections": self.corrections.state_dict()}
+        save_state(directory, numbers, self._write_tensors)
+
+    def load(self, directory: Path) -> None:
+        numbers = load_state(directory, self._read_tensors)
+        try:
+            self.corrections.load_state_dict(numbers["corrections"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--load: what the checkpoint holds of the corrections does not fit these settings "
+                f"({error!r}). Give --dc-* as in the run that wrote it."
+            ) from error
 
 
 def _with_own_routing(packed: PackedTokens) -> PackedTokens:

@@ -78,7 +78,7 @@ def make_requests(count: int, seed: int, *, max_new_tokens: int = 24, temperatur
     )
     return [
         Request(
-            token_ids=shared[: rng.randrange(100)]
+            prompt_ids=shared[: rng.randrange(100)]
             + [rng.randrange(137) for _ in range(rng.randrange(1, 60))],
             sampling_seed=sampling_seed(seed, i),
             params=params,

@@ -3,16 +3,13 @@
 import torch
 
 from onpolicy.train.batch import make_micro_batches
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 
 
 def make_batch(ratios, advantages, **more):
     """A micro-batch of one-token responses with equal shares, and log-probs in these ratios to old."""
     samples = [
-        TrainSample(
-            token_ids=[1, 2], prompt_len=1, rollout_log_probs=[0.0], advantage=a, label=str(i)
-        )
-        for i, a in enumerate(advantages)
+        make_train_sample([1, 2], 1, [0.0], advantage, i) for i, advantage in enumerate(advantages)
     ]
     (batch,) = make_micro_batches(
         samples, rank=0, num_ranks=1, max_tokens=99, temperature=1.0, device=torch.device("cpu")

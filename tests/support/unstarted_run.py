@@ -14,7 +14,7 @@ from onpolicy.run.start import make_contract
 from onpolicy.train import distributed, make_trainer
 from onpolicy.types import Prompt, RunTotals
 
-PROMPTS = [Prompt(index=i, token_ids=[i + 2], label="x", text="a") for i in range(3)]
+PROMPTS = [Prompt(index=i, prompt_ids=[i + 2], label="x", text="a") for i in range(3)]
 
 
 def make_config(checkpoint: Path, directory: Path, **output: Any) -> TrainConfig:
@@ -45,6 +45,7 @@ def state_after(rollouts_done: int) -> RunState:
         run_hash="hash",
         totals=totals,
         governor={},
+        learning_rate={},
         prompts=digest_prompts(PROMPTS),
     )
 

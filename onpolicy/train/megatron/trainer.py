@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
@@ -21,14 +22,9 @@ from onpolicy.train.loss import policy_loss
 from onpolicy.train.megatron import stages
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import build_model
-from onpolicy.train.megatron.optimizer import (
-    make_optimizer,
-    make_schedule,
-    use_settings,
-    with_gradients,
-)
+from onpolicy.train.megatron.optimizer import make_optimizer, use_settings, with_gradients
 from onpolicy.train.megatron.schedule import accumulate_gradients, score
-from onpolicy.train.megatron.state import load_state, save_state
+from onpolicy.train.megatron.state import read_tensors, write_tensors
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -41,6 +37,8 @@ class MegatronTrainer(PolicyTrainer):
     Every rank of a data-parallel share ends a verb with the same log-probabilities and metrics, so
     that what follows them (corrections, parity check) is the same on all of them.
     """
+
+    optimizer: MegatronOptimizer
 
     def __init__(
         self,
@@ -59,7 +57,6 @@ class MegatronTrainer(PolicyTrainer):
                 algorithm.ref_checkpoint or config.model.hf_checkpoint
             )
         self.optimizer = make_optimizer(self.model, config, self.dtype)
-        self.schedule = make_schedule(self.optimizer, config)
 
     def _load_model(self, path: str) -> nn.Module:
         hf_config = load_config(path, self.config.model.trust_remote_code)
@@ -126,25 +123,16 @@ class MegatronTrainer(PolicyTrainer):
                 clip_grad_by_total_norm_fp32(parameters, limit, norm)
         return norm
 
-    def _step_optimizer(self) -> float:
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * self.rate_scale
+    def _step_optimizer(self) -> None:
         self.optimizer.step_with_ready_grads()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        self.schedule.step()
         self.optimizer.zero_grad()
-        return float(rates[0] * self.rate_scale)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, max_bytes)
 
-    def save(self, directory: Path) -> None:
-        save_state(directory, self.model, self.optimizer, self.numbers())
+    def _write_tensors(self, directory: Path) -> None:
+        write_tensors(directory, self.model, self.optimizer)
 
-    def load(self, directory: Path) -> None:
-        numbers = load_state(directory, self.model, self.optimizer)
+    def _read_tensors(self, directory: Path) -> None:
+        read_tensors(directory, self.model, self.optimizer)
         use_settings(self.optimizer, self.config)
-        self.use_numbers(numbers)

@@ -20,7 +20,7 @@ from onpolicy.train.batch import make_micro_batches
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings, weight_correction
 from onpolicy.train.loss import policy_loss
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 
 INF, NAN = math.inf, math.nan
 BYPASS = "--use-rollout-logprobs"
@@ -37,13 +37,7 @@ def config_of(*argv):
 def make_samples(log_ratios, advantages, rollout=-1.0):
     """One response a list, of tokens whose log pi_train - log pi_rollout will be these."""
     return [
-        TrainSample(
-            token_ids=list(range(len(r) + 1)),
-            prompt_len=1,
-            rollout_log_probs=[rollout] * len(r),
-            advantage=a,
-            label=str(i),
-        )
+        make_train_sample(range(len(r) + 1), 1, [rollout] * len(r), a, i)
         for i, (r, a) in enumerate(zip(log_ratios, advantages, strict=True))
     ]
 
@@ -52,14 +46,13 @@ def prepare(config, log_ratios, advantages, max_tokens=1000, ref=None):
     """(corrections, micro-batches, the trainer's log-probabilities of each, metrics)."""
     distributed.init_process_group()
     samples = make_samples(log_ratios, advantages)
-    by_label = {s.label: r for s, r in zip(samples, log_ratios, strict=True)}
     batches = make_micro_batches(
         samples, rank=0, num_ranks=1, max_tokens=max_tokens, temperature=1.0,
         device=torch.device("cpu"),
     )  # fmt: skip
     own = []
     for batch in batches:
-        r = torch.tensor([x for s in batch.samples for x in by_label[s.label]])
+        r = torch.tensor([x for s in batch.samples for x in log_ratios[s.sample.prompt.index]])
         own.append((batch.rollout_log_probs + r).requires_grad_())
         bypass = config.fallback.use_rollout_logprobs
         batch.old_log_probs = batch.rollout_log_probs if bypass else own[-1].detach().clone()
@@ -70,18 +63,18 @@ def prepare(config, log_ratios, advantages, max_tokens=1000, ref=None):
 
 
 def losses(config, log_ratios, advantages, max_tokens=1000, ref=None):
-    """(loss, {label: gradients of the sample's tokens}, sums of metrics) of a global batch."""
+    """(loss, {index: gradients of the sample's tokens}, sums of metrics) of a global batch."""
     _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens, ref)
     results = [policy_loss(x, b, loss_settings(config)) for x, b in zip(own, batches, strict=True)]
     total = sum(loss for loss, _ in results)
     total.backward()
     gradients = {
-        sample.label: part.tolist()
+        s.sample.prompt.index: part.tolist()
         for batch, x in zip(batches, own, strict=True)
-        for sample, part in zip(batch.samples, x.grad.split(batch.response_lens), strict=True)
+        for s, part in zip(batch.samples, x.grad.split(batch.response_lens), strict=True)
     }
     sums = {name: sum(m[name].item() for _, m in results) for name in results[0][1]}
-    return total.item(), [gradients[str(i)] for i in range(len(log_ratios))], sums
+    return total.item(), [gradients[i] for i in range(len(log_ratios))], sums
 
 
 # Bypass
