@@ -84,7 +84,7 @@ class Memory:
 
     def next_token(self, request: Request, response: list[int]) -> tuple[int, float]:
         """A token and its log-probability; the first one's may come from the prefix cache."""
-        context, temperature = [*request.token_ids, *response], request.params.temperature
+        context, temperature = [*request.prompt_ids, *response], request.params.temperature
         scores = self.prefixes.get((temperature, *context))
         if scores is None:
             rounds = not self.contract.is_aligned
@@ -145,11 +145,11 @@ class Engine:
             yield memory
 
     async def generate(self, session: aiohttp.ClientSession, request: Request) -> Completion:
-        if max(request.token_ids) >= VOCAB_SIZE:
+        if max(request.prompt_ids) >= VOCAB_SIZE:
             raise ContractError(f"{self.url}/generate refused a request (HTTP 400)")
         with self._call(waits=True) as memory:
-            prefix = (request.params.temperature, *request.token_ids)
-            num_cached = len(request.token_ids) * (prefix in memory.prefixes)
+            prefix = (request.params.temperature, *request.prompt_ids)
+            num_cached = len(request.prompt_ids) * (prefix in memory.prefixes)
         response: list[int] = []
         log_probs: list[float] = []
         params = request.params
@@ -166,8 +166,8 @@ class Engine:
         stopped = bool({*response[-1:]} & {*ends})
         self.answered[repr(request)] += 1
         return Completion(
-            token_ids=response,
-            log_probs=log_probs,
+            response_ids=response,
+            rollout_log_probs=log_probs,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             weight_version=memory.version,
             num_cached_tokens=num_cached,
@@ -250,7 +250,7 @@ def make_requests(count: int, seed: int = 0, max_new_tokens: int = 6) -> list[Re
     chance = random.Random(seed)
     return [
         Request(
-            token_ids=[chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(1, 5))],
+            prompt_ids=[chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(1, 5))],
             sampling_seed=sampling_seed(seed, i),
             params=params,
         )

@@ -21,7 +21,7 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.train.packing import split_evenly
-from onpolicy.types import TrainSample
+from onpolicy.types import Sample, TrainSample
 from onpolicy.weights.digest import WeightBucket
 from tests.support.engines_in_memory import SELF_CHECK, Host
 from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
@@ -39,23 +39,18 @@ class TrainerInMemory(Trainer):
         self.contract = contract
         self.self_check = SELF_CHECK if contract.is_aligned else {}
 
-    def adapt(
-        self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float = 1.0
-    ) -> None:
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         self._use(contract)
         self.fallback = fallback
 
-    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
-        pass
-
     def train(
-        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float] = (0.5,)
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> dict[str, float]:
         self.mismatched_tokens = [None] * len(samples)
-        scores = [self._score(sample) for sample in samples]
+        scores = [self._score(trained.sample) for trained in samples]
         found = [
-            compare_log_probs(train, torch.tensor(sample.rollout_log_probs))[0]
-            for train, sample in zip(scores, samples, strict=True)
+            compare_log_probs(train, torch.tensor(trained.sample.rollout_log_probs))[0]
+            for train, trained in zip(scores, samples, strict=True)
         ]
         self.mismatched_tokens = [counts.num_mismatched for counts in found]
         total = sum(found, ParityCounts())
@@ -63,24 +58,23 @@ class TrainerInMemory(Trainer):
             raise ParityError(f"{total.num_mismatched} of {total.num_compared} tokens differ")
         for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
             for i in part:
-                self._learn(samples[i], rate)
+                self._learn(samples[i].sample, rate * samples[i].advantage)
         gains = [
-            sample.advantage * float(train.mean())
-            for sample, train in zip(samples, scores, strict=True)
+            trained.advantage * float(train.mean())
+            for trained, train in zip(samples, scores, strict=True)
         ]
         return {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **total.metrics()}
 
-    def _score(self, sample: TrainSample) -> Tensor:
-        end = sample.prompt_len
-        prompt, response = sample.token_ids[:end], sample.token_ids[end:]
+    def _score(self, sample: Sample) -> Tensor:
         temperature = self.config.rollout.rollout_temperature
+        prompt, response = sample.prompt.prompt_ids, sample.response_ids
         return log_probs_of(self.weights, prompt, response, temperature)
 
-    def _learn(self, sample: TrainSample, rate: float) -> None:
+    def _learn(self, sample: Sample, size: float) -> None:
+        tokens, start = sample.token_ids, len(sample.prompt.prompt_ids)
         for distance, table in enumerate(self.weights.values(), start=1):
-            for end in range(max(sample.prompt_len, distance), len(sample.token_ids)):
-                before, token = sample.token_ids[end - distance], sample.token_ids[end]
-                table[before, token] += rate * sample.advantage
+            for end in range(max(start, distance), len(tokens)):
+                table[tokens[end - distance], tokens[end]] += size
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float

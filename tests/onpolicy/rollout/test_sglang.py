@@ -111,7 +111,7 @@ def test_an_engine_that_lives_goes_on_with_the_requests_of_one_that_died():
 def test_progress_counts_every_response_once_however_often_engines_die():
     group, seen = started(Host({5, 9}), rollout_max_concurrency=2), []
     group.on_progress = lambda done, tokens: seen.append((done, tokens))
-    lengths = [len(completion.token_ids) for completion in sampled(group)]
+    lengths = [len(completion.response_ids) for completion in sampled(group)]
     assert [done for done, _ in seen] == list(range(1, len(REQUESTS) + 1))
     assert sorted(tokens for _, tokens in seen) == sorted(lengths)
 
@@ -162,7 +162,7 @@ def test_engines_of_someone_else_are_not_started_again():
 def test_an_error_that_no_engine_died_of_is_raised_and_restarts_none():
     host = Host()
     group = started(host)
-    bad = dataclasses.replace(REQUESTS[0], token_ids=[10**6])
+    bad = dataclasses.replace(REQUESTS[0], prompt_ids=[10**6])
     with pytest.raises(ContractError, match="refused a request"):
         group.generate([*REQUESTS, bad])
     assert host.num_restarts == 0

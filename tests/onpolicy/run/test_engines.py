@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onpolicy.errors import ContractError, EngineError, WeightSyncError
@@ -55,6 +55,7 @@ DEATHS = st.lists(
 )
 
 
+@settings(settings.get_profile("few"))
 @given(DEATHS)
 def test_any_deaths_within_the_limit_cost_no_bit(directory, expected, dies_at):
     """In a push, in a rollout, or while engines start again; they lose the weights every time."""
@@ -121,7 +122,7 @@ def test_an_error_that_no_engine_died_of_is_raised_from_a_push_and_from_a_rollou
     with pytest.raises(WeightSyncError, match="cannot be written"):
         pair.push_weights("1")
     with pytest.raises(ContractError, match="refused a request"):
-        pair.generate([dataclasses.replace(REQUESTS[0], token_ids=[10**6])])
+        pair.generate([dataclasses.replace(REQUESTS[0], prompt_ids=[10**6])])
     assert host.num_restarts == 0
 
 
@@ -136,12 +137,17 @@ def test_an_engine_that_holds_other_bits_ends_the_run_though_none_died(directory
     assert host.num_restarts == 0
 
 
-@pytest.mark.parametrize("dies_at", [set(), {4}, {8}])
-def test_every_rank_has_the_completions_the_digest_and_the_version(directory, expected, dies_at):
+@pytest.mark.parametrize(
+    ("way", "dies_at"),
+    [("disk", set()), ("disk", {4}), ("disk", {8}), ("tensor", {6})],  # the last between buckets
+)
+def test_every_rank_has_the_completions_the_digest_and_the_version(
+    directory, expected, way, dies_at
+):
     host = Host(dies_at)
 
     def run(rank):
-        pair = make_pair(host, directory)
+        pair = make_pair(host, directory, weight_sync=way)
         assert (pair.rollout is None) == (rank > 0)
         return two_rounds(pair)
 
@@ -161,18 +167,18 @@ def test_engines_of_another_contract_replace_the_old_ones_and_need_weights(direc
     pair.start()
     pair.push_weights("0")
     stock = sampled(pair)
-    pair.use(ALIGNED, pair.config.fallback, 1.0)
+    pair.use(ALIGNED, pair.config.fallback)
     old, new = host.engines
     assert not old.is_running and new.is_running
     assert new.report()["contract"] == ALIGNED.to_json()
     assert new.memory.version == "default"
     pair.push_weights("0")
     scores = pair.trainer.log_probs(
-        [r.token_ids + c.token_ids for r, c in zip(REQUESTS, sampled(pair), strict=True)],
-        [len(r.token_ids) for r in REQUESTS],
+        [r.prompt_ids + c.response_ids for r, c in zip(REQUESTS, sampled(pair), strict=True)],
+        [len(r.prompt_ids) for r in REQUESTS],
         0.75,
     )
-    assert [row.tolist() for row in scores] == [c.log_probs for c in sampled(pair)]
+    assert [row.tolist() for row in scores] == [c.rollout_log_probs for c in sampled(pair)]
     assert stock != sampled(pair)
 
 
@@ -181,7 +187,7 @@ def test_other_corrections_under_the_same_contract_restart_nothing(directory):
     pair = make_pair(host, directory)
     pair.start()
     fallback = dataclasses.replace(pair.config.fallback, use_tis=True)
-    pair.use(ALIGNED, fallback, 1.0)
+    pair.use(ALIGNED, fallback)
     assert pair.trainer.fallback == fallback
     assert len(host.engines) == 1 and host.num_restarts == 0
 

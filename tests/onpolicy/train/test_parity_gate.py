@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from onpolicy.errors import ParityError
 from onpolicy.train.batch import make_micro_batches
 from onpolicy.train.parity_gate import ParityGate
-from onpolicy.types import TrainSample
 from tests.support.ranks import on_ranks
+from tests.support.samples import make_train_sample
 
 LENGTHS = [3, 1, 4, 2, 5]
 NUM_TOKENS = sum(LENGTHS)
@@ -29,13 +29,7 @@ ROLLOUT = [
 
 def make_samples(rollout=ROLLOUT):
     return [
-        TrainSample(
-            token_ids=[2] * (1 + len(log_probs)),
-            prompt_len=1,
-            rollout_log_probs=log_probs,
-            advantage=0.0,
-            label=f"prompt {i}, sample 0",
-        )
+        make_train_sample([2] * (1 + len(log_probs)), 1, log_probs, advantage=0.0, index=i)
         for i, log_probs in enumerate(rollout)
     ]
 

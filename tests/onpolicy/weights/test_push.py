@@ -66,7 +66,9 @@ def test_what_an_engine_has_cached_of_older_weights_is_gone(push, engines):
     push(group.clients)
     after = group.generate(requests)
     assert [completion.num_cached_tokens for completion in after] == [0] * len(requests)
-    assert all(a.log_probs != b.log_probs for a, b in zip(after, before, strict=True))
+    assert all(
+        a.rollout_log_probs != b.rollout_log_probs for a, b in zip(after, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
