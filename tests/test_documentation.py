@@ -3,7 +3,6 @@
 import ast
 import io
 import re
-import subprocess
 import sysconfig
 import tokenize
 from pathlib import Path
@@ -32,10 +31,10 @@ NOT_OURS = {
 
 
 def listed(*endings):
-    """Files of the working tree that git does not ignore."""
-    command = ["git", "ls-files", "-co", "--exclude-standard", *(f"*{e}" for e in endings)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [ROOT / name for name in sorted(set(done.stdout.split())) if (ROOT / name).is_file()]
+    """The project's files, those whose names end so if endings are given."""
+    folders = [ROOT / name for name in (*FOLDERS, ".github")]
+    files = [*ROOT.iterdir(), *(file for folder in folders for file in folder.rglob("*"))]
+    return sorted(f for f in files if f.is_file() and f.name.endswith(endings or ""))
 
 
 def prose(file):

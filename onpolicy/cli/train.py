@@ -24,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
 def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run import saving
-    from onpolicy.run.start import check_layout, read_inputs
+    from onpolicy.run.input_checks import check_layout
+    from onpolicy.run.inputs import read_inputs
 
     if not is_first_rank():
         return 0
@@ -43,8 +44,9 @@ def _train(config: TrainConfig) -> int:
 
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
+    from onpolicy.run.input_checks import check_layout
+    from onpolicy.run.inputs import read_inputs
     from onpolicy.run.loop import train
-    from onpolicy.run.start import check_layout, read_inputs
     from onpolicy.train import distributed
 
     inputs = None

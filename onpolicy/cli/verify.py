@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(VerifyConfig, argv, "onpolicy verify")
     require_ranges(config)
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
-    require_mode_for_operators(config.operators, aligned=config.true_on_policy_mode)
+    require_mode_for_operators(config.operators.operators, aligned=config.true_on_policy_mode)
     refuse_unread(config)
     require_directory("--run-dir", config.run_dir)
     if config.json:

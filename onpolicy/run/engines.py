@@ -16,7 +16,8 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup
-from onpolicy.run.start import make_rollout_group, replays_routing, share_of_cores
+from onpolicy.run.engine_specs import make_rollout_group, replays_routing
+from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
 from onpolicy.weights.digest import WeightBucket

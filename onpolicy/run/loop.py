@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from onpolicy.config import TrainConfig
+from onpolicy.run.inputs import Inputs
 from onpolicy.run.run import Run
-from onpolicy.run.start import Inputs
 from onpolicy.types import RunSummary
 
 

@@ -14,18 +14,19 @@ import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
 from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.start import MARGIN, check_layout, make_contract, make_engine_spec
+from onpolicy.run.input_checks import check_layout
 from onpolicy.train import distributed
 from onpolicy.types import Completion, Prompt, Request, Sample, SamplingParams, TrainSample
 
@@ -42,20 +43,21 @@ def check_inputs(config: VerifyConfig) -> None:
     """Raise ConfigError for whatever `verify` could not run; starts nothing."""
     train_config = make_train_config(config)
     check_layout(train_config)
-    hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    model = config.model
+    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     _longest_prompt(config, hf_config)
-    contract = _contract(config, train_config, hf_config)
-    spec = make_engine_spec(train_config, hf_config, contract)
+    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
+    spec = rollout_spec(train_config, hf_config, contract)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
-        require_fit(config.hf_checkpoint, hf_config, config.trust_remote_code)
+        require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
         flags.require_passed()
 
 
 def verify(config: VerifyConfig) -> Report:
     """Run both rounds and return the report; collective over the trainer's ranks."""
-    hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     train_config = make_train_config(config)
-    contract = _contract(config, train_config, hf_config)
+    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
     prompts = make_prompts(config, hf_config.vocab_size, _longest_prompt(config, hf_config))
     engines = EnginePair(train_config, hf_config, contract, Path(config.run_dir))
     counts, num_cached = ParityCounts(), 0
@@ -84,23 +86,8 @@ def verify(config: VerifyConfig) -> Report:
     }
 
 
-def _contract(
-    config: VerifyConfig, train_config: TrainConfig, hf_config: PretrainedConfig
-) -> NumericsContract:
-    return make_contract(
-        config.hf_checkpoint,
-        hf_config,
-        dtype=config.dtype,
-        aligned=config.true_on_policy_mode,
-        tp_size=tensor_parallel_size(config.sglang_args),
-        row_parallel_blocks=train_config.count_row_parallel_blocks(),
-        operators=config.operators,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
 def _longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
-    longest = hf_config.max_position_embeddings - MARGIN - config.max_new_tokens
+    longest = hf_config.max_position_embeddings - CONTEXT_MARGIN - config.max_new_tokens
     if longest < SHORTEST_PROMPT:
         raise ConfigError(
             f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of "
@@ -138,11 +125,7 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
     if not any(arg.startswith("--chunked-prefill-size") for arg in sglang_args):
         sglang_args = (*sglang_args, "--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE))
     return TrainConfig(
-        model=groups.ModelConfig(
-            hf_checkpoint=config.hf_checkpoint,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
-        ),
+        model=config.model,
         rollout=groups.RolloutConfig(
             num_rollout=1,
             rollout_batch_size=config.num_prompts,
@@ -150,16 +133,14 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
             rollout_temperature=config.temperature,
         ),
         engine=groups.EngineConfig(
-            rollout_num_engines=config.rollout_num_engines, cpu_threads=config.cpu_threads
+            rollout_num_engines=config.rollout_num_engines, cpu_threads=config.cpu.cpu_threads
         ),
         trainer=groups.TrainerConfig(train_backend=config.train_backend, max_tokens_per_gpu=999),
         megatron=config.megatron,
         parity=groups.ParityConfig(
-            true_on_policy_mode=config.true_on_policy_mode,
-            parity_policy="warn",
-            row_parallel_blocks=config.row_parallel_blocks,
-            operators=config.operators,
+            true_on_policy_mode=config.true_on_policy_mode, parity_policy="warn"
         ),
+        operators=config.operators,
         sync=groups.WeightSyncConfig(weight_sync=config.weight_sync, update_weight_buffer_size=1),
         seed=config.seed,
         sglang_args=sglang_args,

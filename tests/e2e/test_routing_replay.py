@@ -10,8 +10,8 @@ import torch
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
+from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.start import make_contract
 from onpolicy.train import distributed
 from onpolicy.types import Prompt, Sample, TrainSample
 from onpolicy.weights.push import push_weights
@@ -37,7 +37,7 @@ def pair(tmp_path_factory):
         fallback=groups.FallbackConfig(use_rollout_routing_replay=True, get_mismatch_metrics=True),
         sglang_args=("--chunked-prefill-size", "48"),
     )
-    contract = make_contract(path, hf_config, dtype="bfloat16", aligned=False)
+    contract = contract_for(config, hf_config, aligned=False)
     directory = tmp_path_factory.mktemp("run")
     with running(EnginePair(config, hf_config, contract, directory)) as pair:
         yield pair

@@ -15,7 +15,7 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from tests.support.samples import make_train_sample
 
@@ -42,7 +42,8 @@ class Job:
                 num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2
             ),
             trainer=groups.TrainerConfig(train_backend=self.backend, max_tokens_per_gpu=100),
-            parity=groups.ParityConfig(true_on_policy_mode=True, row_parallel_blocks=BLOCKS),
+            parity=groups.ParityConfig(true_on_policy_mode=True),
+            operators=groups.OperatorsConfig(row_parallel_blocks=BLOCKS),
         )
         for name, values in self.changes.items():
             group = dataclasses.replace(getattr(config, name), **values)
@@ -58,13 +59,7 @@ def make(job):
         parallel_state.destroy_model_parallel()
     distributed.init_process_group()
     config = job.config()
-    contract = make_contract(
-        str(job.path),
-        load_config(str(job.path)),
-        dtype=job.dtype,
-        aligned=True,
-        row_parallel_blocks=config.count_row_parallel_blocks(),
-    )
+    contract = contract_for(config, load_config(str(job.path)), aligned=True)
     return make_trainer(config, contract, 1)
 
 

@@ -13,10 +13,10 @@ from transformers import Qwen3Config
 from onpolicy.config import TrainConfig, groups
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.prompts import PromptSource
+from onpolicy.run.inputs import Inputs
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
-from onpolicy.run.start import Inputs
 from onpolicy.types import Prompt, RunSummary, Sample
 from tests.support.engines_in_memory import Host
 from tests.support.tiny import make_tokenizer

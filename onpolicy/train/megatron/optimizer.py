@@ -52,7 +52,7 @@ def make_optimizer(
 
 
 def use_settings(optimizer: MegatronOptimizer, config: TrainConfig) -> None:
-    """AdamW's of this run; Megatron's checkpoints bring along those that they were made with."""
+    """Set AdamW to this run's flags: loading a Megatron checkpoint restores the earlier run's."""
     trainer = config.trainer
     for group in optimizer.param_groups:
         group["betas"] = (trainer.adam_beta1, trainer.adam_beta2)

@@ -38,7 +38,7 @@ def undrawn():
     """A plot would take most of the time."""
     distributed.init_process_group()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.run.run.plot_run", lambda metrics_file, image: None)
+        patch.setattr("onpolicy.run.journal.plot_run", lambda metrics_file, image: None)
         yield
 
 

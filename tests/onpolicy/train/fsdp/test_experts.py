@@ -12,7 +12,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from tests.support.samples import make_train_sample
 from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
@@ -35,7 +35,7 @@ def make(path, dtype="float32", activation_checkpointing=False):
         ),
         parity=groups.ParityConfig(true_on_policy_mode=True),
     )
-    contract = make_contract(str(path), load_config(str(path)), dtype=dtype, aligned=True)
+    contract = contract_for(config, load_config(str(path)), aligned=True)
     return make_trainer(config, contract, 1)
 
 

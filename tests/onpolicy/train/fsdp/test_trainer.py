@@ -16,7 +16,7 @@ from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingE
 from onpolicy.models.align import replace_operators
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from tests.support.samples import make_train_sample, with_log_probs
 
@@ -41,7 +41,7 @@ def make(checkpoint):
             group = dataclasses.replace(getattr(config, name), **values)
             config = dataclasses.replace(config, **{name: group})
         hf_config = load_config(str(checkpoint))
-        contract = make_contract(str(checkpoint), hf_config, dtype=dtype, aligned=aligned)
+        contract = contract_for(config, hf_config, aligned=aligned)
         return make_trainer(config, contract, 1)
 
     return make_one
