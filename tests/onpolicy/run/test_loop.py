@@ -261,7 +261,9 @@ GOVERNED = {
 }
 
 
-@pytest.mark.parametrize("mode", [{}, GOVERNED], ids=["aligned", "governed"])
+@pytest.mark.parametrize(
+    "mode", [{"lr_decay_style": "linear"}, GOVERNED], ids=["decaying", "governed"]
+)
 @pytest.mark.parametrize(("step", "save_interval"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
 def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, mode, step, save_interval):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
