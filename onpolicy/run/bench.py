@@ -20,6 +20,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
+from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.seeds import sampling_seed
@@ -100,7 +101,7 @@ def _rollout_measure(group: Any, prompts: list[list[int]], max_new_tokens: int) 
         for client in group.clients:
             client.flush_cache()
         started = time.perf_counter()
-        group.generate(requests)
+        group.generate(SamplingJob(requests))
         return len(requests) * max_new_tokens / (time.perf_counter() - started)
 
     return measure

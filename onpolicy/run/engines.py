@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup
+from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup, SamplingJob
 from onpolicy.run.engine_specs import make_rollout_group, replays_routing
 from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, distributed, make_trainer
@@ -142,10 +142,12 @@ class EnginePair:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample responses; servers that die on the way get the current weights again."""
 
+        job = SamplingJob(requests)
+
         def generate() -> list[Completion]:
             assert self.rollout is not None
             self.rollout.on_progress = self.on_progress
-            return self.rollout.generate(requests)
+            return self.rollout.generate(job)
 
         while True:
             try:

@@ -28,7 +28,7 @@ from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.input_checks import check_layout
 from onpolicy.train import distributed
-from onpolicy.types import Completion, Prompt, Request, Sample, SamplingParams, TrainSample
+from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,11 @@ def verify(config: VerifyConfig) -> Report:
         engines.start()
         for round_number in (0, 1):
             engines.push_weights(str(round_number))
-            completions = engines.generate(_requests(config, prompts, round_number))
-            num_cached += sum(completion.num_cached_tokens for completion in completions)
-            counts += _score(engines, prompts, completions, config)
+            samples = _sample(engines, prompts, config, round_number)
+            num_cached += sum(sample.num_cached_tokens for sample in samples)
+            counts += _score(engines, samples, config)
             if round_number == 0:
-                samples = _train_samples(prompts, completions)
-                engines.trainer.train(samples, step=0, rates=[LEARNING_RATE])
+                engines.trainer.train(_train_samples(samples), step=0, rates=[LEARNING_RATE])
     finally:
         engines.stop()
     return {
@@ -107,7 +106,7 @@ def passes(report: Report, config: VerifyConfig) -> bool:
     )
 
 
-def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[list[int]]:
+def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Prompt]:
     """Random token ids of random lengths, some longer than a prefill chunk, sharing prefixes."""
     rng = random.Random(f"prompts/{config.seed}")
     shared = [rng.randrange(vocab_size) for _ in range(longest // 2)]
@@ -115,7 +114,8 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[li
     for i in range(config.num_prompts):
         prefix = shared[: rng.randrange(len(shared))]
         length = longest if i == 0 else rng.randrange(1, longest - len(prefix))
-        prompts.append((prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest])
+        token_ids = (prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest]
+        prompts.append(Prompt(index=i, prompt_ids=token_ids, label="", text=""))
     return prompts
 
 
@@ -147,57 +147,45 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
     )
 
 
-def _requests(
-    config: VerifyConfig, prompts: Sequence[list[int]], round_number: int
-) -> list[Request]:
+def _sample(
+    engines: EnginePair, prompts: Sequence[Prompt], config: VerifyConfig, round_number: int
+) -> list[Sample]:
+    """A response to each prompt."""
     params = SamplingParams(
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=(),
         ignore_eos=True,
     )
-    return [
+    requests = [
         Request(
-            prompt_ids=prompt,
-            sampling_seed=sampling_seed(config.seed, "verify", round_number, i),
+            prompt_ids=prompt.prompt_ids,
+            sampling_seed=sampling_seed(config.seed, "verify", round_number, prompt.index),
             params=params,
         )
-        for i, prompt in enumerate(prompts)
+        for prompt in prompts
+    ]
+    return [
+        Sample(prompt=prompt, sample_index=0, completion=completion)
+        for prompt, completion in zip(prompts, engines.generate(requests), strict=True)
     ]
 
 
-def _score(
-    engines: EnginePair,
-    prompts: Sequence[list[int]],
-    completions: Sequence[Completion],
-    config: VerifyConfig,
-) -> ParityCounts:
+def _score(engines: EnginePair, samples: Sequence[Sample], config: VerifyConfig) -> ParityCounts:
     """Compare with the trainer's log-probabilities, computed in an order and packing of its own."""
-    order = list(range(len(prompts)))
-    random.Random(config.seed).shuffle(order)
+    shuffled = list(samples)
+    random.Random(config.seed).shuffle(shuffled)
     train = engines.trainer.log_probs(
-        [prompts[i] + completions[i].response_ids for i in order],
-        [len(prompts[i]) for i in order],
+        [sample.token_ids for sample in shuffled],
+        [len(sample.prompt.prompt_ids) for sample in shuffled],
         config.temperature,
     )
-    rollout = torch.tensor([x for i in order for x in completions[i].rollout_log_probs])
+    rollout = torch.tensor([x for sample in shuffled for x in sample.rollout_log_probs])
     counts, _ = compare_log_probs(torch.cat(train), rollout)
     if distributed.rank() == 0:
         logger.info("%d of %d tokens differ", counts.num_mismatched, counts.num_compared)
     return counts
 
 
-def _train_samples(
-    prompts: Sequence[list[int]], completions: Sequence[Completion]
-) -> list[TrainSample]:
-    return [
-        TrainSample(
-            sample=Sample(
-                prompt=Prompt(index=i, prompt_ids=prompt, label="", text=""),
-                sample_index=0,
-                completion=completion,
-            ),
-            advantage=(-1.0) ** i,
-        )
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-    ]
+def _train_samples(samples: Sequence[Sample]) -> list[TrainSample]:
+    return [TrainSample(sample=sample, advantage=(-1.0) ** i) for i, sample in enumerate(samples)]

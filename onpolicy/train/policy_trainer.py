@@ -26,7 +26,13 @@ from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
-from onpolicy.train.batch import MicroBatch, make_micro_batches
+from onpolicy.train.batch import (
+    PackedBatch,
+    ScoredBatch,
+    WeighedBatch,
+    make_micro_batches,
+    with_scores,
+)
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.packing import pack, split_evenly
@@ -73,12 +79,12 @@ class PolicyTrainer(Trainer):
 
     @abstractmethod
     def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
-    ) -> dict[str, float]:
-        """Forward, `gate.check`, loss and backward of every micro-batch; fills in its log-probs.
+        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Forward, `gate.check`, loss and backward of every micro-batch.
 
-        Returns the sums of the loss's metrics over all ranks. Raises ParityError without gradients
-        left behind.
+        Returns the sums of the loss's metrics over all ranks, and the log-probabilities that the loss
+        was of, float32 [R] each, detached. Raises ParityError without gradients left behind.
         """
 
     @abstractmethod
@@ -126,53 +132,55 @@ class PolicyTrainer(Trainer):
 
     def _train_or_fall_back(
         self,
-        steps: list[list[MicroBatch]],
+        steps: list[list[PackedBatch]],
         rates: Sequence[float],
         samples: Sequence[TrainSample],
         step: int,
     ) -> dict[str, float]:
-        gate = self._gate(step)
+        gate, corrected = self._gate(step), not self.contract.is_aligned
+        scored, perf = self._scored(steps, corrected=corrected)
         try:
-            metrics = self._train_on(steps, rates, gate, corrected=not self.contract.is_aligned)
+            metrics = self._train_on(scored, rates, gate, corrected=corrected)
         except ParityError as error:
             self.mismatched_tokens = gate.mismatched_tokens(samples)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, fails=False, warns=False, remedy="")
-            metrics = self._train_on(steps, rates, gate, corrected=True)
+            scored, perf = self._scored_again(scored)
+            metrics = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
         self.mismatched_tokens = gate.mismatched_tokens(samples)
-        return metrics
+        return metrics | perf
 
     def _train_on(
         self,
-        steps: list[list[MicroBatch]],
+        steps: list[list[ScoredBatch]],
         rates: Sequence[float],
         gate: ParityGate,
         *,
         corrected: bool,
     ) -> dict[str, float]:
         """The optimizer steps of a rollout; `corrected`: as one that is not aligned."""
-        start = time.perf_counter()
-        self._add_fixed_log_probs(
-            steps, corrected and not self.config.fallback.use_rollout_logprobs
-        )
-        seconds = time.perf_counter() - start
-        metrics = self._own_routing(steps[0]) | self.corrections.prepare(steps, active=corrected)
+        metrics = self._own_routing(steps[0])
+        weighed, found = self.corrections.weigh(steps, active=corrected)
         updates = [
             self._optimizer_step(micro_batches, rate, gate if number == 0 else None)
-            for number, (micro_batches, rate) in enumerate(zip(steps, rates, strict=True))
+            for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))
         ]
-        metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
+        metrics |= found | {
+            name: fmean(update[name] for update, _ in updates) for name in updates[0][0]
+        }
         if corrected:
-            metrics |= self.corrections.measure(steps)
-        return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
+            train_log_probs = [log_probs for _, log_probs in updates]
+            metrics |= self.corrections.measure(list(zip(weighed, train_log_probs, strict=True)))
+        return {**metrics, **gate.reduce().metrics()}
 
     def _optimizer_step(
-        self, micro_batches: Sequence[MicroBatch], rate: float, gate: ParityGate | None
-    ) -> dict[str, float]:
-        sums = self._accumulate_gradients(micro_batches, gate)
+        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
+        sums, train_log_probs = self._accumulate_gradients(micro_batches, gate)
         grad_norm = self._clip_gradients()
         if not math.isfinite(grad_norm):
             raise TrainingError(
@@ -184,9 +192,9 @@ class PolicyTrainer(Trainer):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._step_optimizer()
-        return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}
+        return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, train_log_probs
 
-    def _own_routing(self, step: Sequence[MicroBatch]) -> dict[str, float]:
+    def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""
         replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
         if not replays or not self.corrections.wants_metrics:
@@ -208,7 +216,7 @@ class PolicyTrainer(Trainer):
         )
         return ParityGate(step, fails=fails, warns=aligned, remedy=remedy)
 
-    def _micro_batches(self, samples: list[TrainSample]) -> list[MicroBatch]:
+    def _micro_batches(self, samples: list[TrainSample]) -> list[PackedBatch]:
         return make_micro_batches(
             samples,
             rank=distributed.data_rank(),
@@ -218,21 +226,37 @@ class PolicyTrainer(Trainer):
             device=self.device,
         )
 
-    def _add_fixed_log_probs(self, steps: list[list[MicroBatch]], recompute: bool) -> None:
-        """Old and reference log-probabilities, before the first optimizer step changes anything.
-
-        Under an aligned contract the old ones are the rollout's: computing them again would give
-        the same bits.
-        """
+    def _scored(
+        self, steps: list[list[PackedBatch]], *, corrected: bool
+    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
+        """Old and reference log-probabilities, before the first optimizer step changes anything."""
+        start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        packed = [batch.packed for batch in batches]
-        old = self._score(packed) if recompute else [batch.rollout_log_probs for batch in batches]
-        for batch, log_probs in zip(batches, old, strict=True):
-            batch.old_log_probs = log_probs
-        if self.config.algorithm.use_kl_loss and batches[0].ref_log_probs is None:
-            reference = self._score([_with_own_routing(b) for b in packed], reference=True)
-            for batch, log_probs in zip(batches, reference, strict=True):
-                batch.ref_log_probs = log_probs
+        old = iter(self._old_log_probs(batches, corrected=corrected))
+        reference = iter(self._reference_log_probs(batches))
+        scored = [[with_scores(b, next(old), next(reference)) for b in step] for step in steps]
+        return scored, {"perf/log_probs_time": time.perf_counter() - start}
+
+    def _scored_again(
+        self, steps: list[list[ScoredBatch]]
+    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
+        """The same of a rollout that is corrected after all; the reference's do not change."""
+        start = time.perf_counter()
+        batches = [batch for step in steps for batch in step]
+        old = iter(self._old_log_probs(batches, corrected=True))
+        scored = [[replace(batch, old_log_probs=next(old)) for batch in step] for step in steps]
+        return scored, {"perf/log_probs_time": time.perf_counter() - start}
+
+    def _old_log_probs(self, batches: Sequence[PackedBatch], *, corrected: bool) -> list[Tensor]:
+        """Under an aligned contract the rollout's: computing them again would give the same bits."""
+        if corrected and not self.config.fallback.use_rollout_logprobs:
+            return self._score([batch.packed for batch in batches])
+        return [batch.rollout_log_probs for batch in batches]
+
+    def _reference_log_probs(self, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
+        if not self.config.algorithm.use_kl_loss:
+            return [None] * len(batches)
+        return self._score([_with_own_routing(b.packed) for b in batches], reference=True)
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float

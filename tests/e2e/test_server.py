@@ -12,6 +12,7 @@ import requests
 from onpolicy.config import groups
 from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
+from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import engine_environment, engine_flags
 from onpolicy.rollout.server import EngineServer, require_free_port
@@ -117,7 +118,7 @@ def test_a_run_can_use_a_server_that_is_running_already(engines):
     group = group_for(engines, engines.contract)
     group.connect(engines.trainer.self_check)
     sampled = make_requests(3, seed=9)
-    assert [c.response_ids for c in group.generate(sampled)] == [
+    assert [c.response_ids for c in group.generate(SamplingJob(sampled))] == [
         c.response_ids for c in engines.generate(sampled)
     ]
 
@@ -138,7 +139,7 @@ def test_a_server_that_is_gone_cannot_be_restarted_by_someone_who_did_not_start_
     group = group_for(engines, engines.contract)
     group.clients = [EngineClient(f"http://127.0.0.1:{free_port('127.0.0.1')}", "", 5, 60)]
     with pytest.raises(EngineError, match="onpolicy did not start them"):
-        group.generate(make_requests(2, seed=10))
+        group.generate(SamplingJob(make_requests(2, seed=10)))
 
 
 def test_a_port_in_use_is_refused(engines):

@@ -1,8 +1,10 @@
 """Micro-batches of one-token responses, for tests of the loss and of what prepares it."""
 
+from dataclasses import replace
+
 import torch
 
-from onpolicy.train.batch import make_micro_batches
+from onpolicy.train.batch import make_micro_batches, with_scores, with_weights
 from tests.support.samples import make_train_sample
 
 
@@ -15,7 +17,8 @@ def make_batch(ratios, advantages, **more):
         samples, rank=0, num_ranks=1, max_tokens=99, temperature=1.0, device=torch.device("cpu")
     )
     n = len(ratios)
-    batch.old_log_probs, batch.shares = torch.zeros(n), torch.full((n,), 1 / n)
-    for name, value in more.items():
-        setattr(batch, name, value)
-    return torch.tensor(ratios).log().requires_grad_(), batch
+    scored = with_scores(batch, torch.zeros(n), None)
+    weighed = with_weights(
+        scored, torch.full((n,), 1 / n), torch.ones(n, dtype=torch.bool), torch.ones(n)
+    )
+    return torch.tensor(ratios).log().requires_grad_(), replace(weighed, **more)

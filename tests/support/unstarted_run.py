@@ -45,7 +45,7 @@ def state_after(rollouts_done: int) -> RunState:
         run_hash="hash",
         totals=totals,
         governor={},
-        learning_rate={},
+        learning_rate={"steps_taken": rollouts_done, "length_decay": {}},
         prompts=digest_prompts(PROMPTS),
     )
 

@@ -19,7 +19,7 @@ from onpolicy.models.align import replace_operators
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
-from onpolicy.train.batch import MicroBatch
+from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.fsdp.optimizer import make_optimizer
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
 from onpolicy.train.fsdp.state import read_tensors, write_tensors
@@ -71,12 +71,13 @@ class FsdpTrainer(PolicyTrainer):
         return scores
 
     def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
-    ) -> dict[str, float]:
+        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
         sums: defaultdict[str, float] = defaultdict(float)
+        train_log_probs = []
         for batch in micro_batches:
             log_probs, entropy = self.model(batch.packed)
-            batch.train_log_probs = log_probs.detach()
+            train_log_probs.append(log_probs.detach())
             if gate is not None:
                 self._check_parity(gate, log_probs, batch)
             loss, metrics = policy_loss(log_probs, batch, self.loss_settings)
@@ -87,9 +88,9 @@ class FsdpTrainer(PolicyTrainer):
                 metrics |= self.model.replay.counts()
             for name, value in metrics.items():
                 sums[name] += float(value)
-        return distributed.sum_over_data(sums, self.device)
+        return distributed.sum_over_data(sums, self.device), train_log_probs
 
-    def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: MicroBatch) -> None:
+    def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: WeighedBatch) -> None:
         try:
             gate.check(log_probs, batch)
         except ParityError:

@@ -17,7 +17,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
-from onpolicy.train.batch import MicroBatch
+from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.loss import policy_loss
 from onpolicy.train.megatron import stages
 from onpolicy.train.megatron.layout import MegatronLayout
@@ -75,8 +75,8 @@ class MegatronTrainer(PolicyTrainer):
         return [log_probs for log_probs, _ in score(model, batches)]
 
     def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
-    ) -> dict[str, float]:
+        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
         packed = [batch.packed for batch in micro_batches]
         if gate is not None and stages.count() > 1:
             # A pipeline runs backward passes before the last forward pass, and only its last stage
@@ -85,14 +85,14 @@ class MegatronTrainer(PolicyTrainer):
                 gate.check(log_probs, batch)
             gate = None
         sums: defaultdict[str, float] = defaultdict(float)
+        train_log_probs: list[Tensor] = []
 
         def loss(number: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
             batch = micro_batches[number]
-            batch.train_log_probs = log_probs.detach()
+            train_log_probs.append(log_probs.detach())
             if gate is not None:
                 gate.check(log_probs, batch)
             total, metrics = policy_loss(log_probs, batch, self.loss_settings)
-            assert batch.shares is not None
             metrics["train/entropy"] = (entropy * batch.shares).sum()
             for name, value in metrics.items():
                 sums[name] += float(value)
@@ -104,15 +104,9 @@ class MegatronTrainer(PolicyTrainer):
         except ParityError:
             self.model.zero_grad_buffer()
             raise
-        self._share_train_log_probs(micro_batches)
-        return distributed.sum_over_data(stages.share_object(dict(sums)), self.device)
-
-    def _share_train_log_probs(self, micro_batches: Sequence[MicroBatch]) -> None:
-        found = [b.train_log_probs for b in micro_batches if b.train_log_probs is not None]
         sizes = [len(batch.mask) for batch in micro_batches]
-        shared = stages.share_vectors(found, sizes, self.device)
-        for batch, log_probs in zip(micro_batches, shared, strict=True):
-            batch.train_log_probs = log_probs
+        shared = stages.share_vectors(train_log_probs, sizes, self.device)
+        return distributed.sum_over_data(stages.share_object(dict(sums)), self.device), shared
 
     def _clip_gradients(self) -> float:
         self.optimizer.prepare_grads()
