@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.rollout.base import EnginesRestartedError
+from onpolicy.rollout.base import EnginesRestartedError, SamplingJob
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.server import EngineServer
 from tests.support.engines_in_memory import SELF_CHECK, Engine, Host, make_requests
@@ -27,9 +27,10 @@ def started(host, **config):
 
 def sampled(group, requests=REQUESTS):
     """The completions, after as many restarts as it takes, without what caches were filled with."""
+    job = SamplingJob(requests)
     while True:
         try:
-            completions = group.generate(requests)
+            completions = group.generate(job)
         except EnginesRestartedError:
             continue
         return [dataclasses.replace(completion, num_cached_tokens=0) for completion in completions]
@@ -90,21 +91,28 @@ def test_any_deaths_within_the_limit_cost_no_bit_and_no_request_is_answered_twic
     assert [engine.starts - 1 for engine in host.engines] == died
 
 
-def test_what_is_missing_after_a_death_is_sent_when_the_same_requests_come_again():
-    host = Host({7})
+def test_what_a_job_misses_after_a_death_is_sent_when_it_comes_again_and_nothing_else():
+    host, job = Host({7}), SamplingJob(REQUESTS)
     group = started(host, rollout_max_concurrency=1)
     with pytest.raises(EnginesRestartedError):
-        group.generate(REQUESTS)
-    assert host.answered.total() == 4  # the 5th was on its way
-    assert sampled(group) == EXPECTED
-    assert host.answered.total() == len(REQUESTS)
+        group.generate(job)
+    assert job.missing == [4, 5, 6, 7, 8] and host.answered.total() == 4
+    assert group.generate(job) == group.generate(job) == EXPECTED
+    assert set(host.answered.values()) == {1}
+
+
+def test_another_job_of_the_same_requests_is_sampled_anew_to_the_same_bits():
+    host = Host()
+    group = started(host)
+    assert sampled(group) == sampled(group) == EXPECTED
+    assert set(host.answered.values()) == {2}
 
 
 def test_an_engine_that_lives_goes_on_with_the_requests_of_one_that_died():
     host = Host(set(), {3})
     group = started(host, rollout_num_engines=2, rollout_max_concurrency=1)
     with pytest.raises(EnginesRestartedError):
-        group.generate(REQUESTS)
+        group.generate(SamplingJob(REQUESTS))
     assert host.answered.total() == len(REQUESTS)
 
 
@@ -133,7 +141,7 @@ def test_an_engine_that_dies_whenever_it_starts_uses_up_the_restarts():
     host = Host(range(3, 99))
     group = started(host, rollout_max_restarts=4)
     with pytest.raises(EngineError, match="--rollout-max-restarts=4 are used up"):
-        group.generate(REQUESTS)
+        group.generate(SamplingJob(REQUESTS))
     assert host.num_restarts == 4
 
 
@@ -154,7 +162,7 @@ def test_engines_of_someone_else_are_not_started_again():
     group = started(host, rollout_server_url=(url,), rollout_max_concurrency=1)
     message = rf"engines down=\['{url}'\], requests without an answer=7: onpolicy did not start"
     with pytest.raises(EngineError, match=message):
-        group.generate(REQUESTS)
+        group.generate(SamplingJob(REQUESTS))
     group.stop()
     assert host.num_restarts == 0
 
@@ -164,7 +172,7 @@ def test_an_error_that_no_engine_died_of_is_raised_and_restarts_none():
     group = started(host)
     bad = dataclasses.replace(REQUESTS[0], prompt_ids=[10**6])
     with pytest.raises(ContractError, match="refused a request"):
-        group.generate([*REQUESTS, bad])
+        group.generate(SamplingJob([*REQUESTS, bad]))
     assert host.num_restarts == 0
     assert sampled(group) == EXPECTED
 

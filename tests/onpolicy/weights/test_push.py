@@ -5,6 +5,7 @@ import torch
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import EngineError, WeightSyncError
+from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.client import EngineLostError
 from onpolicy.weights.digest import WeightDigest
 from onpolicy.weights.push import push_weights
@@ -62,9 +63,9 @@ def test_what_an_engine_has_cached_of_older_weights_is_gone(push, engines):
     requests = make_requests(5)
     for engine in group.servers:
         engine.start()
-    before = group.generate(requests)
+    before = group.generate(SamplingJob(requests))
     push(group.clients)
-    after = group.generate(requests)
+    after = group.generate(SamplingJob(requests))
     assert [completion.num_cached_tokens for completion in after] == [0] * len(requests)
     assert all(
         a.rollout_log_probs != b.rollout_log_probs for a, b in zip(after, before, strict=True)
