@@ -1,4 +1,7 @@
-"""Ranks of a trainer as threads of this process, with torch.distributed's own collectives."""
+"""Ranks of a trainer as threads of this process, with torch.distributed's own collectives.
+
+As in torch's own tests (torch/testing/_internal/distributed/multi_threaded_pg.py): a world per thread.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+from onpolicy.train import distributed
 
 HANGS_AFTER = 60.0
 """Seconds; a rank that leaves a collective operation out lets the others wait for ever."""
@@ -29,6 +34,7 @@ def on_ranks(count: int, function: Callable[[int], Any]) -> list[Any]:
             dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(count)]
+    of_this_process, distributed._data_group = distributed._data_group, None
     threaded._install_threaded_pg()
     _set_thread_isolation_mode(True)
     try:
@@ -41,4 +47,5 @@ def on_ranks(count: int, function: Callable[[int], Any]) -> list[Any]:
         _set_thread_isolation_mode(False)
         threaded._uninstall_threaded_pg()
         threaded.ProcessLocalGroup.reset()
+        distributed._data_group = of_this_process
     return outcomes
