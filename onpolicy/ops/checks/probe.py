@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from onpolicy.compat.process import strict_sums_remedy
 from onpolicy.errors import ContractError
+
+ROWS = 300
+
+Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
+"""Operator, the sizes it ran at, and what it gave."""
 
 
 def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -45,6 +44,7 @@ from onpolicy.train.megatron.collectives import share_rows
 from onpolicy.train.megatron.config import AlignedConfig, make_config
 from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
 from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
+from onpolicy.train.megatron.mlp import AlignedMLP
 from onpolicy.train.megatron.moe import AlignedMoeLayer, SparseLayer
 from onpolicy.train.megatron.norm import AlignedNorm
 
@@ -150,16 +150,9 @@ def _layer_spec(config: AlignedConfig, layer: int) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=AlignedNorm,
-            mlp=AlignedMoeLayer if sparse else _dense_mlp(),
+            mlp=AlignedMoeLayer if sparse else AlignedMLP,
             mlp_bda=get_bias_dropout_add,
         ),
-    )
-
-
-def _dense_mlp() -> ModuleSpec:
-    return ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=AlignedRowLinear),
     )
 
 
