@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import backend_of
@@ -35,6 +36,7 @@ def load() -> None:
     text = os.environ.get(CONTRACT_VARIABLE)
     if text is None:
         return
+    prepare_process()  # not every server is started by `serve`
     versions.sglang_version()
     contract = NumericsContract.from_json(text)
     shared_names.install()

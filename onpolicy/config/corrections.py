@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from onpolicy.config.train import TrainConfig
 from onpolicy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from onpolicy.config.train import TrainConfig
 
 _RuleBroken = tuple[str, object, bool, str, str]
 """Flag, value, whether the rule is broken, the rule, the remedy."""
@@ -29,8 +25,17 @@ def validate(config: TrainConfig) -> None:
 def _rejection(config: TrainConfig) -> list[_RuleBroken]:
     flags = config.fallback
     statistic, is_divergence = flags.rs_statistic, flags.rs_statistic != "ratio"
-    may_reject = flags.use_rs or config.governor.mismatch_governor
+    governed, custom = config.governor.mismatch_governor, bool(flags.custom_tis_function_path)
+    may_reject = flags.use_rs or governed
+    low, high = flags.rejection_bounds
+    lowest, largest = flags.weight_bounds
     return [
+        ("tis-upper-bound", largest, (flags.use_tis or governed) and not custom and lowest > largest,
+         f"--tis-mode clip bounds below by 1 / --tis-upper-bound = {lowest:g} if nothing else is given",
+         "Give --tis-lower-bound."),
+        ("rs-lower-bound", flags.rs_lower_bound, may_reject and not custom and low > high,
+         f"rejection would keep from {low:g} to {high:g}, by the weights' bounds where none is given",
+         "Give --rs-lower-bound and --rs-upper-bound."),
         ("rs-upper-bound", None, may_reject and is_divergence and flags.rs_upper_bound is None,
          f"--rs-statistic {statistic} needs it, since the bounds of ratios are none of a divergence",
          "Give one; verl's is 0.01 for the mean k3 of a sequence."),
@@ -72,6 +77,6 @@ def _bypass(config: TrainConfig) -> list[_RuleBroken]:
         ("rejected-in-denominator", False, not (flags.rejected_in_denominator or custom),
          "tokens are rejected micro-batch by micro-batch, before it is known how many of the global "
          "batch are left", recompute),
-        ("dc-mode", flags.dc_mode, bool(flags.dc_mode),
+        ("dc-mode", flags.dc.mode, bool(flags.dc.mode),
          "pi_train is not known before the loss, and advantages are made there", recompute),
     ]  # fmt: skip

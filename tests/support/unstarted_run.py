@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.flags import with_flags
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
@@ -52,13 +52,4 @@ def state_after(rollouts_done: int) -> RunState:
 
 def changed(config: TrainConfig, **values: Any) -> TrainConfig:
     """The configuration with other values of some flags, whatever their groups."""
-    for name, value in values.items():
-        if name in {field.name for field in dataclasses.fields(config)}:
-            config = dataclasses.replace(config, **{name: value})
-            continue
-        for field in dataclasses.fields(config):
-            group = getattr(config, field.name)
-            if dataclasses.is_dataclass(group) and hasattr(group, name):
-                new = dataclasses.replace(group, **{name: value})
-                config = dataclasses.replace(config, **{field.name: new})
-    return config
+    return with_flags(config, values)
