@@ -14,6 +14,7 @@ import json
 import os
 import sys
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError
 from sglang_patches import guard, registry
 from sglang_patches.shared_names import DIRECTORY_VARIABLE
@@ -26,6 +27,7 @@ RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 def main(argv: list[str]) -> None:
+    prepare_process()
     if not os.environ.get(GUARDED):
         return serve(argv)
     flags = json.loads(io.FileIO(sys.stdin.fileno(), closefd=False).readline())

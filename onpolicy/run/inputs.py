@@ -1,4 +1,4 @@
-"""What a run is made of: all that is read, and checked, before anything is started."""
+"""Everything that a run reads, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from onpolicy.rollout.reach import require_addresses
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import (
+    check_layout,
     require_context,
     require_experts,
     require_full_batch,
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything that is read, and so can be wrong, before anything is started."""
+    """Everything that is read and checked before anything is started."""
 
     hf_config: PretrainedConfig
 
@@ -47,13 +48,14 @@ class Inputs:
     prompts: PromptSource
 
     eval_sets: dict[str, list[Prompt]]
-    """By their names; the name of a single one may be empty."""
+    """The prompts of each evaluation set, by its name; the name of a single set may be empty."""
 
     stop_token_ids: tuple[int, ...]
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    check_layout(config)
     check_sinks(config.output)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     logger.info("reading %s and the prompts", path)

@@ -66,7 +66,7 @@ class Ladder:
         )
 
     def metrics(self) -> dict[str, float]:
-        """How high it stands."""
+        """The rung's number, for the log."""
         if self._governor is None:
             return {}
         return {"governor/rung": float(RUNGS.index(self._governor.rung))}

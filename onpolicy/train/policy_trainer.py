@@ -199,7 +199,7 @@ class PolicyTrainer(Trainer):
         replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
         if not replays or not self.corrections.wants_metrics:
             return {}
-        scores = self._score([_with_own_routing(batch.packed) for batch in step])
+        scores = self._score([batch.packed.with_own_routing() for batch in step])
         return {"routing/k3_without_replay": self.corrections.k3(step, scores)}
 
     @property
@@ -256,7 +256,7 @@ class PolicyTrainer(Trainer):
     def _reference_log_probs(self, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
         if not self.config.algorithm.use_kl_loss:
             return [None] * len(batches)
-        return self._score([_with_own_routing(b.packed) for b in batches], reference=True)
+        return self._score([b.packed.with_own_routing() for b in batches], reference=True)
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
@@ -294,8 +294,3 @@ class PolicyTrainer(Trainer):
                 f"--load: what the checkpoint holds of the corrections does not fit these settings "
                 f"({error!r}). Give --dc-* as in the run that wrote it."
             ) from error
-
-
-def _with_own_routing(packed: PackedTokens) -> PackedTokens:
-    """The batch without the rollout's experts."""
-    return replace(packed, routed_experts=None)
