@@ -310,16 +310,16 @@ def layer_forwards(job):
     """How many MLPs run forward in a forward and backward pass of one micro-batch."""
     from unittest.mock import patch
 
-    from megatron.core.transformer.mlp import MLP
+    from onpolicy.train.megatron.mlp import AlignedMLP
 
     calls = []
-    forward = MLP.forward
+    forward = AlignedMLP.forward
 
     def counted(self, *args, **kwargs):
         calls.append(self)
         return forward(self, *args, **kwargs)
 
-    with patch.object(MLP, "forward", counted):
+    with patch.object(AlignedMLP, "forward", counted):
         differentiate(job)
     return len(calls)
 

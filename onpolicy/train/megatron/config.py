@@ -34,7 +34,8 @@ class AlignedConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.hf_config is not None
-        self.activation = self.activation_func = ACT2FN[self.hf_config.hidden_act]
+        self.activation = ACT2FN[self.hf_config.hidden_act]
+        self.activation_func = self.activation.forward  # a module would go into checkpoints
 
 
 def make_config(
