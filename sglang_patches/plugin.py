@@ -13,6 +13,7 @@ from sglang_patches import (
     determinism,
     experts,
     flash_attention,
+    forks,
     harmful_requests,
     linear,
     lm_head,
@@ -43,6 +44,7 @@ def load() -> None:
     status.install()
     weights.install()
     if contract.device == "cpu":
+        forks.install()
         cpu_sizes.install()
         routed_experts.install()
     if contract.is_aligned:

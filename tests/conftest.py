@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from onpolicy.system.garbage import collect_rarely
+
+collect_rarely()  # thousands of tests are objects that stay
+
 # Deterministic, and never a failure because a shared machine is slow.
 settings.register_profile("onpolicy", deadline=None, derandomize=True, max_examples=80)
 settings.register_profile("few", settings.get_profile("onpolicy"), max_examples=15)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError, OnPolicyError
+from onpolicy.system.garbage import collect_rarely
 from onpolicy.system.ranks import is_first_on_host
 
 COMMANDS = {
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Threads that wait by spinning take the cores from the engines: 7 times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    collect_rarely()
     command = importlib.import_module(f"onpolicy.cli.{arguments[0]}")
     try:
         return command.main(arguments[1:])
