@@ -27,11 +27,13 @@ from fallback_correction.estimators import estimator_report
 from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.aggregation import token_shares
+from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import make_operators
 from onpolicy.outputs.directory import versions
-from onpolicy.run.start import make_contract, share_of_cores
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.placement import share_of_cores
 from onpolicy.train import distributed
 from onpolicy.train.fsdp.sharding import load_sharded_policy
 
@@ -80,7 +82,11 @@ def correction_parts(
 def make_forward(path: str) -> Callable[[], object]:
     distributed.init_process_group()
     config = load_config(path)
-    contract = make_contract(path, config, dtype="bfloat16", aligned=True)
+    train_config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=path, dtype="bfloat16"),
+        parity=groups.ParityConfig(true_on_policy_mode=True),
+    )
+    contract = contract_for(train_config, config, aligned=True)
     model = load_sharded_policy(
         path,
         make_operators(contract, share_of_cores(1)),

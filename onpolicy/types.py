@@ -29,7 +29,7 @@ class Prompt:
     index: int
     """Position among the file's prompts, after duplicates were dropped. Example: 12"""
 
-    token_ids: list[int]
+    prompt_ids: list[int]
     """The prompt's tokens, chat template applied. Example: [17, 4, 9]"""
 
     label: str
@@ -40,6 +40,11 @@ class Prompt:
 
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other fields."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """`prompt_ids`, by the name that reward functions knew before."""
+        return self.prompt_ids
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -62,7 +67,7 @@ class SamplingParams:
 class Request:
     """One response to sample. Two requests with equal fields give the same response, bit for bit."""
 
-    token_ids: list[int]
+    prompt_ids: list[int]
     sampling_seed: int
     params: SamplingParams
 
@@ -71,11 +76,11 @@ class Request:
 class Completion:
     """What an engine answered to one request."""
 
-    token_ids: list[int]
-    """The response's tokens, as sampled. Example: [5, 11, 1]"""
+    response_ids: list[int]
+    """The response's R tokens, as sampled. Example: [5, 11, 1]"""
 
-    log_probs: list[float]
-    """Log-probability of each token when it was sampled; float32 values. Example: [-0.25, ...]"""
+    rollout_log_probs: list[float]
+    """float32 values [R]: of each token when it was sampled. Example: [-0.25, ...]"""
 
     finish_reason: FinishReason
 
@@ -99,18 +104,7 @@ class Sample:
     sample_index: int
     """Position within the group: 0 .. n_samples_per_prompt - 1."""
 
-    response_ids: list[int]
-    """R tokens."""
-
-    rollout_log_probs: list[float]
-    """float32 values [R]: from the rollout engine, at the time of sampling."""
-
-    finish_reason: FinishReason
-    weight_version: str
-    num_cached_tokens: int
-
-    routed_experts: NDArray[np.int32] | None = None
-    """As in `Completion`."""
+    completion: Completion
 
     response: str = ""
     """The response as text."""
@@ -123,9 +117,36 @@ class Sample:
     """Tokens with another log-probability in training; None while they were not compared."""
 
     @property
+    def name(self) -> str:
+        """For messages. Example: 'prompt 12, sample 3'"""
+        return f"prompt {self.prompt.index}, sample {self.sample_index}"
+
+    @property
     def token_ids(self) -> list[int]:
         """Prompt and response."""
-        return self.prompt.token_ids + self.response_ids
+        return self.prompt.prompt_ids + self.completion.response_ids
+
+    # What reward functions read of the completion (docs/rewards.md), and most others too.
+
+    @property
+    def response_ids(self) -> list[int]:
+        return self.completion.response_ids
+
+    @property
+    def rollout_log_probs(self) -> list[float]:
+        return self.completion.rollout_log_probs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.completion.finish_reason
+
+    @property
+    def weight_version(self) -> str:
+        return self.completion.weight_version
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.completion.num_cached_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,24 +159,12 @@ class SampleGroup:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainSample:
-    """What training needs of one sample. R: response tokens."""
+    """A sample to learn from."""
 
-    token_ids: list[int]
-    """Prompt and response."""
-
-    prompt_len: int
-
-    rollout_log_probs: list[float]
-    """float32 values [R]."""
+    sample: Sample
 
     advantage: float
-    """The same for every token of the response."""
-
-    label: str
-    """Names the sample in messages. Example: 'prompt 12, sample 3'"""
-
-    routed_experts: NDArray[np.int32] | None = None
-    """As in `Completion`; the trainer takes the same experts where they are given."""
+    """How much better its reward is than its group's; the same for every token of the response."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

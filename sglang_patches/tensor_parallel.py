@@ -45,9 +45,9 @@ def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def report_of_all_ranks(report: dict[str, Any]) -> dict[str, Any]:
-    """`report`, and where other ranks say something else, what all of them say in one text.
+    """`report`; where ranks differ, one text with what each of them says. Collective.
 
-    That text is no digest, so the trainer refuses it by name. Collective.
+    That text is no digest, so the trainer refuses the engine and shows the text.
     """
     group = _group()
     reports: list[dict[str, Any]] = [{}] * group.world_size
@@ -56,7 +56,7 @@ def report_of_all_ranks(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def agreed(values: Sequence[Any]) -> Any:
-    """The value that all of `values` are, key by key in dictionaries; a text of all if they differ."""
+    """The value that all of `values` have, key by key in dictionaries; if they differ, a text of all."""
     first = values[0]
     if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
         return {key: agreed([value[key] for value in values]) for key in first}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
 from onpolicy.system.garbage import collect_rarely
 
 collect_rarely()  # thousands of tests are objects that stay

@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.gpu_ops import __main__ as bench
 from benchmarks.gpu_ops import attention, cases, linears, models, report, rowwise, timing
-from benchmarks.gpu_ops.backends import make_gpu_operators
 from benchmarks.gpu_ops.cases import Case, Goal
-from benchmarks.gpu_ops.machine import write_json
-from benchmarks.gpu_ops.paged_attention import PagedBatch, paged_attention_of
-from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
 from tests.gpu.tally import Tally
+from tests.support.gpu.machine import write_json
+from tests.support.gpu.operators import make_gpu_operators
+from tests.support.gpu.paged_attention import PagedBatch, paged_attention_of
+from tests.support.gpu.shapes import ModelShape
 
 ROOT = Path(__file__).parents[1]
 

@@ -96,3 +96,10 @@ def test_only_training_and_what_composes_reach_fallback_correction(file):
 def test_the_configuration_imports_nothing_heavy(file):
     heavy = {"torch", "transformers", "sglang", "numpy"}
     assert not heavy & {name.split(".")[0] for name in imported(file)}
+
+
+@pytest.mark.parametrize(
+    "file", [*files("tests/gpu"), *files("tests/support")], ids=lambda f: f.name
+)
+def test_what_a_check_on_a_gpu_needs_is_not_a_benchmark(file):
+    assert not any(name.split(".")[0] == "benchmarks" for name in imported(file))

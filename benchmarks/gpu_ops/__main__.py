@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_ops.attention import attention_cases
-from benchmarks.gpu_ops.backends import BACKENDS, make_gpu_operators, missing
 from benchmarks.gpu_ops.cases import DEVICE, Case
 from benchmarks.gpu_ops.linears import expert_cases, linear_cases, row_parallel_cases
-from benchmarks.gpu_ops.machine import describe_machine, write_json
 from benchmarks.gpu_ops.models import model_cases
 from benchmarks.gpu_ops.report import count_goals, describe, line, markdown
 from benchmarks.gpu_ops.rowwise import rowwise_cases
-from benchmarks.gpu_ops.shapes import MODELS, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
 from benchmarks.gpu_ops.timing import alternate
 from onpolicy.ops import Operators
+from tests.support.gpu.machine import describe_machine, write_json
+from tests.support.gpu.operators import BACKENDS, make_gpu_operators, missing
+from tests.support.gpu.shapes import MODELS, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
 
 SECONDS_PER_CASE = 0.5
 """Measuring; making the operands and compiling kernels comes on top."""

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
-from benchmarks.gpu_ops.paged_attention import (
+from onpolicy.ops import AttentionLayout
+from tests.support.gpu.paged_attention import (
     PagedBatch,
     flash_attention_3,
     paged_attention_of,
 )
-from benchmarks.gpu_ops.shapes import ModelShape
-from onpolicy.ops import AttentionLayout
+from tests.support.gpu.shapes import ModelShape
 
 DECODING = ((1, 8192), (8, 1024), (8, 8192), (32, 2048), (128, 1024), (128, 4096))
 """(sequences, keys of each)"""

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
-from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.ops.row_parallel import RowParallel
+from tests.support.gpu.shapes import ModelShape
 
 ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
 MAX_HEAD_ROWS = 1024

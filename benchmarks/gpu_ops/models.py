@@ -12,18 +12,18 @@ from transformers import Qwen3Config
 
 from benchmarks.gpu_ops.attention import flash_attention_3_is_here
 from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case
-from benchmarks.gpu_ops.paged_attention import (
+from benchmarks.gpu_ops.timing import Call
+from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.ops import AttentionLayout, Operators
+from onpolicy.ops.stock import StockOperators
+from tests.support.gpu.paged_attention import (
     PagedAttention,
     PagedBatch,
     flash_attention_3,
     paged_attention_of,
 )
-from benchmarks.gpu_ops.paged_model import DecodeGraph, PagedModel, random_policy
-from benchmarks.gpu_ops.shapes import ModelShape
-from benchmarks.gpu_ops.timing import Call
-from onpolicy.models.policy import PackedTokens, PolicyModel
-from onpolicy.ops import AttentionLayout, Operators
-from onpolicy.ops.stock import StockOperators
+from tests.support.gpu.paged_model import DecodeGraph, PagedModel, random_policy
+from tests.support.gpu.shapes import ModelShape
 
 LAYERS = 4
 CONTEXT = 1024

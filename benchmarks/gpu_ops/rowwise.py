@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
-from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.ops import Operators
+from tests.support.gpu.shapes import ModelShape
 
 ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
 MAX_LOGIT_ROWS = 1024

@@ -54,7 +54,3 @@ def _usage() -> str:
         + "\n".join(lines)
         + "\n\nFlags: onpolicy COMMAND --help"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

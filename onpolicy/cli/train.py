@@ -24,11 +24,10 @@ def main(argv: Sequence[str]) -> int:
 def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run import saving
-    from onpolicy.run.start import check_layout, read_inputs
+    from onpolicy.run.inputs import read_inputs
 
     if not is_first_rank():
         return 0
-    check_layout(config)
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
@@ -43,13 +42,12 @@ def _train(config: TrainConfig) -> int:
 
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
+    from onpolicy.run.inputs import read_inputs
     from onpolicy.run.loop import train
-    from onpolicy.run.start import check_layout, read_inputs
     from onpolicy.train import distributed
 
     inputs = None
     if is_first_rank():  # before any rank waits for another
-        check_layout(config)
         inputs = read_inputs(config, Scorer(config.reward))
     distributed.init_process_group()
     inputs = distributed.share_from_rank_zero(inputs)

@@ -1,4 +1,7 @@
-"""The flags of `onpolicy train`, in groups. A field's name is the flag's; imports no torch."""
+"""The flags of `onpolicy train`, in groups, some of which other commands share (see `tools`).
+
+A field's name is the flag's. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,20 @@ LossAggregation = Literal[
 ]
 
 
+TrainBackend = Literal["fsdp", "megatron"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class CheckpointConfig:
     hf_checkpoint: str = ""
-    """Local directory with the Hugging Face checkpoint to start from. Required."""
+    """Local directory with the Hugging Face checkpoint. Required."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of both engines. Master weights and gradient sums are float32 in any case."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(CheckpointConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
 
@@ -71,22 +80,31 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class CpuConfig:
+    cpu_threads: int = 0
+    """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(CpuConfig):
+    rollout_host: str = "127.0.0.1"
+    """Address that servers listen on. Another than loopback needs --rollout-api-key."""
+
+    rollout_base_port: int = 0
+    """Port of the first server; 0 takes free ones."""
+
+    rollout_api_key: str = ""
+    """API key of the servers, or @ and a file that holds it; one is made up for servers that are
+    started without. Command lines can be read by everyone on the host, files need not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ServerConfig):
     rollout_num_engines: int = 1
     """SGLang servers to start on this host."""
 
     rollout_server_url: tuple[str, ...] = ()
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
-
-    rollout_api_key: str = ""
-    """API key of those servers, or of the ones started here, or @ and a file that holds it; one is
-    made up if there is none. Command lines can be read by everyone on the host, files need not."""
-
-    rollout_host: str = "127.0.0.1"
-    """Address the servers listen on. Another than loopback needs --rollout-api-key."""
-
-    rollout_base_port: int = 0
-    """First port of the servers; 0 takes free ones."""
 
     rollout_max_concurrency: int = 256
     """Requests in flight per server."""
@@ -103,9 +121,6 @@ class EngineConfig:
 
     rollout_max_restarts: int = 3
     """How often dead servers are started again before the run gives up, in all."""
-
-    cpu_threads: int = 0
-    """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""
 
     rollout_weight_format: Literal["", "bf16", "fp8_e4m3", "int8"] = ""
     """Round the weights of linear layers when they are pushed to the servers, as such a deployment
@@ -285,7 +300,7 @@ class FallbackConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    train_backend: Literal["fsdp", "megatron"] = "fsdp"
+    train_backend: TrainBackend = "fsdp"
     """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
 
     global_batch_size: int | None = None
@@ -366,6 +381,9 @@ class ParityConfig:
     """On a mismatch: stop before the backward pass, log it, or train on the rollout with the
     correction that the other flags ask for. Default: fail in the mode above, else warn."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorsConfig:
     row_parallel_blocks: int = 0
     """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
     two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""

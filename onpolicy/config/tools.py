@@ -1,4 +1,7 @@
-"""The flags of `onpolicy verify`, `onpolicy bench`, `onpolicy serve` and `onpolicy report`."""
+"""The flags of `onpolicy verify`, `onpolicy bench`, `onpolicy serve` and `onpolicy report`.
+
+What `onpolicy train` has too comes from its groups.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from onpolicy.config import groups
+from onpolicy.config import groups, sglang_flags, tensor_parallel
+
+Flat = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +24,12 @@ class VerifyConfig:
     shapes. Exit code 0 with true-on-policy mode only if not one token differs.
     """
 
-    hf_checkpoint: str = ""
-    """Local directory with the Hugging Face checkpoint. Required."""
+    model: Annotated[groups.ModelConfig, Flat] = field(default_factory=groups.ModelConfig)
+    operators: Annotated[groups.OperatorsConfig, Flat] = field(
+        default_factory=groups.OperatorsConfig
+    )
+    megatron: Annotated[groups.MegatronConfig, Flat] = field(default_factory=groups.MegatronConfig)
+    cpu: Annotated[groups.CpuConfig, Flat] = field(default_factory=groups.CpuConfig)
 
     num_prompts: int = 32
     """Prompts in each of the two rounds."""
@@ -34,38 +43,17 @@ class VerifyConfig:
     seed: int = 0
     """Decides prompts and samples."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of both engines."""
-
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones, whose mismatch is reported."""
 
-    row_parallel_blocks: int = 0
-    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
-    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
-
-    operators: Literal["auto", "triton", "hopper"] = "auto"
-    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
-    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
-
-    train_backend: Literal["fsdp", "megatron"] = "fsdp"
+    train_backend: groups.TrainBackend = "fsdp"
     """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
-
-    megatron: Annotated[groups.MegatronConfig, tyro.conf.OmitArgPrefixes] = field(
-        default_factory=groups.MegatronConfig
-    )
 
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Way of the changed weights to the server."""
 
     rollout_num_engines: int = 1
     """SGLang servers to start."""
-
-    cpu_threads: int = 0
-    """Threads for CPU operators of each process; 0 shares the cores."""
-
-    trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint."""
 
     json: str = ""
     """Also write the report into this file."""
@@ -87,11 +75,11 @@ class BenchConfig:
     what: Annotated[Literal["rollout", "step"], tyro.conf.Positional]
     """What to measure."""
 
-    hf_checkpoint: str = ""
-    """Local directory with the Hugging Face checkpoint. Required."""
-
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype."""
+    model: Annotated[groups.CheckpointConfig, Flat] = field(default_factory=groups.CheckpointConfig)
+    operators: Annotated[groups.OperatorsConfig, Flat] = field(
+        default_factory=groups.OperatorsConfig
+    )
+    cpu: Annotated[groups.CpuConfig, Flat] = field(default_factory=groups.CpuConfig)
 
     repetitions: int = 5
     """Measurements of each kind, after one that is thrown away."""
@@ -111,17 +99,6 @@ class BenchConfig:
     num_tokens: tuple[int, ...] = (2048, 4096, 8192)
     """step: tokens per optimizer step; one measurement for each."""
 
-    row_parallel_blocks: int = 0
-    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
-    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
-
-    operators: Literal["auto", "triton", "hopper"] = "auto"
-    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
-    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
-
-    cpu_threads: int = 0
-    """Threads for CPU operators of each process; 0 takes all cores."""
-
     json: str = ""
     """Also write the result into this file."""
 
@@ -139,47 +116,36 @@ class ServeConfig:
     It serves runs with --rollout-server-url, and text: /v1/completions, /v1/chat/completions, /generate.
     """
 
-    hf_checkpoint: str = ""
-    """Local directory with the Hugging Face checkpoint. Required."""
-
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype."""
+    model: Annotated[groups.ModelConfig, Flat] = field(default_factory=groups.ModelConfig)
+    operators: Annotated[groups.OperatorsConfig, Flat] = field(
+        default_factory=groups.OperatorsConfig
+    )
+    server: Annotated[groups.ServerConfig, Flat] = field(default_factory=groups.ServerConfig)
 
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones."""
 
-    row_parallel_blocks: int = 0
-    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
-    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
-
-    operators: Literal["auto", "triton", "hopper"] = "auto"
-    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
-    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
-
-    rollout_host: str = "127.0.0.1"
-    """Address to listen on. Another than loopback needs --rollout-api-key."""
-
-    rollout_base_port: int = 0
-    """Port; 0 takes a free one."""
-
-    rollout_api_key: str = ""
-    """API key that clients must send, or @ and a file that holds it; one is made up if there is none,
-    and written into the run directory."""
-
-    cpu_threads: int = 0
-    """Threads for CPU operators; 0 takes all cores."""
-
     seed: int = 0
     """Seeds the samples of requests that bring no seed, in the order in which they arrive."""
-
-    trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint."""
 
     run_dir: str = "runs/serve"
     """Directory for the server's log."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""
+
+    @property
+    def serves_text(self) -> bool:
+        """Whether clients may send text, or tokens alone."""
+        return "--skip-tokenizer-init" not in self.sglang_args
+
+    def count_row_parallel_blocks(self) -> int:
+        """Blocks of every sum that ranks share. Raises ConfigError for a degree that cannot align."""
+        return tensor_parallel.count_blocks(
+            self.operators.row_parallel_blocks,
+            {"--sglang-tp-size": sglang_flags.tensor_parallel_size(self.sglang_args)},
+            aligned=self.true_on_policy_mode,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

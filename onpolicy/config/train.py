@@ -43,6 +43,9 @@ class TrainConfig:
     trainer: Annotated[groups.TrainerConfig, Flat] = field(default_factory=groups.TrainerConfig)
     megatron: Annotated[groups.MegatronConfig, Flat] = field(default_factory=groups.MegatronConfig)
     parity: Annotated[groups.ParityConfig, Flat] = field(default_factory=groups.ParityConfig)
+    operators: Annotated[groups.OperatorsConfig, Flat] = field(
+        default_factory=groups.OperatorsConfig
+    )
     governor: Annotated[groups.GovernorFlags, Flat] = field(default_factory=groups.GovernorFlags)
     sync: Annotated[groups.WeightSyncConfig, Flat] = field(default_factory=groups.WeightSyncConfig)
     eval: Annotated[groups.EvalConfig, Flat] = field(default_factory=groups.EvalConfig)
@@ -110,7 +113,7 @@ class TrainConfig:
         if self.may_align:
             degrees["--sglang-tp-size"] = sglang_flags.tensor_parallel_size(self.sglang_args)
         return tensor_parallel.count_blocks(
-            self.parity.row_parallel_blocks, degrees, aligned=self.may_align
+            self.operators.row_parallel_blocks, degrees, aligned=self.may_align
         )
 
     def batch_equation(self) -> str:
@@ -140,7 +143,7 @@ def validate(config: TrainConfig) -> None:
     settings.require_known(config.output.allow_changed_settings, config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
     config.count_row_parallel_blocks()
-    require_mode_for_operators(config.parity.operators, aligned=config.may_align)
+    require_mode_for_operators(config.operators.operators, aligned=config.may_align)
     refuse_unread(config)
 
 

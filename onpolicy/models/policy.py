@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,10 @@ class PackedTokens:
             temperature=torch.full((len(rows),), temperature, device=device),
             routed_experts=_pack_experts(lens, routed_experts, device),
         )
+
+    def with_own_routing(self) -> PackedTokens:
+        """The same without experts to take: the routers choose."""
+        return replace(self, routed_experts=None)
 
 
 def _pack_experts(

@@ -9,14 +9,15 @@ since the command began:
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from datetime import timedelta
 from typing import TextIO
 
+from onpolicy.system.ranks import is_first_rank
+
 _BEGAN = time.monotonic()
-"""Of this process, but for Python's own start: a command imports this module first."""
+"""When this process began, Python's own start left out: a command imports this module first."""
 
 NOISY = ("httpx", "matplotlib", "megatron", "pebble")
 
@@ -38,7 +39,7 @@ def configure_logging() -> None:
     """
     console = _Console()
     console.setFormatter(_Lines())
-    console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    console.setLevel(logging.INFO if is_first_rank() else logging.WARNING)
     logging.basicConfig(level=logging.INFO, handlers=[console], force=True)
     logging.getLogger("onpolicy").setLevel(logging.DEBUG)
     for name in NOISY:

@@ -43,10 +43,10 @@ PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors
 
 
 class RunDirectory:
-    """Made at the start of a run, on rank 0, and its own until `close`.
+    """The run's directory, made on rank 0 and locked until `close`.
 
-    An earlier run there is moved aside, unless this one resumes it, but not with one of the paths
-    in it that this one works with: `needed`, by their flags.
+    An earlier run's directory is moved aside, unless this run resumes it. That is refused if it
+    holds a path that this run works with: `needed` has those, by their flags.
     """
 
     def __init__(self, path: str, resumes: bool, needed: Mapping[str, str] | None = None):
@@ -62,7 +62,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, config: TrainConfig, resumed: Mapping[str, Any] | None) -> RunDirectory:
-        """Of a run that goes on from a checkpoint of such a configuration, or from none."""
+        """The directory of a run; `resumed`: the configuration of its checkpoint, if it goes on."""
         path, now = config.output.run_dir, config.to_dict()
         resumes = resumed is not None and _holds_one_of(Path(path), resumed, now)
         needed = {
@@ -144,7 +144,7 @@ class RunDirectory:
 
     @contextmanager
     def opened_sinks(self, config: TrainConfig, first_step: int) -> Iterator[list[Sink]]:
-        """And closed at the end, whatever the disk says to that."""
+        """The sinks, closed at the end; what fails then is only logged."""
         with self.writing():
             sinks = self.sinks(config, first_step)
         try:

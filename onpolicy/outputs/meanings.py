@@ -1,7 +1,7 @@
 """Names and meanings of everything a run logs.
 
-Reward functions may add `rollout/reward/<name>`, corrections of the user's own `tis/<name>`. What is
-`eval/<metric>` for a single evaluation set is `eval/<set>/<metric>` for those that have names.
+A reward function of the user's may add `rollout/reward/<name>`, a correction of the user's
+`tis/<name>`. Evaluation sets that have names log `eval/<set>/<metric>` instead of `eval/<metric>`.
 """
 
 MEANINGS = {

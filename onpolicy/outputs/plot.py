@@ -24,7 +24,7 @@ class Panel:
     metrics: tuple[str, ...]
 
     include: tuple[float, ...] = ()
-    """Values that the axis shows whatever was logged. Without any it ends at the values."""
+    """Values that the axis always shows; without any it fits what was logged."""
 
 
 PANELS = (

@@ -45,7 +45,7 @@ class Progress:
         self._bar.start()
 
     def on_requests(self, count: int) -> None:
-        """So many responses are going to be sampled."""
+        """Begin to sample `count` responses."""
         self._asked = count
 
     def on_response(self, num_done: int, num_tokens: int) -> None:

@@ -53,7 +53,7 @@ class SampleLog:
         """A sample for the console, in a few lines: what is asked, and what is made of it."""
         return (
             "the first sample:\n"
-            f"  prompt    {_shortened(self._decode(sample.prompt.token_ids))}\n"
+            f"  prompt    {_shortened(self._decode(sample.prompt.prompt_ids))}\n"
             f"  response  {_shortened(self._decode(sample.response_ids))}\n"
             f"  label     {_shortened(sample.prompt.label)}\n"
             f"  reward    {sample.reward:g}"
@@ -64,7 +64,7 @@ class SampleLog:
             "step": step,
             "prompt_index": sample.prompt.index,
             "sample": sample.sample_index,
-            "prompt": self._decode(sample.prompt.token_ids),
+            "prompt": self._decode(sample.prompt.prompt_ids),
             "response": self._decode(sample.response_ids),
             "label": sample.prompt.label,
             "reward": sample.reward,

@@ -58,7 +58,7 @@ class ParityCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of a training step; see `onpolicy/outputs/metrics.py` for their meaning."""
+        """The metrics of a training step; see `onpolicy/outputs/meanings.py` for their meanings."""
         tokens = max(self.num_compared, 1)
         return {
             "parity/num_compared_tokens": self.num_compared,

@@ -62,7 +62,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
 
 
 def _part(name: str) -> str:
-    return files("onpolicy.outputs").joinpath(name).read_text(encoding="utf-8")
+    return files("onpolicy.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def page_data(runs: Sequence[LoggedRun]) -> dict[str, Any]:

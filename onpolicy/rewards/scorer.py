@@ -19,7 +19,7 @@ from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import load_rule, worker
 from onpolicy.rewards.worker import Failure
 from onpolicy.system import private_directory
-from onpolicy.types import FinishReason, Prompt, Sample
+from onpolicy.types import Completion, FinishReason, Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,9 @@ class Scorer:
     def _submit(self, pool: ProcessPool, sample: Sample) -> Any:
         arguments: list[Any] = [sample.response, sample.prompt.label]
         if self.config.custom_rm_path:
-            arguments = [replace(sample, routed_experts=None)]  # megabytes that no rule looks at
+            # Megabytes that no rule looks at.
+            completion = replace(sample.completion, routed_experts=None)
+            arguments = [replace(sample, completion=completion)]
         return pool.schedule(worker.score, args=arguments, timeout=self.config.rm_time_limit)
 
     def _judge(self, failed: Sequence[tuple[Sample, Failure]], num_samples: int) -> None:
@@ -126,20 +128,21 @@ class Scorer:
         if not failed:
             return
         sample, failure = failed[0]
-        where = f"prompt {sample.prompt.index}, sample {sample.sample_index}"
         count = f"{self._name}: {len(failed)} of {num_samples} samples could not be scored"
-        logger.warning("%s; they get the reward 0. The first, %s, %s", count, where, failure.reason)
+        logger.warning(
+            "%s; they get the reward 0. The first, %s, %s", count, sample.name, failure.reason
+        )
         if not self._has_reported:
             self._has_reported = True
             logger.error(
                 "The first failure of %s: %s, label %r, response %.500r\n%s",
-                self._name, where, sample.prompt.label, sample.response, failure.traceback,
+                self._name, sample.name, sample.prompt.label, sample.response, failure.traceback,
             )  # fmt: skip
         if len(failed) > self.config.rm_max_error_rate * num_samples:
             raise RewardError(
                 f"{count}, more than --rm-max-error-rate={self.config.rm_max_error_rate:g} of them. The "
-                f"first, {where}, {failure.reason}. Mend the rule and resume from the last checkpoint "
-                "with --load, or raise the limit."
+                f"first, {sample.name}, {failure.reason}. Mend the rule and resume from the last "
+                "checkpoint with --load, or raise the limit."
             )
 
 
@@ -163,11 +166,13 @@ def _made_up(prompt: Prompt) -> Sample:
     return Sample(
         prompt=prompt,
         sample_index=0,
-        response_ids=prompt.token_ids[-1:],
-        rollout_log_probs=[-1.0],
-        finish_reason=FinishReason.STOP,
-        weight_version="0",
-        num_cached_tokens=0,
+        completion=Completion(
+            response_ids=prompt.prompt_ids[-1:],
+            rollout_log_probs=[-1.0],
+            finish_reason=FinishReason.STOP,
+            weight_version="0",
+            num_cached_tokens=0,
+        ),
         response=prompt.label,
     )
 

@@ -16,6 +16,32 @@ class EnginesRestartedError(Exception):
     """Engines died and run again, with the checkpoint's weights: push the current ones, then go on."""
 
 
+class SamplingJob:
+    """Requests, and the responses to them so far, whichever engines give them and die."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self.requests = tuple(requests)
+        self._completions: dict[int, Completion] = {}
+
+    def add(self, number: int, completion: Completion) -> None:
+        """Keep the response to request `number`, counted from 0."""
+        self._completions[number] = completion
+
+    @property
+    def num_done(self) -> int:
+        return len(self._completions)
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the requests without a response."""
+        return [i for i in range(len(self.requests)) if i not in self._completions]
+
+    @property
+    def completions(self) -> list[Completion]:
+        """One response per request, in their order. Raises KeyError while one is missing."""
+        return [self._completions[i] for i in range(len(self.requests))]
+
+
 class RolloutGroup(ABC):
     """Some engines that sample from one policy."""
 
@@ -37,11 +63,11 @@ class RolloutGroup(ABC):
         """
 
     @abstractmethod
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one response per request, in their order.
+    def generate(self, job: SamplingJob) -> list[Completion]:
+        """Sample the responses that `job` misses; all of them, in the order of its requests.
 
-        Raises EnginesRestartedError if engines had to be started again. What was sampled is kept:
-        call again with the same requests, and only the missing ones are sent.
+        Raises EnginesRestartedError if engines had to be started again. What was sampled is in the
+        job: call again with it to have the rest.
         """
 
     @abstractmethod

@@ -144,7 +144,7 @@ def _authorization(key: str) -> dict[str, str]:
 
 
 def _json(response: requests.Response) -> dict[str, Any]:
-    """The answer's object; what else there is, as text."""
+    """The JSON object that was answered; anything else as {"text": its beginning}."""
     try:
         answer = response.json()
     except ValueError:
@@ -155,7 +155,7 @@ def _json(response: requests.Response) -> dict[str, Any]:
 def _payload(request: Request) -> dict[str, Any]:
     params = request.params
     return {
-        "input_ids": request.token_ids,
+        "input_ids": request.prompt_ids,
         "sampling_params": {
             "temperature": params.temperature,
             "max_new_tokens": params.max_new_tokens,
@@ -180,13 +180,13 @@ def _was_aborted(answer: Any) -> bool:
 def _completion(answer: Any, status: int, request: Request, url: str) -> Completion:
     if status != 200 or "output_ids" not in answer:
         raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
-    meta, token_ids = answer["meta_info"], answer["output_ids"]
+    meta, response_ids = answer["meta_info"], answer["output_ids"]
     pairs = meta.get("output_token_logprobs") or []
     log_probs = [pair[0] for pair in pairs]
-    if [pair[1] for pair in pairs] != token_ids or None in log_probs:
+    if [pair[1] for pair in pairs] != response_ids or None in log_probs:
         raise EngineError(
-            f"{url}: {len(token_ids)} tokens, but log-probabilities for {len(pairs)} of them. Training "
-            "needs one for each; use SGLang from the supported range."
+            f"{url}: {len(response_ids)} tokens, but log-probabilities for {len(pairs)} of them. "
+            "Training needs one for each; use SGLang from the supported range."
         )
     if not all(map(math.isfinite, log_probs)):
         bad = next(i for i, x in enumerate(log_probs) if not math.isfinite(x))
@@ -195,8 +195,8 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
             "diverged; resume from an earlier checkpoint with a lower --lr."
         )
     return Completion(
-        token_ids=token_ids,
-        log_probs=log_probs,
+        response_ids=response_ids,
+        rollout_log_probs=log_probs,
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         weight_version=str(meta.get("weight_version")),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),

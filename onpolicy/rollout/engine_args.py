@@ -17,6 +17,10 @@ CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
+CONTEXT_MARGIN = 2
+"""Tokens that SGLang keeps free at the end of the context."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What one SGLang server is started with."""
@@ -27,7 +31,8 @@ class EngineSpec:
     api_key: str
     seed: int
     num_threads: int
-    max_concurrency: int
+    max_concurrency: int = 256
+    """Requests in flight."""
 
     cache_tokens: int
     """Size of the key/value cache of a CPU engine."""
@@ -90,7 +95,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
 
 
 def secret_flags(spec: EngineSpec) -> list[str]:
-    """The flags that no command line, which all users of a host can read, may show."""
+    """The secret flags, kept out of the command line, which every user of a host can read."""
     given = {"--api-key": spec.api_key, **spec.sglang_secrets}
     return [f"{flag}={value}" for flag, value in given.items()]
 

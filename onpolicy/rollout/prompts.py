@@ -46,22 +46,22 @@ def load_prompts(
         if (key := (json.dumps(content, sort_keys=True, default=str), label)) in seen:
             continue
         seen.add(key)
-        text, token_ids = _tokenize(content, config.apply_chat_template, tokenizer, where)
-        if len(token_ids) > max_prompt_len:
+        text, prompt_ids = _tokenize(content, config.apply_chat_template, tokenizer, where)
+        if len(prompt_ids) > max_prompt_len:
             raise ConfigError(
-                f"{where}: the prompt has {len(token_ids)} tokens; with the longest response it may "
+                f"{where}: the prompt has {len(prompt_ids)} tokens; with the longest response it may "
                 f"have {max_prompt_len}, so that both fit the model's context. Drop the row, or "
                 "lower --rollout-max-response-len."
             )
-        if vocab_size is not None and max(token_ids) >= vocab_size:
+        if vocab_size is not None and max(prompt_ids) >= vocab_size:
             raise ConfigError(
-                f"{where}: the prompt has the token {max(token_ids)}, and the model's vocab_size is "
+                f"{where}: the prompt has the token {max(prompt_ids)}, and the model's vocab_size is "
                 f"{vocab_size}. The tokenizer is another model's; download the checkpoint again."
             )
         metadata = {k: v for k, v in row.items() if k not in (config.input_key, config.label_key)}
         prompts.append(
             Prompt(
-                index=len(prompts), token_ids=token_ids, label=label, text=text, metadata=metadata
+                index=len(prompts), prompt_ids=prompt_ids, label=label, text=text, metadata=metadata
             )
         )
     if not prompts:
@@ -162,14 +162,14 @@ def _tokenize(
 ) -> tuple[str, list[int]]:
     text = _apply_template(content, tokenizer, where) if chat else content
     try:
-        token_ids = tokenizer.encode(text, add_special_tokens=not chat)
+        prompt_ids = tokenizer.encode(text, add_special_tokens=not chat)
     except (TypeError, ValueError) as error:  # such as half of a surrogate pair
         raise ConfigError(
             f"{where}: prompt={text!r} cannot be tokenised ({in_one_line(error)}). Correct the row."
         ) from error
-    if not token_ids:
+    if not prompt_ids:
         raise ConfigError(f"{where}: prompt={text!r} has no tokens. Drop the row.")
-    return text, token_ids
+    return text, prompt_ids
 
 
 def _apply_template(content: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:

@@ -19,7 +19,7 @@ def make_requests(
     """
     return [
         Request(
-            token_ids=prompt.token_ids,
+            prompt_ids=prompt.prompt_ids,
             sampling_seed=sampling_seed(*seed_key, position, prompt.index, sample),
             params=params,
         )
@@ -43,7 +43,13 @@ def group_samples(
     for position, prompt in enumerate(prompts):
         first = position * num_samples
         samples = [
-            _sample(prompt, i, completions[first + i], texts[first + i]) for i in range(num_samples)
+            Sample(
+                prompt=prompt,
+                sample_index=i,
+                completion=completions[first + i],
+                response=texts[first + i],
+            )
+            for i in range(num_samples)
         ]
         groups.append(SampleGroup(prompt=prompt, samples=samples))
     for completion in completions:
@@ -54,17 +60,3 @@ def group_samples(
                 "weights to it, or it was restarted behind our back; start it again."
             )
     return groups
-
-
-def _sample(prompt: Prompt, index: int, completion: Completion, text: str) -> Sample:
-    return Sample(
-        prompt=prompt,
-        sample_index=index,
-        response_ids=completion.token_ids,
-        rollout_log_probs=completion.log_probs,
-        finish_reason=completion.finish_reason,
-        weight_version=completion.weight_version,
-        num_cached_tokens=completion.num_cached_tokens,
-        routed_experts=completion.routed_experts,
-        response=text,
-    )

@@ -15,11 +15,11 @@ from onpolicy.config.groups import EngineConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup
+from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup, SamplingJob
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer
-from onpolicy.types import Completion, Request
+from onpolicy.types import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class SglangGroup(RolloutGroup):
         self.on_progress = lambda done, tokens: None
         self._self_check: dict[str, str] = {}
         self._restarts_left = config.rollout_max_restarts
-        self._pending: tuple[list[Request], dict[int, Completion]] | None = None
         if not config.rollout_server_url:
             self.servers = _servers(config, spec, log_directory)
         urls = config.rollout_server_url or [server.url for server in self.servers]
@@ -87,23 +86,16 @@ class SglangGroup(RolloutGroup):
                 "must run on the same kind of CPU with the same version of torch."
             )
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        requests = list(requests)
-        if self._pending is None or self._pending[0] != requests:
-            self._pending = (requests, {})
-        done = self._pending[1]
-        lost = asyncio.run(self._run(requests, done))
+    def generate(self, job: SamplingJob) -> list[Completion]:
+        lost = asyncio.run(self._run(job))
         if lost:
-            self._restart(lost, len(requests) - len(done))
+            self._restart(lost, len(job.missing))
             raise EnginesRestartedError
-        self._pending = None
-        return [done[i] for i in range(len(requests))]
+        return job.completions
 
-    async def _run(
-        self, requests: list[Request], done: dict[int, Completion]
-    ) -> list[EngineClient]:
-        """Send what is not done to all servers; return those that stopped answering."""
-        queue = deque(i for i in range(len(requests)) if i not in done)
+    async def _run(self, job: SamplingJob) -> list[EngineClient]:
+        """Send what is missing to all servers; return those that stopped answering."""
+        queue = deque(job.missing)
         limit = min(self.config.rollout_max_concurrency, -(-len(queue) // len(self.clients)))
 
         async def serve(
@@ -126,11 +118,12 @@ class SglangGroup(RolloutGroup):
             while queue:
                 i = queue.popleft()
                 try:
-                    done[i] = await client.generate(session, requests[i])
+                    completion = await client.generate(session, job.requests[i])
                 except BaseException:
                     queue.append(i)
                     raise
-                self.on_progress(len(done), len(done[i].token_ids))
+                job.add(i, completion)
+                self.on_progress(job.num_done, len(completion.response_ids))
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             results = await asyncio.gather(*(serve(client, session) for client in self.clients))

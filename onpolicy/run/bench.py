@@ -9,32 +9,39 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, cast
+
+from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
+from onpolicy.rollout.base import SamplingJob
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.run.start import (
-    MARGIN,
-    check_layout,
-    make_contract,
-    make_engine_spec,
-    make_rollout_group,
-    share_of_cores,
-)
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.engine_specs import make_rollout_group, rollout_spec
+from onpolicy.run.input_checks import check_layout
+from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, make_trainer
-from onpolicy.types import Request, SamplingParams, TrainSample
+from onpolicy.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Request,
+    Sample,
+    SamplingParams,
+    TrainSample,
+)
 
 KINDS = ("aligned", "stock")
 
-Backend = Literal["fsdp", "megatron"]
+Backend = groups.TrainBackend
 
 Measure = Callable[[], float]
 """Runs once and returns tokens per second."""
@@ -57,7 +64,7 @@ def alternate(measures: Mapping[str, Measure], repetitions: int) -> dict[str, An
 
 def bench_rollout(config: BenchConfig) -> dict[str, Any]:
     """Tokens per second of a whole SGLang server, for each kind of operators."""
-    hf_config = load_config(config.hf_checkpoint)
+    hf_config = load_config(config.model.hf_checkpoint)
     rng = random.Random(0)
     prompts = [
         [rng.randrange(hf_config.vocab_size) for _ in range(config.prompt_len)]
@@ -66,9 +73,9 @@ def bench_rollout(config: BenchConfig) -> dict[str, Any]:
     with ExitStack() as on_exit:
         measures: dict[str, Measure] = {}
         for kind in KINDS:
-            contract = _contract(config, kind)
+            train_config, contract = _setting(config, hf_config, kind)
             logs = Path(config.run_dir) / kind
-            group = make_rollout_group(_train_config(config, kind), hf_config, contract, logs)
+            group = make_rollout_group(train_config, hf_config, contract, logs)
             on_exit.callback(group.stop)
             group.launch()
             group.connect({})
@@ -86,7 +93,7 @@ def _rollout_measure(group: Any, prompts: list[list[int]], max_new_tokens: int) 
         temperature=1.0, max_new_tokens=max_new_tokens, stop_token_ids=(), ignore_eos=True
     )
     requests = [
-        Request(token_ids=prompt, sampling_seed=sampling_seed("bench", i), params=params)
+        Request(prompt_ids=prompt, sampling_seed=sampling_seed("bench", i), params=params)
         for i, prompt in enumerate(prompts)
     ]
 
@@ -94,7 +101,7 @@ def _rollout_measure(group: Any, prompts: list[list[int]], max_new_tokens: int) 
         for client in group.clients:
             client.flush_cache()
         started = time.perf_counter()
-        group.generate(requests)
+        group.generate(SamplingJob(requests))
         return len(requests) * max_new_tokens / (time.perf_counter() - started)
 
     return measure
@@ -106,13 +113,13 @@ def _backends(config: BenchConfig) -> list[Backend]:
 
 def check_inputs(config: BenchConfig) -> None:
     """Raise ConfigError for whatever an engine could not run; starts nothing."""
-    hf_config = load_config(config.hf_checkpoint)
+    hf_config = load_config(config.model.hf_checkpoint)
     length, context = config.prompt_len + config.max_new_tokens, hf_config.max_position_embeddings
-    if length + MARGIN > context:
+    if length + CONTEXT_MARGIN > context:
         raise ConfigError(
             f"--max-new-tokens={config.max_new_tokens}: with --prompt-len {config.prompt_len} and "
-            f"{MARGIN} tokens that SGLang keeps free it does not fit the model's context of {context}. "
-            "Lower one of the two."
+            f"{CONTEXT_MARGIN} tokens that SGLang keeps free it does not fit the model's context of "
+            f"{context}. Lower one of the two."
         )
     if config.what == "step" and (not config.num_tokens or min(config.num_tokens) < length):
         raise ConfigError(
@@ -120,10 +127,10 @@ def check_inputs(config: BenchConfig) -> None:
             f"--max-new-tokens = {length} tokens, and at least one must fit. Give larger numbers."
         )
     for backend in _backends(config):
-        check_layout(_train_config(config, "aligned", backend))
-    train_config, contract = _train_config(config, "aligned"), _contract(config, "aligned")
-    with FlagCheck(make_engine_spec(train_config, hf_config, contract)) as flags:
-        require_fit(config.hf_checkpoint, hf_config)
+        check_layout(make_train_config(config, "aligned", backend))
+    train_config, contract = _setting(config, hf_config, "aligned")
+    with FlagCheck(rollout_spec(train_config, hf_config, contract)) as flags:
+        require_fit(config.model.hf_checkpoint, hf_config)
         flags.require_passed()
 
 
@@ -132,13 +139,14 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
 
     Of one engine on both kinds of operators, or of two engines on aligned ones.
     """
-    threads = config.cpu_threads or share_of_cores(1)
+    threads = config.cpu.cpu_threads or share_of_cores(1)
+    hf_config = load_config(config.model.hf_checkpoint)
     backends = _backends(config)
     sides: dict[str, tuple[Backend, str]] = {name: (name, "aligned") for name in backends}
     if len(backends) == 1:
         sides = {kind: (backends[0], kind) for kind in KINDS}
     trainers = {
-        side: make_trainer(_train_config(config, kind, backend), _contract(config, kind), threads)
+        side: make_trainer(*_setting(config, hf_config, kind, backend), threads)
         for side, (backend, kind) in sides.items()
     }
     by_tokens = []
@@ -169,14 +177,11 @@ def _step_measure(
 
     rng = random.Random(0)
     length = config.prompt_len + config.max_new_tokens
-    vocab_size = load_config(config.hf_checkpoint).vocab_size
+    vocab_size = load_config(config.model.hf_checkpoint).vocab_size
     samples = [
         TrainSample(
-            token_ids=[rng.randrange(vocab_size) for _ in range(length)],
-            prompt_len=config.prompt_len,
-            rollout_log_probs=[-1.0] * config.max_new_tokens,
+            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config),
             advantage=rng.uniform(-1, 1),
-            label="bench",
         )
         for _ in range(num_tokens // length)
     ]
@@ -185,50 +190,58 @@ def _step_measure(
         # The aligned operators bring threads of their own and keep torch at one.
         torch.set_num_threads(torch_threads)
         started = time.perf_counter()
-        trainer.train(samples, step=0)
+        trainer.train(samples, step=0, rates=[0.0])
         return len(samples) * length / (time.perf_counter() - started)
 
     return measure
 
 
-def _contract(config: BenchConfig, kind: str) -> NumericsContract:
-    return make_contract(
-        config.hf_checkpoint,
-        load_config(config.hf_checkpoint),
-        dtype=config.dtype,
-        aligned=kind == "aligned",
-        tp_size=tensor_parallel_size(config.sglang_args),
-        row_parallel_blocks=_train_config(config, kind).count_row_parallel_blocks(),
-        operators=config.operators,
+def _made_up(token_ids: list[int], config: BenchConfig) -> Sample:
+    completion = Completion(
+        response_ids=token_ids[config.prompt_len :],
+        rollout_log_probs=[-1.0] * config.max_new_tokens,
+        finish_reason=FinishReason.LENGTH,
+        weight_version="0",
+        num_cached_tokens=0,
     )
+    prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
+    return Sample(prompt=prompt, sample_index=0, completion=completion)
 
 
-def _train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
+def _setting(
+    config: BenchConfig, hf_config: PretrainedConfig, kind: str, backend: Backend = "fsdp"
+) -> tuple[TrainConfig, NumericsContract]:
+    """What an engine is made from."""
+    train_config = make_train_config(config, kind, backend)
+    return train_config, contract_for(train_config, hf_config, aligned=kind == "aligned")
+
+
+def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
+    """A run on one kind of operators, with this command's flags."""
     is_aligned = kind == "aligned"
     return TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=config.hf_checkpoint, dtype=config.dtype),
+        model=groups.ModelConfig(
+            hf_checkpoint=config.model.hf_checkpoint, dtype=config.model.dtype
+        ),
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1),
-        engine=groups.EngineConfig(cpu_threads=config.cpu_threads),
+        engine=groups.EngineConfig(cpu_threads=config.cpu.cpu_threads),
         trainer=groups.TrainerConfig(
-            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens), lr=0.0
+            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens)
         ),
-        parity=groups.ParityConfig(
-            true_on_policy_mode=is_aligned,
-            parity_policy="warn",
-            row_parallel_blocks=config.row_parallel_blocks if is_aligned else 0,
-        ),
+        parity=groups.ParityConfig(true_on_policy_mode=is_aligned, parity_policy="warn"),
+        operators=config.operators if is_aligned else groups.OperatorsConfig(),
         sglang_args=config.sglang_args,
     )
 
 
 def _settings(config: BenchConfig) -> dict[str, Any]:
     return {
-        "hf_checkpoint": Path(config.hf_checkpoint).name,
-        "dtype": config.dtype,
+        "hf_checkpoint": Path(config.model.hf_checkpoint).name,
+        "dtype": config.model.dtype,
         "repetitions": config.repetitions,
         "num_prompts": config.num_prompts,
         "prompt_len": config.prompt_len,
         "max_new_tokens": config.max_new_tokens,
-        "cpu_threads": config.cpu_threads or share_of_cores(1),
+        "cpu_threads": config.cpu.cpu_threads or share_of_cores(1),
         "versions": versions(),
     }

@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup
-from onpolicy.run.start import make_rollout_group, replays_routing, share_of_cores
+from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup, SamplingJob
+from onpolicy.run.engine_specs import make_rollout_group, replays_routing
+from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
 from onpolicy.weights.digest import WeightBucket
@@ -70,7 +71,7 @@ class EnginePair:
 
         distributed.run_on_rank_zero(connect)
 
-    def use(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+    def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         """Go on otherwise, between rollouts; servers of another contract need weights then."""
         changes = contract != self.contract
         self.contract = contract
@@ -79,7 +80,7 @@ class EnginePair:
             self.rollout = self._make_rollout()
             assert self.rollout is not None
             self.rollout.launch()
-        self.trainer.adapt(contract, fallback, lr_scale)
+        self.trainer.adapt(contract, fallback)
         if changes:
             self._connect()
 
@@ -134,10 +135,12 @@ class EnginePair:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample responses; servers that die on the way get the current weights again."""
 
+        job = SamplingJob(requests)
+
         def generate() -> list[Completion]:
             assert self.rollout is not None
             self.rollout.on_progress = self.on_progress
-            return self.rollout.generate(requests)
+            return self.rollout.generate(job)
 
         while True:
             try:

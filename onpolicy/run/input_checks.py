@@ -1,19 +1,55 @@
-"""Rules between a run's inputs: its flags, its checkpoint and its prompts."""
+"""Rules between a run's inputs: its flags, its checkpoint, its prompts and its ranks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
-from onpolicy.models.hf_config import load_config
+from onpolicy.models.hf_config import has_experts, load_config
 from onpolicy.models.weight_files import require_fit
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN
+from onpolicy.run.contracts import contract_for
+from onpolicy.train.megatron import make as megatron
+
+
+def check_layout(config: TrainConfig) -> None:
+    """Raise ConfigError if the model cannot be laid out over torchrun's ranks; starts nothing."""
+    if config.trainer.train_backend == "megatron":
+        hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
+        megatron.check(config, hf_config, contract_for(config, hf_config, aligned=False))
+
+
+def require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError if the rollout's choices of experts are to be taken where none are made."""
+    if config.fallback.use_rollout_routing_replay and not has_experts(hf_config):
+        raise ConfigError(
+            f"--use-rollout-routing-replay: architecture={(hf_config.architectures or ['none'])[0]} "
+            "has no experts to choose. Leave it out."
+        )
+
+
+def require_context(config: TrainConfig, hf_config: PretrainedConfig) -> int:
+    """The longest prompt that leaves room for the longest response.
+
+    Raises ConfigError if that response alone does not fit the model's context.
+    """
+    lengths = {
+        "--rollout-max-response-len": config.rollout.rollout_max_response_len,
+        "--eval-max-response-len": config.eval.eval_max_response_len or 0,
+    }
+    flag, longest = max(lengths.items(), key=lambda item: item[1])
+    room = hf_config.max_position_embeddings - CONTEXT_MARGIN - longest
+    if room <= 0:
+        raise ConfigError(
+            f"{flag}={longest}: with {CONTEXT_MARGIN} tokens that SGLang keeps free it "
+            f"does not fit the model's context of {hf_config.max_position_embeddings}. Lower it."
+        )
+    return room
 
 
 def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
-    """Raise ConfigError if a rollout would hold a prompt twice for want of others."""
+    """Raise ConfigError if a rollout takes more prompts than the file has."""
     size = config.rollout.rollout_batch_size
     if size > num_prompts:
         raise ConfigError(
@@ -36,17 +72,3 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             f"{hf_config.vocab_size}. Choose a reference with the policy's tokenizer."
         )
     require_fit(reference, ref_config, model.trust_remote_code, "--ref-checkpoint")
-
-
-def require_tokens(name: str, tokens: Any, config: PretrainedConfig) -> set[int]:
-    """The tokens that `name`, a flag or a field of a file, gives: one, several, or None.
-
-    Raises ConfigError for one that the model does not have.
-    """
-    given = list(tokens) if isinstance(tokens, (list, tuple)) else [tokens] * (tokens is not None)
-    for token in given:
-        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
-            raise ConfigError(
-                f"{name}={token!r}: the model's tokens are 0 to {config.vocab_size - 1}. Correct it."
-            )
-    return set(given)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from onpolicy.config import TrainConfig
+from onpolicy.run.inputs import Inputs
 from onpolicy.run.run import Run
-from onpolicy.run.start import Inputs
 from onpolicy.types import RunSummary
 
 

@@ -6,43 +6,27 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from onpolicy.algorithm.advantages import group_advantages
 from onpolicy.config import TrainConfig
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
-from onpolicy.outputs.metrics import Sink
-from onpolicy.outputs.plot import plot_run
-from onpolicy.outputs.progress import Progress
 from onpolicy.outputs.run_hash import RunHash
-from onpolicy.outputs.samples import SampleLog
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.sampling import group_samples, make_requests
-from onpolicy.rollout.statistics import (
-    eval_metrics,
-    mean_response_length,
-    rollout_metrics,
-    truncated_ratio,
-)
+from onpolicy.rollout.statistics import mean_response_length, truncated_ratio
 from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.start import Inputs
+from onpolicy.run.inputs import Inputs
+from onpolicy.run.journal import Journal, RankZeroJournal
+from onpolicy.run.learning_rate import LearningRate
+from onpolicy.run.sampler import Sampler
+from onpolicy.run.train_samples import make_train_samples, worth_training
 from onpolicy.train import distributed
-from onpolicy.types import (
-    Prompt,
-    RunSummary,
-    RunTotals,
-    Sample,
-    SampleGroup,
-    SamplingParams,
-    TrainSample,
-)
+from onpolicy.types import RunSummary, RunTotals, SampleGroup
 from onpolicy.weights.transports.disk import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -51,17 +35,18 @@ Metrics = dict[str, float]
 
 
 class Run:
-    """One training run, as every rank sees it. Rank 0 also scores, logs and draws."""
+    """One training run, as every rank sees it. Rank 0 also scores, and keeps the journal."""
 
     engines: EnginePair
+    sampler: Sampler
 
     def __init__(self, config: TrainConfig, inputs: Inputs):
         self.config, self.inputs = config, inputs
         self.is_main = distributed.rank() == 0
-        self.ladder = inputs.ladder
+        self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
-        self._sinks: list[Sink] = []
+        self.journal = Journal()
         self._on_exit = ExitStack()
 
     def __enter__(self) -> Self:
@@ -93,8 +78,7 @@ class Run:
         if resumed is not None:
             self.engines.trainer.load(resumed.directory)
             logger.info("resumed from %s", resumed.directory)
-        if self.is_main:
-            self._open_outputs()
+        self._open_outputs()
 
     def _find_checkpoint(self) -> saving.Checkpoint | None:
         """With --save this run's alone from here on, and known to have room."""
@@ -113,6 +97,7 @@ class Run:
         self.first_step = self.rollouts_done = state.rollouts_done
         self.run_hash, self.totals = RunHash(state.run_hash), state.totals
         self.ladder.load_state_dict(state.governor)
+        self.learning_rate.load_state_dict(state.learning_rate)
 
     def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
         self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
@@ -123,17 +108,19 @@ class Run:
         self._on_exit.enter_context(self._directory.log_file())
 
     def _open_outputs(self) -> None:
-        config = self.config
-        self._scorer = Scorer(config.reward)
-        self._on_exit.callback(self._scorer.close)
-        opened = self._directory.opened_sinks(config, self.first_step)
-        self._sinks = self._on_exit.enter_context(opened)
-        self._samples = SampleLog(
-            self._directory.samples, self._text, config.output.log_samples, self.first_step
-        )
-        self._progress = Progress(config.rollout.num_rollout, self.first_step)
-        self._on_exit.callback(self._progress.close)
-        self.engines.on_progress = self._progress.on_response
+        """The journal, and what asks the engines for samples."""
+        config, scorer = self.config, None
+        if self.is_main:
+            scorer = self._on_exit.enter_context(closing(Scorer(config.reward)))
+            opened = RankZeroJournal.opened(config, self._directory, self._text, self.first_step)
+            self.journal = self._on_exit.enter_context(opened)
+        self.engines.on_progress = self.journal.on_response
+        on_requests = self.journal.on_requests
+        self.sampler = Sampler(config, self.inputs, self.engines, scorer, on_requests)
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Tokens as text in which special tokens can be seen."""
+        return str(self.inputs.tokenizer.decode(token_ids))
 
     def push_weights(self) -> Metrics:
         """Give the rollout the trainer's weights, verified."""
@@ -145,79 +132,17 @@ class Run:
 
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         """Sample and score the prompts of a step."""
-        rollout = self.config.rollout
-        prompts = self.inputs.prompts.batch(step, rollout.rollout_batch_size)
-        params = self._sampling(rollout.rollout_temperature, rollout.rollout_max_response_len)
-        params = replace(params, return_routed_experts=self.engines.replays_routing)
-        seeds = (self.config.seed, "rollout", step)
-        groups, metrics = self._sample(prompts, rollout.n_samples_per_prompt, params, *seeds)
-        if self.is_main and step == self.first_step:
-            logger.info("%s", self._samples.describe(groups[0].samples[0]))
-        return groups, {**rollout_metrics(groups), **metrics}
+        groups, metrics = self.sampler.roll_out(step)
+        self.journal.on_rollout(step, groups)
+        return groups, metrics
 
     def evaluate_if_due(self, step: int) -> None:
         """Sample and score the evaluation sets, before the first and after each k-th rollout."""
         interval = self.config.eval.eval_interval
         if interval and step % interval == 0:
-            for name, prompts in self.inputs.eval_sets.items():
-                self._evaluate(step, name, prompts)
-
-    def _evaluate(self, step: int, name: str, prompts: list[Prompt]) -> None:
-        """Sample and score one evaluation set; another set beside it changes nothing."""
-        evaluation = self.config.eval
-        length = evaluation.eval_max_response_len or self.config.rollout.rollout_max_response_len
-        params = self._sampling(evaluation.eval_temperature, length)
-        count = evaluation.n_samples_per_eval_prompt
-        seeds = ["eval", name] if name else ["eval"]
-        groups, _ = self._sample(prompts, count, params, self.config.seed, *seeds)
-        metrics = eval_metrics(groups, name)
-        self._log(step, metrics)
-        if self.is_main:
-            self._write_samples(f"eval_{name}" if name else "eval", step, groups)
-            numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
-            logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
-
-    def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingParams:
-        rollout = self.config.rollout
-        return SamplingParams(
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=self.inputs.stop_token_ids,
-            top_p=rollout.rollout_top_p,
-            top_k=rollout.rollout_top_k,
-            min_p=rollout.rollout_min_p,
-        )
-
-    def _sample(
-        self, prompts: list[Prompt], count: int, params: SamplingParams, *seeds: int | str
-    ) -> tuple[list[SampleGroup], Metrics]:
-        started = time.perf_counter()
-        requests = make_requests(prompts, count, params, *seeds)
-        if self.is_main:
-            self._progress.on_requests(len(requests))
-        completions = self.engines.generate(requests)
-        seconds = time.perf_counter() - started
-        tokens = sum(len(completion.token_ids) for completion in completions)
-
-        def score() -> tuple[list[SampleGroup], Metrics]:
-            texts = self.inputs.tokenizer.batch_decode(
-                [completion.token_ids for completion in completions], skip_special_tokens=True
-            )
-            groups = group_samples(prompts, completions, texts, self.engines.weight_version)
-            return groups, self._scorer.score(_samples(groups))
-
-        groups, metrics = distributed.run_on_rank_zero(score)
-        metrics["perf/rollout_tokens_per_second"] = tokens / seconds
-        metrics["perf/rollout_time"] = time.perf_counter() - started
-        return groups, metrics
-
-    def _write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
-        with self._directory.writing():
-            self._samples.write(name, step, groups)
-
-    def _text(self, token_ids: list[int]) -> str:
-        """Tokens as text in which special tokens can be seen."""
-        return str(self.inputs.tokenizer.decode(token_ids))
+            for name in self.inputs.eval_sets:
+                groups, metrics = self.sampler.evaluate(name)
+                self.journal.on_evaluation(step, name, groups, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         """Turn rewards into advantages, and take the optimizer steps of a rollout.
@@ -227,64 +152,45 @@ class Run:
         try:
             metrics = self._train(groups, step)
         finally:
-            if self.is_main and step % self.config.output.log_samples_interval == 0:
-                self._write_samples("rollout", step, groups)
+            self.journal.on_trained(step, groups)
         self.rollouts_done += 1
         return metrics
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
-        trainer.observe_rollout(mean_response_length(groups), truncated_ratio(groups))
-        kept = [
-            g for g in groups if not algorithm.filter_equal_rewards or len(set(_rewards(g))) > 1
-        ]
+        self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
+        kept = worth_training(groups, algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
-        advantages = group_advantages(
-            [_rewards(group) for group in kept],
-            algorithm.advantage_estimator,
-            [[len(sample.rollout_log_probs) for sample in group.samples] for group in kept],
-        )
-        samples = [
-            sample
-            for group, values in zip(kept, advantages, strict=True)
-            for sample in _train_samples(group, values)
-        ]
+        samples = make_train_samples(kept, algorithm)
+        num_steps = min(self.config.steps_per_rollout, len(samples))
+        rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
+        metrics |= self.learning_rate.metrics()
         try:
-            return {**trainer.train(samples, step), **metrics}
+            return {**trainer.train(samples, step, rates), **metrics}
         finally:
-            for sample, count in zip(_samples(kept), trainer.mismatched_tokens, strict=False):
-                sample.mismatched_tokens = count
+            for trained, count in zip(samples, trainer.mismatched_tokens, strict=False):
+                trained.sample.mismatched_tokens = count
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
         """Let the governor, if there is one, change what the engines run on."""
         move = self.ladder.update(metrics)
         if move is not None:
-            if self.is_main:
-                logger.warning("governor: %s -> %s (%s)", move.before, move.after, move.reason)
-                self._directory.record_move(step, move.before, move.after, move.reason)
+            self.journal.on_move(step, move)
             self._use_ladder()
         return self.ladder.metrics()
 
     def _use_ladder(self) -> None:
-        ladder = self.ladder
-        self.engines.use(ladder.contract, ladder.fallback, ladder.lr_scale)
+        self.engines.use(self.ladder.contract, self.ladder.fallback)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
         self.totals = self.totals.plus(metrics, is_first=step == 0)
         loss = metrics.get("train/loss", 0.0)
         self.run_hash.add_step(groups, loss, self.engines.weight_digest)
-        self._log(step, metrics)
-        if self.is_main:
-            self._progress.on_step(step, metrics)
-
-    def _log(self, step: int, metrics: Metrics) -> None:
-        for sink in self._sinks:
-            with self._directory.writing():
-                sink.log(step, metrics)
+        self.journal.on_step(step, metrics)
 
     def save_if_due(self) -> None:
         """Write a checkpoint after every k-th rollout, and after the last."""
@@ -295,14 +201,14 @@ class Run:
                 run_hash=self.run_hash.value,
                 totals=self.totals,
                 governor=self.ladder.state_dict(),
+                learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
             )
             saving.save(self.config, self.engines, state)
 
     def summary(self) -> RunSummary:
         """The run in a few numbers; draws the plot."""
-        if self.is_main:
-            self._draw()
+        self.journal.on_end()
         logger.debug("finished; run hash %s", self.run_hash.value)
         return RunSummary(
             run_dir=self.config.output.run_dir,
@@ -310,31 +216,3 @@ class Run:
             rollouts=self.rollouts_done,
             totals=self.totals,
         )
-
-    def _draw(self) -> None:
-        try:
-            plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
-        except OSError as error:  # no reason to lose a finished run's summary
-            logger.warning("the plot could not be written (%s)", error)
-
-
-def _samples(groups: Sequence[SampleGroup]) -> list[Sample]:
-    return [sample for group in groups for sample in group.samples]
-
-
-def _rewards(group: SampleGroup) -> list[float]:
-    return [sample.reward for sample in group.samples]
-
-
-def _train_samples(group: SampleGroup, advantages: Sequence[float]) -> list[TrainSample]:
-    return [
-        TrainSample(
-            token_ids=sample.token_ids,
-            prompt_len=len(group.prompt.token_ids),
-            rollout_log_probs=sample.rollout_log_probs,
-            advantage=advantage,
-            label=f"prompt {group.prompt.index}, sample {sample.sample_index}",
-            routed_experts=sample.routed_experts,
-        )
-        for sample, advantage in zip(group.samples, advantages, strict=True)
-    ]

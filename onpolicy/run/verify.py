@@ -14,20 +14,21 @@ import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
 from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.start import MARGIN, check_layout, make_contract, make_engine_spec
+from onpolicy.run.input_checks import check_layout
 from onpolicy.train import distributed
-from onpolicy.types import Completion, Request, SamplingParams, TrainSample
+from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +43,21 @@ def check_inputs(config: VerifyConfig) -> None:
     """Raise ConfigError for whatever `verify` could not run; starts nothing."""
     train_config = make_train_config(config)
     check_layout(train_config)
-    hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    model = config.model
+    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     _longest_prompt(config, hf_config)
-    contract = _contract(config, train_config, hf_config)
-    spec = make_engine_spec(train_config, hf_config, contract)
+    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
+    spec = rollout_spec(train_config, hf_config, contract)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
-        require_fit(config.hf_checkpoint, hf_config, config.trust_remote_code)
+        require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
         flags.require_passed()
 
 
 def verify(config: VerifyConfig) -> Report:
     """Run both rounds and return the report; collective over the trainer's ranks."""
-    hf_config = load_config(config.hf_checkpoint, config.trust_remote_code)
+    hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     train_config = make_train_config(config)
-    contract = _contract(config, train_config, hf_config)
+    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
     prompts = make_prompts(config, hf_config.vocab_size, _longest_prompt(config, hf_config))
     engines = EnginePair(train_config, hf_config, contract, Path(config.run_dir))
     counts, num_cached = ParityCounts(), 0
@@ -63,11 +65,11 @@ def verify(config: VerifyConfig) -> Report:
         engines.start()
         for round_number in (0, 1):
             engines.push_weights(str(round_number))
-            completions = engines.generate(_requests(config, prompts, round_number))
-            num_cached += sum(completion.num_cached_tokens for completion in completions)
-            counts += _score(engines, prompts, completions, config)
+            samples = _sample(engines, prompts, config, round_number)
+            num_cached += sum(sample.num_cached_tokens for sample in samples)
+            counts += _score(engines, samples, config)
             if round_number == 0:
-                engines.trainer.train(_train_samples(prompts, completions), step=0)
+                engines.trainer.train(_train_samples(samples), step=0, rates=[LEARNING_RATE])
     finally:
         engines.stop()
     return {
@@ -83,23 +85,8 @@ def verify(config: VerifyConfig) -> Report:
     }
 
 
-def _contract(
-    config: VerifyConfig, train_config: TrainConfig, hf_config: PretrainedConfig
-) -> NumericsContract:
-    return make_contract(
-        config.hf_checkpoint,
-        hf_config,
-        dtype=config.dtype,
-        aligned=config.true_on_policy_mode,
-        tp_size=tensor_parallel_size(config.sglang_args),
-        row_parallel_blocks=train_config.count_row_parallel_blocks(),
-        operators=config.operators,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
 def _longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
-    longest = hf_config.max_position_embeddings - MARGIN - config.max_new_tokens
+    longest = hf_config.max_position_embeddings - CONTEXT_MARGIN - config.max_new_tokens
     if longest < SHORTEST_PROMPT:
         raise ConfigError(
             f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of "
@@ -119,7 +106,7 @@ def passes(report: Report, config: VerifyConfig) -> bool:
     )
 
 
-def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[list[int]]:
+def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Prompt]:
     """Random token ids of random lengths, some longer than a prefill chunk, sharing prefixes."""
     rng = random.Random(f"prompts/{config.seed}")
     shared = [rng.randrange(vocab_size) for _ in range(longest // 2)]
@@ -127,7 +114,8 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[li
     for i in range(config.num_prompts):
         prefix = shared[: rng.randrange(len(shared))]
         length = longest if i == 0 else rng.randrange(1, longest - len(prefix))
-        prompts.append((prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest])
+        token_ids = (prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest]
+        prompts.append(Prompt(index=i, prompt_ids=token_ids, label="", text=""))
     return prompts
 
 
@@ -137,11 +125,7 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
     if not any(arg.startswith("--chunked-prefill-size") for arg in sglang_args):
         sglang_args = (*sglang_args, "--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE))
     return TrainConfig(
-        model=groups.ModelConfig(
-            hf_checkpoint=config.hf_checkpoint,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
-        ),
+        model=config.model,
         rollout=groups.RolloutConfig(
             num_rollout=1,
             rollout_batch_size=config.num_prompts,
@@ -149,74 +133,59 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
             rollout_temperature=config.temperature,
         ),
         engine=groups.EngineConfig(
-            rollout_num_engines=config.rollout_num_engines, cpu_threads=config.cpu_threads
+            rollout_num_engines=config.rollout_num_engines, cpu_threads=config.cpu.cpu_threads
         ),
-        trainer=groups.TrainerConfig(
-            train_backend=config.train_backend, lr=LEARNING_RATE, max_tokens_per_gpu=999
-        ),
+        trainer=groups.TrainerConfig(train_backend=config.train_backend, max_tokens_per_gpu=999),
         megatron=config.megatron,
         parity=groups.ParityConfig(
-            true_on_policy_mode=config.true_on_policy_mode,
-            parity_policy="warn",
-            row_parallel_blocks=config.row_parallel_blocks,
-            operators=config.operators,
+            true_on_policy_mode=config.true_on_policy_mode, parity_policy="warn"
         ),
+        operators=config.operators,
         sync=groups.WeightSyncConfig(weight_sync=config.weight_sync, update_weight_buffer_size=1),
         seed=config.seed,
         sglang_args=sglang_args,
     )
 
 
-def _requests(
-    config: VerifyConfig, prompts: Sequence[list[int]], round_number: int
-) -> list[Request]:
+def _sample(
+    engines: EnginePair, prompts: Sequence[Prompt], config: VerifyConfig, round_number: int
+) -> list[Sample]:
+    """A response to each prompt."""
     params = SamplingParams(
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=(),
         ignore_eos=True,
     )
-    return [
+    requests = [
         Request(
-            token_ids=prompt,
-            sampling_seed=sampling_seed(config.seed, "verify", round_number, i),
+            prompt_ids=prompt.prompt_ids,
+            sampling_seed=sampling_seed(config.seed, "verify", round_number, prompt.index),
             params=params,
         )
-        for i, prompt in enumerate(prompts)
+        for prompt in prompts
+    ]
+    return [
+        Sample(prompt=prompt, sample_index=0, completion=completion)
+        for prompt, completion in zip(prompts, engines.generate(requests), strict=True)
     ]
 
 
-def _score(
-    engines: EnginePair,
-    prompts: Sequence[list[int]],
-    completions: Sequence[Completion],
-    config: VerifyConfig,
-) -> ParityCounts:
+def _score(engines: EnginePair, samples: Sequence[Sample], config: VerifyConfig) -> ParityCounts:
     """Compare with the trainer's log-probabilities, computed in an order and packing of its own."""
-    order = list(range(len(prompts)))
-    random.Random(config.seed).shuffle(order)
+    shuffled = list(samples)
+    random.Random(config.seed).shuffle(shuffled)
     train = engines.trainer.log_probs(
-        [prompts[i] + completions[i].token_ids for i in order],
-        [len(prompts[i]) for i in order],
+        [sample.token_ids for sample in shuffled],
+        [len(sample.prompt.prompt_ids) for sample in shuffled],
         config.temperature,
     )
-    rollout = torch.tensor([x for i in order for x in completions[i].log_probs])
+    rollout = torch.tensor([x for sample in shuffled for x in sample.rollout_log_probs])
     counts, _ = compare_log_probs(torch.cat(train), rollout)
     if distributed.rank() == 0:
         logger.info("%d of %d tokens differ", counts.num_mismatched, counts.num_compared)
     return counts
 
 
-def _train_samples(
-    prompts: Sequence[list[int]], completions: Sequence[Completion]
-) -> list[TrainSample]:
-    return [
-        TrainSample(
-            token_ids=prompt + completion.token_ids,
-            prompt_len=len(prompt),
-            rollout_log_probs=completion.log_probs,
-            advantage=(-1.0) ** i,
-            label=f"prompt {i}",
-        )
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-    ]
+def _train_samples(samples: Sequence[Sample]) -> list[TrainSample]:
+    return [TrainSample(sample=sample, advantage=(-1.0) ** i) for i, sample in enumerate(samples)]

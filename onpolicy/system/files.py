@@ -52,7 +52,7 @@ def append(file: Path, line: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a directory, on disk before going on."""
+    """Wait until a file, or the list of names in a directory, is on disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""One name for all that a process makes outside its memory, so that it can be removed by someone else.
+"""One name for everything a process makes outside its memory, so that others can remove it.
 
 A process that is killed removes nothing. So its temporary files lie in a directory of its own, and what
 it makes in /dev/shm has names that the directory records. The directory is locked as long as its owner,
@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LOCK = ".onpolicy-lock"
 
 MAX_SOCKET_PATH = 107
-"""Of a socket's address in bytes, on Linux (sys/un.h)."""
+"""Longest address of a Unix socket on Linux, in bytes (sys/un.h)."""
 
 
 class PrivateDirectory:
@@ -66,7 +66,7 @@ class PrivateDirectory:
 
 @functools.cache
 def of_this_process() -> PrivateDirectory:
-    """The process's own, until it exits: with its semaphores from now on, and what torch shares."""
+    """This process's directory until it exits; its semaphores and what torch shares go with it."""
     directory = PrivateDirectory(("sem.NAME*", f"torch_{os.getpid()}_*"))
     atexit.register(directory.remove)
     name_semaphores_after(directory.path.name)

@@ -24,23 +24,19 @@ class Trainer(ABC):
     """Of each sample of the last `train`: tokens that differed; None if it was not compared."""
 
     @abstractmethod
-    def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+    def train(
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
+    ) -> dict[str, float]:
         """Take the optimizer steps of one rollout; return metrics, equal on all ranks.
 
+        `rates` holds the learning rate of each; the samples, which are no fewer, are cut evenly.
         The log-probabilities of the first optimizer step are compared with the rollout's before
         its backward pass. Raises ParityError there if the run's policy is to fail.
         """
 
     @abstractmethod
-    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
-        """Tell a schedule that follows response lengths of a rollout, before training on it.
-
-        Mean tokens of all sampled responses, before any filter, and the share that was cut off.
-        """
-
-    @abstractmethod
-    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
-        """Go on under other operators, corrections and a scaled learning rate, between rollouts."""
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+        """Go on under other operators and corrections, between rollouts."""
 
     @abstractmethod
     def log_probs(
@@ -54,7 +50,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write model, optimizer and schedule into an existing directory."""
+        """Write model, optimizer and corrections into an existing directory."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:

@@ -1,9 +1,16 @@
-"""The samples of one optimizer step, as the micro-batches that one rank computes."""
+"""The samples of an optimizer step as micro-batches, in the stages in which they come to the loss.
+
+`PackedBatch` (samples of one rank, laid end to end) -> `ScoredBatch` (the log-probabilities that are
+fixed before the first optimizer step of a rollout) -> `WeighedBatch` (what the corrections make of
+both, over the global batch). A stage is a frozen record with everything of the one before it. Tensors
+are [R], of all response tokens; float32 where nothing else is said.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +19,28 @@ from fallback_correction.config import CorrectionConfig
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
 from onpolicy.train.packing import pack
-from onpolicy.types import TrainSample
+from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
 
 _FILLER = TrainSample(
-    token_ids=[0, 0], prompt_len=1, rollout_log_probs=[0.0], advantage=0.0, label="filler"
+    sample=Sample(
+        prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
+        sample_index=0,
+        completion=Completion(
+            response_ids=[0],
+            rollout_log_probs=[0.0],
+            finish_reason=FinishReason.LENGTH,
+            weight_version="",
+            num_cached_tokens=0,
+        ),
+    ),
+    advantage=0.0,
 )
 """Stands in an empty micro-batch, masked out."""
 
 
-@dataclass(slots=True, kw_only=True)
-class MicroBatch:
-    """Packed samples and what the loss needs of them; tensors are [R], float32 but for the mask.
-
-    What is None at first is filled in before the first optimizer step of a rollout.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Samples laid end to end, and what came with them."""
 
     packed: PackedTokens
     samples: list[TrainSample]
@@ -35,30 +50,6 @@ class MicroBatch:
     mask: Tensor
     """bool: the tokens that count. None of a filler, which only keeps this rank in step with the
     others, and none that was rejected as not finite."""
-
-    old_log_probs: Tensor | None = None
-    """Of the policy before the first optimizer step of this rollout."""
-
-    train_log_probs: Tensor | None = None
-    """Of the loss's own forward pass."""
-
-    ref_log_probs: Tensor | None = None
-    """Of the reference model, for a KL penalty."""
-
-    shares: Tensor | None = None
-    """Each token's share of the mean over the global batch."""
-
-    importance_weights: Tensor | None = None
-    """Factors of each token's policy loss, of an unaligned rollout; 0 where it is rejected."""
-
-    kept: Tensor | None = None
-    """bool: the tokens that count and that no correction rejected; None: all that count."""
-
-    correction: CorrectionConfig | None = None
-    """Weights and rejection that the loss is to take from its own log-probabilities."""
-
-    custom: CustomCorrection | None = None
-    """The user's own correction."""
 
     @property
     def is_filler(self) -> bool:
@@ -71,11 +62,13 @@ class MicroBatch:
 
     @property
     def response_lens(self) -> list[int]:
-        return [len(sample.rollout_log_probs) for sample in self.samples]
+        return [len(s.sample.response_ids) for s in self.samples]
 
-    def tokens(self, log_probs: Tensor) -> TokenBatch:
-        """The batch with `log_probs` [R] as the trainer's."""
-        return TokenBatch.packed(log_probs, self.rollout_log_probs, self.response_lens, self.mask)
+    def tokens(self, train_log_probs: Tensor) -> TokenBatch:
+        """The tokens that count, with these log-probabilities of the trainer's."""
+        return TokenBatch.packed(
+            train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
+        )
 
     def locate(self, row: int) -> tuple[TrainSample, int]:
         """The sample that response token `row` belongs to, and its position in the response."""
@@ -86,7 +79,40 @@ class MicroBatch:
         raise IndexError(row)
 
 
-CustomCorrection = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredBatch(PackedBatch):
+    """With log-probabilities that stay the same in all optimizer steps of a rollout."""
+
+    old_log_probs: Tensor
+    """Of the policy before the first optimizer step."""
+
+    ref_log_probs: Tensor | None
+    """Of the reference model; None without a KL penalty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeighedBatch(ScoredBatch):
+    """With what each token is to count for in the loss; advantages are those after a penalty."""
+
+    shares: Tensor
+    """Each token's share of the mean over the global batch."""
+
+    kept: Tensor
+    """bool: the tokens that no correction rejected."""
+
+    importance_weights: Tensor
+    """Factors of each token's policy loss: 1 without a correction."""
+
+    correction: CorrectionConfig | None
+    """In bypass: the weights and the rejection that the loss takes from its own log-probabilities."""
+
+    custom: CustomCorrection | None
+    """The user's own correction."""
+
+
+CustomCorrection = Callable[
+    [Tensor, Tensor, WeighedBatch], tuple[Tensor, Tensor, dict[str, Tensor]]
+]
 """(loss [R], its log-probabilities [R], detached, micro-batch) -> (loss [R], mask [R], metrics)."""
 
 
@@ -98,30 +124,62 @@ def make_micro_batches(
     max_tokens: int,
     temperature: float,
     device: torch.device,
-) -> list[MicroBatch]:
+) -> list[PackedBatch]:
     """The micro-batches of `rank`; `samples` are the global batch."""
-    plan = pack([len(s.token_ids) for s in samples], num_ranks, max_tokens)[rank]
-    return [_micro_batch([samples[i] for i in part], temperature, device) for part in plan]
+    plan = pack([len(s.sample.token_ids) for s in samples], num_ranks, max_tokens)[rank]
+    return [_packed_batch([samples[i] for i in part], temperature, device) for part in plan]
 
 
-def _micro_batch(
+def _packed_batch(
     samples: list[TrainSample], temperature: float, device: torch.device
-) -> MicroBatch:
+) -> PackedBatch:
     is_filler = not samples
     samples = samples or [_FILLER]
-    lens = torch.tensor([len(s.rollout_log_probs) for s in samples])
+    sampled = [s.sample for s in samples]
+    lens = torch.tensor([len(s.response_ids) for s in sampled])
     advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
-    log_probs = torch.tensor([x for s in samples for x in s.rollout_log_probs], dtype=torch.float32)
-    return MicroBatch(
+    log_probs = torch.tensor([x for s in sampled for x in s.rollout_log_probs], dtype=torch.float32)
+    return PackedBatch(
         packed=PackedTokens.pack(
-            [s.token_ids for s in samples],
-            [s.prompt_len for s in samples],
+            [s.token_ids for s in sampled],
+            [len(s.prompt.prompt_ids) for s in sampled],
             temperature,
             device,
-            [s.routed_experts for s in samples],
+            [s.completion.routed_experts for s in sampled],
         ),
         samples=samples,
         rollout_log_probs=log_probs.to(device),
         advantages=advantages.repeat_interleave(lens).to(device),
         mask=torch.full((len(log_probs),), not is_filler, device=device),
     )
+
+
+def with_scores(
+    batch: PackedBatch, old_log_probs: Tensor, ref_log_probs: Tensor | None
+) -> ScoredBatch:
+    """The second stage of a micro-batch."""
+    return ScoredBatch(**_fields(batch), old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
+
+
+def with_weights(
+    batch: ScoredBatch,
+    shares: Tensor,
+    kept: Tensor,
+    importance_weights: Tensor,
+    *,
+    correction: CorrectionConfig | None = None,
+    custom: CustomCorrection | None = None,
+) -> WeighedBatch:
+    """The third stage of a micro-batch."""
+    return WeighedBatch(
+        **_fields(batch),
+        shares=shares,
+        kept=kept,
+        importance_weights=importance_weights,
+        correction=correction,
+        custom=custom,
+    )
+
+
+def _fields(batch: PackedBatch) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in fields(batch)}

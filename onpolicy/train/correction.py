@@ -1,7 +1,7 @@
 """The seam to `fallback_correction`: what the samples of an unaligned rollout need before their loss.
 
 Runs on all micro-batches of a rollout at once, since weights are normalised and metrics averaged
-over the global batch; the results are written into the micro-batches. In bypass (--use-rollout-logprobs)
+over the global batch: it makes the last stage of each (`batch.py`). In bypass (--use-rollout-logprobs)
 nobody has computed the trainer's log-probabilities yet: the loss takes weights and rejection from
 its own.
 """
@@ -27,10 +27,16 @@ from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.train import distributed
-from onpolicy.train.batch import MicroBatch
+from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, with_weights
 from onpolicy.train.correction_flags import custom_correction, make_penalty, weight_correction
 
 Metrics = dict[str, float]
+
+Steps = Sequence[Sequence[ScoredBatch]]
+"""The micro-batches of a rollout, by optimizer step."""
+
+TrainedStep = tuple[Sequence[WeighedBatch], Sequence[Tensor]]
+"""(micro-batches, log-probabilities of each by the loss's own forward pass)"""
 
 
 class Corrections:
@@ -62,24 +68,20 @@ class Corrections:
         if self._penalty is not None and "penalty" in state:
             self._penalty.load_state_dict(state["penalty"])
 
-    def prepare(self, steps: Sequence[list[MicroBatch]], *, active: bool) -> Metrics:
-        """Fill in shares, weights and advantages of a rollout's micro-batches; collective.
+    def weigh(self, steps: Steps, *, active: bool) -> tuple[list[list[WeighedBatch]], Metrics]:
+        """The last stage of a rollout's micro-batches, and what it did; collective.
 
         active: whether to correct; an aligned rollout needs shares alone. Raises NonfiniteError.
         """
-        rollout = [batch for step in steps for batch in step]
         metrics: Metrics = {}
         if active:
-            self._reject_nonfinite(rollout)
-            for batch in rollout:
-                batch.custom = self.custom
-                batch.correction = self.weights if self.bypass else None
+            steps = self._without_nonfinite(steps)
             if self.penalty is not None:
-                metrics = self._penalise(rollout, self.penalty)
-        each = [self._prepare_step(step, active and not self.bypass) for step in steps]
-        return metrics | _means(each)
+                steps, metrics = self._penalised(steps, self.penalty)
+        weighed = [self._weigh_step(step, active) for step in steps]
+        return [step for step, _ in weighed], metrics | _means([found for _, found in weighed])
 
-    def measure(self, steps: Sequence[Sequence[MicroBatch]]) -> Metrics:
+    def measure(self, steps: Sequence[TrainedStep]) -> Metrics:
         """How far the engines were apart on a rollout's first optimizer step; collective.
 
         By the log-probabilities of the loss's own forward pass, which are there in any mode; in
@@ -87,8 +89,9 @@ class Corrections:
         """
         if not self.wants_metrics:
             return {}
-        tokens = _own_tokens(steps[0])
-        advantages = torch.cat([batch.advantages for batch in steps[0]])
+        batches, train_log_probs = steps[0]
+        tokens = _tokens(batches, train_log_probs)
+        advantages = torch.cat([batch.advantages for batch in batches])
         upper = self.flags.tis_upper_bound
         metrics = {
             **mismatch_metrics(tokens, gather_vectors),
@@ -96,49 +99,61 @@ class Corrections:
         }
         if self.bypass and (config := self.weights):
             metrics |= _means(
-                [correct(_own_tokens(s), config, gather_vectors).metrics for s in steps]
+                [correct(_tokens(*step), config, gather_vectors).metrics for step in steps]
             )
         return metrics
 
-    def k3(self, step: Sequence[MicroBatch], log_probs: Sequence[Tensor]) -> float:
+    def k3(self, step: Sequence[PackedBatch], train_log_probs: Sequence[Tensor]) -> float:
         """`mismatch/k3` of other log-probabilities of the trainer's; collective."""
-        return mismatch_metrics(_tokens(step, log_probs), gather_vectors)["mismatch/k3"]
+        return mismatch_metrics(_tokens(step, train_log_probs), gather_vectors)["mismatch/k3"]
 
-    def _reject_nonfinite(self, rollout: list[MicroBatch]) -> None:
+    def _without_nonfinite(self, steps: Steps) -> Steps:
         """Let nothing else look at tokens that --tis-nonfinite rejects."""
-        if self.flags.tis_nonfinite == "reject":
-            config = self.weights or CorrectionConfig(nonfinite="reject")
-            finite = without_nonfinite(_old_tokens(rollout), config)
-            for batch, part in _split(rollout, finite.mask):
-                batch.mask = part
+        if self.flags.tis_nonfinite != "reject":
+            return steps
+        config = self.weights or CorrectionConfig(nonfinite="reject")
+        finite = without_nonfinite(_old_tokens(_rollout(steps)), config)
+        return [[replace(b, mask=part) for b, part in step] for step in _split(steps, finite.mask)]
 
-    def _penalise(self, rollout: list[MicroBatch], penalty: DiscrepancyPenalty) -> Metrics:
+    def _penalised(self, steps: Steps, penalty: DiscrepancyPenalty) -> tuple[Steps, Metrics]:
+        rollout = _rollout(steps)
         advantages = torch.cat([batch.advantages for batch in rollout])
         finite = replace(_old_tokens(rollout), mask=torch.cat([batch.mask for batch in rollout]))
         penalised, _ = penalty.apply(finite, advantages, gather_vectors)
-        for batch, part in _split(rollout, penalised):
-            batch.advantages = part
-        return penalty.step()
+        parts = _split(steps, penalised)
+        steps = [[replace(batch, advantages=part) for batch, part in step] for step in parts]
+        return steps, penalty.step()
 
-    def _prepare_step(self, step: list[MicroBatch], active: bool) -> Metrics:
+    def _weigh_step(
+        self, step: Sequence[ScoredBatch], active: bool
+    ) -> tuple[list[WeighedBatch], Metrics]:
         tokens, metrics = _old_tokens(step), dict[str, float]()
-        if active and self.weights is not None:
+        kept, weights = tokens.mask, torch.ones_like(tokens.train_log_probs)
+        if active and not self.bypass and self.weights is not None:
             correction = correct(tokens, self.weights, gather_vectors)
             tokens, metrics = replace(tokens, mask=correction.counted), correction.metrics
-            for batch, part in _split(step, correction.mask):
-                batch.kept = part
-            if correction.weights is not None:
-                for batch, part in _split(step, correction.weights):
-                    batch.importance_weights = part
+            kept = correction.mask
+            weights = weights if correction.weights is None else correction.weights
         shares = token_shares(
             tokens,
             self.config.loss_aggregation,
             gather_vectors,
             scale_length=self.config.rollout.rollout_max_response_len,
         )
-        for batch, part in _split(step, shares):
-            batch.shares = torch.where(batch.mask, part, 0)
-        return metrics
+        lens = [len(batch.mask) for batch in step]
+        parts = zip(step, shares.split(lens), kept.split(lens), weights.split(lens), strict=True)
+        weighed = [
+            with_weights(
+                batch,
+                torch.where(batch.mask, share, 0),
+                keep,
+                weight,
+                correction=self.weights if active and self.bypass else None,
+                custom=self.custom if active else None,
+            )
+            for batch, share, keep, weight in parts
+        ]
+        return weighed, metrics
 
 
 def gather_vectors(values: Tensor) -> Tensor:
@@ -148,28 +163,28 @@ def gather_vectors(values: Tensor) -> Tensor:
     return torch.cat(distributed.gather_data(values.cpu()))
 
 
-def _old_tokens(batches: Sequence[MicroBatch]) -> TokenBatch:
+def _rollout(steps: Steps) -> list[ScoredBatch]:
+    return [batch for step in steps for batch in step]
+
+
+def _old_tokens(batches: Sequence[ScoredBatch]) -> TokenBatch:
     """Both engines' log-probabilities before the first optimizer step, of every sampled token."""
     return _tokens(batches, [batch.old_log_probs for batch in batches])
 
 
-def _own_tokens(batches: Sequence[MicroBatch]) -> TokenBatch:
-    """The same with those of the loss's own forward pass."""
-    return _tokens(batches, [batch.train_log_probs for batch in batches])
-
-
-def _tokens(batches: Sequence[MicroBatch], log_probs: Sequence[Tensor | None]) -> TokenBatch:
+def _tokens(batches: Sequence[PackedBatch], train_log_probs: Sequence[Tensor]) -> TokenBatch:
     return TokenBatch.packed(
-        torch.cat([x for x in log_probs if x is not None]),
+        torch.cat(list(train_log_probs)),
         torch.cat([batch.rollout_log_probs for batch in batches]),
         [n for batch in batches for n in batch.response_lens],
         torch.cat([batch.sampled for batch in batches]),
     )
 
 
-def _split(batches: Sequence[MicroBatch], values: Tensor) -> list[tuple[MicroBatch, Tensor]]:
-    parts = values.split([len(batch.mask) for batch in batches])
-    return list(zip(batches, parts, strict=True))
+def _split(steps: Steps, values: Tensor) -> list[list[tuple[ScoredBatch, Tensor]]]:
+    """Every micro-batch with its part of the values of all tokens."""
+    parts = iter(values.split([len(batch.mask) for batch in _rollout(steps)]))
+    return [[(batch, next(parts)) for batch in step] for step in steps]
 
 
 def _means(each: Sequence[Metrics]) -> Metrics:

@@ -113,7 +113,7 @@ def gather_data(value: T) -> list[T]:
 
 
 def any_data(value: bool) -> bool:
-    """Whether it holds for any share of the samples, on every rank."""
+    """Whether `value` is true on any rank that holds samples; known on every rank."""
     return any(gather_data(value))
 
 

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, on the objectives of `fallback_correction`. R: its response tokens.
+"""The loss of one micro-batch, on the objectives of `onpolicy/algorithm`. R: its response tokens.
 
 Sums, not means: every token carries its share of the global batch, so that the loss of a global
 batch is the sum over micro-batches and ranks, however it was cut.
@@ -17,7 +17,7 @@ from fallback_correction.correction import correct
 from fallback_correction.ratios import without_nonfinite
 from onpolicy.algorithm.kl import KlType, kl_estimate, unbiased_kl
 from onpolicy.algorithm.objectives import ObjectiveConfig, opsm_mask, token_loss
-from onpolicy.train.batch import MicroBatch
+from onpolicy.train.batch import WeighedBatch
 
 Metrics = dict[str, Tensor]
 
@@ -42,7 +42,7 @@ class LossSettings:
 
 
 def policy_loss(
-    log_probs: Tensor, batch: MicroBatch, settings: LossSettings
+    log_probs: Tensor, batch: WeighedBatch, settings: LossSettings
 ) -> tuple[Tensor, Metrics]:
     """The objective with its corrections, and a KL penalty if the batch has a reference.
 
@@ -53,7 +53,8 @@ def policy_loss(
         batch = _corrected(batch, batch.correction, log_probs)
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
     if batch.ref_log_probs is not None:
-        kl_loss = _kl_loss(log_probs, batch, settings, shares if settings.rejected_in_kl else kept)
+        kl_shares = shares if settings.rejected_in_kl else kept
+        kl_loss = _kl_loss(log_probs, batch, batch.ref_log_probs, settings, kl_shares)
         total = total + settings.kl_loss_coef * kl_loss
         metrics["train/kl_loss"] = kl_loss.detach()
     metrics["train/loss"] = total.detach()
@@ -61,16 +62,15 @@ def policy_loss(
 
 
 def _policy_term(
-    log_probs: Tensor, batch: MicroBatch, settings: LossSettings
+    log_probs: Tensor, batch: WeighedBatch, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor, Metrics]:
     """The policy's part of the loss, shares of the tokens that count, and of those that are kept."""
-    assert batch.old_log_probs is not None and batch.shares is not None
     old, tokens = batch.old_log_probs, batch.tokens(log_probs)
     shares = torch.where(batch.mask, batch.shares, 0)
     objective = token_loss(log_probs, old, batch.advantages, tokens, settings.objective)
     loss, metrics = objective.loss, dict[str, Tensor]()
-    kept = shares if batch.kept is None else shares * batch.kept
-    factors = kept if batch.importance_weights is None else kept * batch.importance_weights
+    kept = shares * batch.kept
+    factors = kept * batch.importance_weights
     if settings.opsm_delta is not None:
         drifted = ~opsm_mask(
             log_probs, batch.rollout_log_probs, batch.advantages, tokens, settings.opsm_delta
@@ -88,18 +88,18 @@ def _policy_term(
     return total, shares, kept, metrics
 
 
-def _corrected(batch: MicroBatch, config: CorrectionConfig, log_probs: Tensor) -> MicroBatch:
+def _corrected(batch: WeighedBatch, config: CorrectionConfig, log_probs: Tensor) -> WeighedBatch:
     """The batch with the weights and the rejection that these log-probabilities mean.
 
     Sequences are whole in a micro-batch, so every level works; a mean over the global batch does not.
     """
     tokens = batch.tokens(log_probs)
-    correction = correct(tokens, config)
+    correction, weights = correct(tokens, config), batch.importance_weights
     return replace(
         batch,
         mask=without_nonfinite(tokens, config).mask,
         kept=correction.mask,
-        importance_weights=correction.weights,
+        importance_weights=weights if correction.weights is None else correction.weights,
     )
 
 
@@ -109,13 +109,16 @@ def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:
 
 
 def _kl_loss(
-    log_probs: Tensor, batch: MicroBatch, settings: LossSettings, shares: Tensor
+    log_probs: Tensor,
+    batch: WeighedBatch,
+    ref_log_probs: Tensor,
+    settings: LossSettings,
+    shares: Tensor,
 ) -> Tensor:
-    assert batch.ref_log_probs is not None
     # An infinite value times 0 is NaN, in the gradient too: it must not enter.
     log_probs, rollout, reference = (
         torch.where(shares != 0, values, 0)
-        for values in (log_probs, batch.rollout_log_probs, batch.ref_log_probs)
+        for values in (log_probs, batch.rollout_log_probs, ref_log_probs)
     )
     if settings.use_unbiased_kl:
         kl = unbiased_kl(log_probs, rollout, reference, settings.kl_loss_type)

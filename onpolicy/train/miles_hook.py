@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onpolicy.errors import ConfigError
 from onpolicy.train import distributed
-from onpolicy.train.batch import CustomCorrection, MicroBatch
+from onpolicy.train.batch import CustomCorrection, WeighedBatch
 from onpolicy.train.loss import weighted_sum
 
 GIVEN = (
@@ -60,17 +60,15 @@ def miles_correction(
     names = _asked_for(function)
 
     def correction(
-        loss: Tensor, log_probs: Tensor, batch: MicroBatch
+        loss: Tensor, log_probs: Tensor, batch: WeighedBatch
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        shares = batch.shares
-        assert batch.old_log_probs is not None and shares is not None
         lens = batch.response_lens
         given = {
             "pg_loss": loss,
             "train_log_probs": (log_probs if bypass else batch.old_log_probs).split(lens),
             "rollout_log_probs": batch.rollout_log_probs.split(lens),
             "loss_masks": batch.mask.float().split(lens),
-            "total_lengths": [len(sample.token_ids) for sample in batch.samples],
+            "total_lengths": [len(s.sample.token_ids) for s in batch.samples],
             "response_lengths": lens,
             "parallel_state": _parallel_state(),
             "max_seq_lens": None,  # Miles' for padded sequences; these are packed
@@ -79,7 +77,7 @@ def miles_correction(
         asked = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if k in names}
         loss, masks, found = function(args, **asked)
         metrics = {
-            f"tis/{name}": weighted_sum(_flat(value), shares) for name, value in found.items()
+            f"tis/{name}": weighted_sum(_flat(value), batch.shares) for name, value in found.items()
         }
         return loss, _flat(masks), metrics
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onpolicy.errors import ParityError
 from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs, mismatches
-from onpolicy.train.batch import MicroBatch
+from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import gather_data, sum_over_data
 from onpolicy.types import TrainSample
 
@@ -27,7 +27,7 @@ class ParityGate:
         self.counts = ParityCounts()
         self._by_sample: dict[int, int] = {}
 
-    def check(self, log_probs: Tensor, batch: MicroBatch) -> None:
+    def check(self, log_probs: Tensor, batch: PackedBatch) -> None:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs."""
         counts, first = ParityCounts(), None
         if not batch.is_filler:
@@ -67,18 +67,18 @@ class ParityGate:
         found = {i: count for share in gather_data(mine) for i, count in share.items()}
         return [found.get(i) for i in range(len(samples))]
 
-    def _count_by_sample(self, log_probs: Tensor, batch: MicroBatch) -> None:
+    def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
         for sample, part in zip(batch.samples, differ.split(batch.response_lens), strict=True):
             self._by_sample[id(sample)] = int(part.sum())
 
-    def _mismatch(self, log_probs: Tensor, batch: MicroBatch, row: int) -> Mismatch:
+    def _mismatch(self, log_probs: Tensor, batch: PackedBatch, row: int) -> Mismatch:
         sample, position = batch.locate(row)
         train, rollout = log_probs[row].detach(), batch.rollout_log_probs[row]
         counts, _ = compare_log_probs(train[None], rollout[None])
         return Mismatch(
             step=self.step,
-            sample=sample.label,
+            sample=sample.sample.name,
             position=position,
             rollout_log_prob=rollout.item(),
             train_log_prob=train.item(),

@@ -8,13 +8,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fallback_correction.length_decay import BaseSchedule, LengthDecaySchedule
+from fallback_correction.length_decay import HasParamGroups
 from fallback_correction.tokens import NonfiniteError
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
@@ -26,24 +26,31 @@ from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
-from onpolicy.train.batch import MicroBatch, make_micro_batches
+from onpolicy.train.batch import (
+    PackedBatch,
+    ScoredBatch,
+    WeighedBatch,
+    make_micro_batches,
+    with_scores,
+)
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.state import load_state, save_state
 from onpolicy.types import TrainSample
 
 logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(Trainer):
-    """Policy-gradient steps with parity check and corrections, on an engine's four verbs.
+    """Policy-gradient steps with parity check and corrections, on an engine's verbs.
 
-    An engine scores batches, accumulates the gradients of a step, and takes it; it sets `schedule`
-    and puts other operators into its models.
+    An engine scores batches, accumulates the gradients of a step, and takes it; it sets `optimizer`,
+    puts other operators into its models, and writes and reads their tensors.
     """
 
-    schedule: BaseSchedule
+    optimizer: HasParamGroups
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
         self.config, self.num_threads = config, num_threads
@@ -51,7 +58,6 @@ class PolicyTrainer(Trainer):
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.loss_settings = loss_settings(config)
         self.corrections = Corrections(config)
-        self.lr_scale = 1.0
         self._use_contract(contract)
 
     def _use_contract(self, contract: NumericsContract) -> None:
@@ -63,25 +69,6 @@ class PolicyTrainer(Trainer):
             self.self_check = self_check(self.operators, contract)
             check_gradients(self.operators, contract)
 
-    def numbers(self) -> dict[str, Any]:
-        """What a checkpoint holds of the trainer besides tensors, as JSON can hold it."""
-        return {
-            "schedule": self.schedule.state_dict(),
-            "corrections": self.corrections.state_dict(),
-        }
-
-    def use_numbers(self, numbers: dict[str, Any]) -> None:
-        """Go on from what `numbers` returned. Raises ConfigError if it fits other settings alone."""
-        try:
-            self.schedule.load_state_dict(numbers["schedule"])
-            self.corrections.load_state_dict(numbers["corrections"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--load: what the checkpoint holds of the learning rate's schedule and of the "
-                f"corrections does not fit these settings ({error!r}). Give --lr-schedule and --dc-* "
-                "as in the run that wrote it."
-            ) from error
-
     @abstractmethod
     def _put_operators(self, operators: Operators) -> None:
         """Let every model compute with other operators from now on."""
@@ -92,12 +79,12 @@ class PolicyTrainer(Trainer):
 
     @abstractmethod
     def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
-    ) -> dict[str, float]:
-        """Forward, `gate.check`, loss and backward of every micro-batch; fills in its log-probs.
+        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Forward, `gate.check`, loss and backward of every micro-batch.
 
-        Returns the sums of the loss's metrics over all ranks. Raises ParityError without gradients
-        left behind.
+        Returns the sums of the loss's metrics over all ranks, and the log-probabilities that the loss
+        was of, float32 [R] each, detached. Raises ParityError without gradients left behind.
         """
 
     @abstractmethod
@@ -105,89 +92,95 @@ class PolicyTrainer(Trainer):
         """Scale the gradients to --clip-grad; returns their norm before."""
 
     @abstractmethod
-    def _step_optimizer(self) -> float:
-        """Take the step and clear the gradients; returns its learning rate."""
+    def _step_optimizer(self) -> None:
+        """Take the step and clear the gradients."""
 
-    @property
-    def rate_scale(self) -> float:
-        """What the governor leaves of the schedule's rate: never less than length decay's floor."""
-        if isinstance(self.schedule, LengthDecaySchedule):
-            return self.schedule.decay.bounded(self.lr_scale)
-        return self.lr_scale
+    @abstractmethod
+    def _write_tensors(self, directory: Path) -> None:
+        """Weights and what the optimizer keeps of them, sharded, into a new directory."""
 
-    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, lr_scale: float) -> None:
+    @abstractmethod
+    def _read_tensors(self, directory: Path) -> None:
+        """Read back, in place, what `_write_tensors` wrote."""
+
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         if contract != self.contract:
             self._use_contract(contract)
             self._put_operators(self.operators)
         self.corrections.use(fallback)
-        self.lr_scale = lr_scale
 
-    def observe_rollout(self, mean_response_length: float, truncated_ratio: float) -> None:
-        if isinstance(self.schedule, LengthDecaySchedule):
-            self.schedule.observe(mean_response_length, truncated_ratio)
-
-    def train(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+    def train(
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
+    ) -> dict[str, float]:
         start = time.perf_counter()
         self.mismatched_tokens = [None] * len(samples)
         steps = [
             self._micro_batches([samples[i] for i in part])
-            for part in split_evenly(len(samples), self.config.steps_per_rollout)
-            if part
+            for part in split_evenly(len(samples), len(rates))
         ]
         try:
-            metrics = self._train_or_fall_back(steps, samples, step)
+            metrics = self._train_or_fall_back(steps, rates, samples, step)
         except NonfiniteError as error:
             how = self.corrections.flags.tis_nonfinite
             raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
-        if isinstance(self.schedule, LengthDecaySchedule):
-            metrics |= self.schedule.decay.metrics()
         seconds = time.perf_counter() - start
         return {
             **metrics,
             "perf/train_time": seconds,
-            "perf/train_tokens_per_second": sum(len(s.token_ids) for s in samples) / seconds,
+            "perf/train_tokens_per_second": sum(len(s.sample.token_ids) for s in samples) / seconds,
         }
 
     def _train_or_fall_back(
-        self, steps: list[list[MicroBatch]], samples: Sequence[TrainSample], step: int
+        self,
+        steps: list[list[PackedBatch]],
+        rates: Sequence[float],
+        samples: Sequence[TrainSample],
+        step: int,
     ) -> dict[str, float]:
-        gate = self._gate(step)
+        gate, corrected = self._gate(step), not self.contract.is_aligned
+        scored, perf = self._scored(steps, corrected=corrected)
         try:
-            metrics = self._train_on(steps, gate, corrected=not self.contract.is_aligned)
+            metrics = self._train_on(scored, rates, gate, corrected=corrected)
         except ParityError as error:
             self.mismatched_tokens = gate.mismatched_tokens(samples)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, fails=False, warns=False, remedy="")
-            metrics = self._train_on(steps, gate, corrected=True)
+            scored, perf = self._scored_again(scored)
+            metrics = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
         self.mismatched_tokens = gate.mismatched_tokens(samples)
-        return metrics
+        return metrics | perf
 
     def _train_on(
-        self, steps: list[list[MicroBatch]], gate: ParityGate, *, corrected: bool
+        self,
+        steps: list[list[ScoredBatch]],
+        rates: Sequence[float],
+        gate: ParityGate,
+        *,
+        corrected: bool,
     ) -> dict[str, float]:
         """The optimizer steps of a rollout; `corrected`: as one that is not aligned."""
-        start = time.perf_counter()
-        self._add_fixed_log_probs(
-            steps, corrected and not self.config.fallback.use_rollout_logprobs
-        )
-        seconds = time.perf_counter() - start
-        metrics = self._own_routing(steps[0]) | self.corrections.prepare(steps, active=corrected)
+        metrics = self._own_routing(steps[0])
+        weighed, found = self.corrections.weigh(steps, active=corrected)
         updates = [
-            self._optimizer_step(micro_batches, gate if number == 0 else None)
-            for number, micro_batches in enumerate(steps)
+            self._optimizer_step(micro_batches, rate, gate if number == 0 else None)
+            for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))
         ]
-        metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
+        metrics |= found | {
+            name: fmean(update[name] for update, _ in updates) for name in updates[0][0]
+        }
         if corrected:
-            metrics |= self.corrections.measure(steps)
-        return {**metrics, **gate.reduce().metrics(), "perf/log_probs_time": seconds}
+            train_log_probs = [log_probs for _, log_probs in updates]
+            metrics |= self.corrections.measure(list(zip(weighed, train_log_probs, strict=True)))
+        return {**metrics, **gate.reduce().metrics()}
 
     def _optimizer_step(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
-    ) -> dict[str, float]:
-        sums = self._accumulate_gradients(micro_batches, gate)
+        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
+        sums, train_log_probs = self._accumulate_gradients(micro_batches, gate)
         grad_norm = self._clip_gradients()
         if not math.isfinite(grad_norm):
             raise TrainingError(
@@ -196,14 +189,17 @@ class PolicyTrainer(Trainer):
             )
         if replayed := sums.pop("routing/num_replayed", 0.0):
             sums["routing/differing_share"] = sums.pop("routing/num_differing") / replayed
-        return {**sums, "train/grad_norm": grad_norm, "train/lr": self._step_optimizer()}
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._step_optimizer()
+        return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, train_log_probs
 
-    def _own_routing(self, step: Sequence[MicroBatch]) -> dict[str, float]:
+    def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""
         replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
         if not replays or not self.corrections.wants_metrics:
             return {}
-        scores = self._score([_with_own_routing(batch.packed) for batch in step])
+        scores = self._score([batch.packed.with_own_routing() for batch in step])
         return {"routing/k3_without_replay": self.corrections.k3(step, scores)}
 
     @property
@@ -220,7 +216,7 @@ class PolicyTrainer(Trainer):
         )
         return ParityGate(step, fails=fails, warns=aligned, remedy=remedy)
 
-    def _micro_batches(self, samples: list[TrainSample]) -> list[MicroBatch]:
+    def _micro_batches(self, samples: list[TrainSample]) -> list[PackedBatch]:
         return make_micro_batches(
             samples,
             rank=distributed.data_rank(),
@@ -230,21 +226,37 @@ class PolicyTrainer(Trainer):
             device=self.device,
         )
 
-    def _add_fixed_log_probs(self, steps: list[list[MicroBatch]], recompute: bool) -> None:
-        """Old and reference log-probabilities, before the first optimizer step changes anything.
-
-        Under an aligned contract the old ones are the rollout's: computing them again would give
-        the same bits.
-        """
+    def _scored(
+        self, steps: list[list[PackedBatch]], *, corrected: bool
+    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
+        """Old and reference log-probabilities, before the first optimizer step changes anything."""
+        start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        packed = [batch.packed for batch in batches]
-        old = self._score(packed) if recompute else [batch.rollout_log_probs for batch in batches]
-        for batch, log_probs in zip(batches, old, strict=True):
-            batch.old_log_probs = log_probs
-        if self.config.algorithm.use_kl_loss and batches[0].ref_log_probs is None:
-            reference = self._score([_with_own_routing(b) for b in packed], reference=True)
-            for batch, log_probs in zip(batches, reference, strict=True):
-                batch.ref_log_probs = log_probs
+        old = iter(self._old_log_probs(batches, corrected=corrected))
+        reference = iter(self._reference_log_probs(batches))
+        scored = [[with_scores(b, next(old), next(reference)) for b in step] for step in steps]
+        return scored, {"perf/log_probs_time": time.perf_counter() - start}
+
+    def _scored_again(
+        self, steps: list[list[ScoredBatch]]
+    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
+        """The same of a rollout that is corrected after all; the reference's do not change."""
+        start = time.perf_counter()
+        batches = [batch for step in steps for batch in step]
+        old = iter(self._old_log_probs(batches, corrected=True))
+        scored = [[replace(batch, old_log_probs=next(old)) for batch in step] for step in steps]
+        return scored, {"perf/log_probs_time": time.perf_counter() - start}
+
+    def _old_log_probs(self, batches: Sequence[PackedBatch], *, corrected: bool) -> list[Tensor]:
+        """Under an aligned contract the rollout's: computing them again would give the same bits."""
+        if corrected and not self.config.fallback.use_rollout_logprobs:
+            return self._score([batch.packed for batch in batches])
+        return [batch.rollout_log_probs for batch in batches]
+
+    def _reference_log_probs(self, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
+        if not self.config.algorithm.use_kl_loss:
+            return [None] * len(batches)
+        return self._score([b.packed.with_own_routing() for b in batches], reference=True)
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
@@ -269,7 +281,16 @@ class PolicyTrainer(Trainer):
         results = {i: part for ours in distributed.gather_data(mine) for i, part in ours.items()}
         return [results[i] for i in range(len(sequences))]
 
+    def save(self, directory: Path) -> None:
+        numbers = {"corrections": self.corrections.state_dict()}
+        save_state(directory, numbers, self._write_tensors)
 
-def _with_own_routing(packed: PackedTokens) -> PackedTokens:
-    """The batch without the rollout's experts."""
-    return replace(packed, routed_experts=None)
+    def load(self, directory: Path) -> None:
+        numbers = load_state(directory, self._read_tensors)
+        try:
+            self.corrections.load_state_dict(numbers["corrections"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--load: what the checkpoint holds of the corrections does not fit these settings "
+                f"({error!r}). Give --dc-* as in the run that wrote it."
+            ) from error

@@ -40,7 +40,7 @@ def expected(pair):
 
 
 def sampled(pair):
-    return [(c.token_ids, c.log_probs) for c in pair.generate(REQUESTS)]
+    return [(c.response_ids, c.rollout_log_probs) for c in pair.generate(REQUESTS)]
 
 
 class StruckWhile:

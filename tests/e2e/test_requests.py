@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from onpolicy.rollout.server import EngineServer
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from sglang_patches.harmful_requests import MOST_SAMPLES
 from sglang_patches.parallel_samples import next_seed
 from tests.support.engines_fixture import make_engines
@@ -27,7 +27,7 @@ def stock(checkpoint, tmp_path_factory):
     """A server of the stock contract."""
     directory = tmp_path_factory.mktemp("stock")
     pair = make_engines(checkpoint, directory)
-    contract = make_contract(str(checkpoint), pair.hf_config, dtype="float32", aligned=False)
+    contract = contract_for(pair.config, pair.hf_config, aligned=False)
     spec = dataclasses.replace(pair.rollout.servers[0].spec, contract=contract)
     server = EngineServer(spec, 0, directory / "engine.log")
     try:

@@ -24,7 +24,9 @@ def pair(checkpoint, tmp_path_factory):
 
 
 def sampled(pair):
-    return [(c.token_ids, c.log_probs, c.weight_version) for c in pair.generate(REQUESTS)]
+    return [
+        (c.response_ids, c.rollout_log_probs, c.weight_version) for c in pair.generate(REQUESTS)
+    ]
 
 
 def test_a_server_that_died_while_idle_is_back_before_the_next_push(pair):

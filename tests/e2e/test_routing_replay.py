@@ -10,10 +10,10 @@ import torch
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
+from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.start import make_contract
 from onpolicy.train import distributed
-from onpolicy.types import TrainSample
+from onpolicy.types import Prompt, Sample, TrainSample
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_requests, running
@@ -33,11 +33,11 @@ def pair(tmp_path_factory):
         model=groups.ModelConfig(hf_checkpoint=path, dtype="bfloat16"),
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
         engine=groups.EngineConfig(cpu_threads=1),
-        trainer=groups.TrainerConfig(lr=0.0, max_tokens_per_gpu=500),
+        trainer=groups.TrainerConfig(max_tokens_per_gpu=500),
         fallback=groups.FallbackConfig(use_rollout_routing_replay=True, get_mismatch_metrics=True),
         sglang_args=("--chunked-prefill-size", "48"),
     )
-    contract = make_contract(path, hf_config, dtype="bfloat16", aligned=False)
+    contract = contract_for(config, hf_config, aligned=False)
     directory = tmp_path_factory.mktemp("run")
     with running(EnginePair(config, hf_config, contract, directory)) as pair:
         yield pair
@@ -69,12 +69,12 @@ def with_other_routers(buckets):
 def train_samples(requests, completions):
     return [
         TrainSample(
-            token_ids=request.token_ids + completion.token_ids,
-            prompt_len=len(request.token_ids),
-            rollout_log_probs=completion.log_probs,
+            sample=Sample(
+                prompt=Prompt(index=i, prompt_ids=request.prompt_ids, label="", text=""),
+                sample_index=0,
+                completion=completion,
+            ),
             advantage=(-1.0) ** i,
-            label=f"prompt {i}",
-            routed_experts=completion.routed_experts,
         )
         for i, (request, completion) in enumerate(zip(requests, completions, strict=True))
     ]
@@ -84,14 +84,14 @@ def test_every_token_but_the_last_comes_with_its_experts_cached_prefixes_too(rol
     requests, completions = rollout
     assert any(completion.num_cached_tokens for completion in completions)
     for request, completion in zip(requests, completions, strict=True):
-        tokens = len(request.token_ids) + len(completion.token_ids)
+        tokens = len(request.prompt_ids) + len(completion.response_ids)
         assert completion.routed_experts.shape == (tokens - 1, LAYERS * K)
         chosen = torch.from_numpy(completion.routed_experts.copy()).view(-1, LAYERS, K)
         assert (chosen[..., 0] != chosen[..., 1]).all()  # distinct: no row was left unwritten
 
 
 def test_replay_brings_the_engines_closer(pair, rollout):
-    metrics = pair.trainer.train(train_samples(*rollout), step=0)
+    metrics = pair.trainer.train(train_samples(*rollout), step=0, rates=[0.0])
     assert 0 < metrics["routing/differing_share"] < 0.5
     assert metrics["mismatch/k3"] < metrics["routing/k3_without_replay"]
 

@@ -69,7 +69,7 @@ def a_runs_requests(prompts, temperature=1.0):
     params = SamplingParams(temperature=temperature, max_new_tokens=LENGTH, stop_token_ids=(1,))
     return [
         Request(
-            token_ids=tokenizer.encode(prompt),
+            prompt_ids=tokenizer.encode(prompt),
             sampling_seed=sampling_seed(0, "rollout", 0, i),
             params=params,
         )
@@ -79,8 +79,10 @@ def a_runs_requests(prompts, temperature=1.0):
 
 def same(completion, token_ids, log_probs):
     """The same tokens, and the same float32 numbers."""
-    ours, theirs = (numpy.array(x, numpy.float32) for x in (completion.log_probs, log_probs))
-    return completion.token_ids == token_ids and ours.tobytes() == theirs.tobytes()
+    ours, theirs = (
+        numpy.array(x, numpy.float32) for x in (completion.rollout_log_probs, log_probs)
+    )
+    return completion.response_ids == token_ids and ours.tobytes() == theirs.tobytes()
 
 
 def ask(client, prompt, seed, **changes):
@@ -98,15 +100,19 @@ def test_a_completion_is_the_sample_of_a_run_with_that_seed(engines, client, tem
         (choice,) = ask(client, prompt, request.sampling_seed, temperature=temperature).choices
         assert same(completion, choice.token_ids, choice.logprobs.token_logprobs)
         assert choice.finish_reason == completion.finish_reason
-        kept = completion.token_ids[:-1] if choice.finish_reason == "stop" else completion.token_ids
+        kept = (
+            completion.response_ids[:-1]
+            if choice.finish_reason == "stop"
+            else completion.response_ids
+        )
         assert choice.text == make_tokenizer().decode(kept, skip_special_tokens=True)
 
 
 def test_its_log_probabilities_are_the_trainers(engines, client):
     request = a_runs_requests(PROMPTS)[3]
     (choice,) = ask(client, PROMPTS[3], request.sampling_seed).choices
-    sequence = request.token_ids + choice.token_ids
-    (trained,) = engines.trainer.log_probs([sequence], [len(request.token_ids)], 1.0)
+    sequence = request.prompt_ids + choice.token_ids
+    (trained,) = engines.trainer.log_probs([sequence], [len(request.prompt_ids)], 1.0)
     sampled = numpy.array(choice.logprobs.token_logprobs, numpy.float32)
     assert sampled.tobytes() == trained.numpy().tobytes()
 
@@ -151,7 +157,7 @@ def test_generate_takes_text_too_and_a_run_may_use_this_server(engines, server):
         answer = requests.post(f"{url}/generate", json=body, headers=run.headers).json()
         pairs = answer["meta_info"]["output_token_logprobs"]
         assert same(completion, [pair[1] for pair in pairs], [pair[0] for pair in pairs])
-        assert answer["output_ids"] == completion.token_ids
+        assert answer["output_ids"] == completion.response_ids
 
 
 def test_without_a_seed_the_same_question_has_several_answers(client):

@@ -12,6 +12,7 @@ import requests
 from onpolicy.config import groups
 from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
+from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import engine_environment, engine_flags
 from onpolicy.rollout.server import EngineServer, require_free_port
@@ -93,23 +94,23 @@ def test_a_greedy_request_takes_the_likeliest_token_beside_sampled_ones(engines)
     ]
     completions = engines.generate([*sampled, *greedy])[4:]
     for request, completion in zip(greedy, completions, strict=True):
-        sequences = [[*request.token_ids, token] for token in range(137)]
-        prompt_lens = [len(request.token_ids)] * 137
+        sequences = [[*request.prompt_ids, token] for token in range(137)]
+        prompt_lens = [len(request.prompt_ids)] * 137
         scored = [x.item() for x in engines.trainer.log_probs(sequences, prompt_lens, 1.0)]
-        assert completion.token_ids[0] == scored.index(max(scored))
-        assert completion.log_probs[0] == max(scored)
+        assert completion.response_ids[0] == scored.index(max(scored))
+        assert completion.rollout_log_probs[0] == max(scored)
 
 
 def test_a_stop_token_ends_the_response_and_belongs_to_it(engines):
     request = make_requests(1, seed=8)[0]
     full = engines.generate([request])[0]
     params = dataclasses.replace(
-        request.params, stop_token_ids=(full.token_ids[5],), ignore_eos=False
+        request.params, stop_token_ids=(full.response_ids[5],), ignore_eos=False
     )
     stopped = engines.generate([dataclasses.replace(request, params=params)])[0]
-    end = full.token_ids.index(full.token_ids[5]) + 1
-    assert stopped.token_ids == full.token_ids[:end]
-    assert stopped.log_probs == full.log_probs[:end]
+    end = full.response_ids.index(full.response_ids[5]) + 1
+    assert stopped.response_ids == full.response_ids[:end]
+    assert stopped.rollout_log_probs == full.rollout_log_probs[:end]
     assert stopped.finish_reason == "stop" and full.finish_reason == "length"
 
 
@@ -117,8 +118,8 @@ def test_a_run_can_use_a_server_that_is_running_already(engines):
     group = group_for(engines, engines.contract)
     group.connect(engines.trainer.self_check)
     sampled = make_requests(3, seed=9)
-    assert [c.token_ids for c in group.generate(sampled)] == [
-        c.token_ids for c in engines.generate(sampled)
+    assert [c.response_ids for c in group.generate(SamplingJob(sampled))] == [
+        c.response_ids for c in engines.generate(sampled)
     ]
 
 
@@ -138,7 +139,7 @@ def test_a_server_that_is_gone_cannot_be_restarted_by_someone_who_did_not_start_
     group = group_for(engines, engines.contract)
     group.clients = [EngineClient(f"http://127.0.0.1:{free_port('127.0.0.1')}", "", 5, 60)]
     with pytest.raises(EngineError, match="onpolicy did not start them"):
-        group.generate(make_requests(2, seed=10))
+        group.generate(SamplingJob(make_requests(2, seed=10)))
 
 
 def test_a_port_in_use_is_refused(engines):

@@ -34,11 +34,11 @@ def count_mismatches(engines, seed):
     sampled = make_requests(16, seed=seed, temperature=0.7)
     completions = engines.generate(sampled)
     scored = engines.trainer.log_probs(
-        [r.token_ids + c.token_ids for r, c in zip(sampled, completions, strict=True)],
-        [len(request.token_ids) for request in sampled],
+        [r.prompt_ids + c.response_ids for r, c in zip(sampled, completions, strict=True)],
+        [len(request.prompt_ids) for request in sampled],
         0.7,
     )
-    log_probs = torch.tensor([x for c in completions for x in c.log_probs])
+    log_probs = torch.tensor([x for c in completions for x in c.rollout_log_probs])
     return compare_log_probs(torch.cat(scored), log_probs)[0].num_mismatched
 
 

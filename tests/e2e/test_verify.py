@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from onpolicy.cli.main import main
+from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.run.verify import passes, verify
 from onpolicy.train import distributed
@@ -25,8 +26,9 @@ KEYS = {
 def test_no_token_differs_in_float32(architecture, tmp_path):
     distributed.init_process_group()
     config = VerifyConfig(
-        hf_checkpoint=str(make_checkpoint(tmp_path / "model", architecture)),
-        dtype="float32",
+        model=ModelConfig(
+            hf_checkpoint=str(make_checkpoint(tmp_path / "model", architecture)), dtype="float32"
+        ),
         temperature=0.7,
         num_prompts=12,
         max_new_tokens=24,
@@ -56,8 +58,8 @@ def test_stock_operators_are_measured_and_no_failure(checkpoint, tmp_path, capsy
     assert json.loads(capsys.readouterr().out) == report
 
 
-def test_a_mismatch_is_a_failure_in_true_on_policy_mode(checkpoint):
-    config = VerifyConfig(hf_checkpoint=str(checkpoint), num_prompts=1, max_new_tokens=1)
+def test_a_mismatch_is_a_failure_in_true_on_policy_mode():
+    config = VerifyConfig(num_prompts=1, max_new_tokens=1)
     good = {"num_mismatched_tokens": 0, "num_compared_tokens": 2, "num_cached_tokens": 1}
     assert passes(good, config)
     for wrong in (

@@ -36,11 +36,11 @@ def mismatches(engines, version):
     completions = engines.generate(sampled)
     assert {completion.weight_version for completion in completions} == {version}
     scored = engines.trainer.log_probs(
-        [r.token_ids + c.token_ids for r, c in zip(sampled, completions, strict=True)],
-        [len(request.token_ids) for request in sampled],
+        [r.prompt_ids + c.response_ids for r, c in zip(sampled, completions, strict=True)],
+        [len(request.prompt_ids) for request in sampled],
         1.0,
     )
-    log_probs = [x for c in completions for x in c.log_probs]
+    log_probs = [x for c in completions for x in c.rollout_log_probs]
     return int((torch.cat(scored) != torch.tensor(log_probs)).sum()), completions
 
 
@@ -55,7 +55,7 @@ def test_new_weights_arrive_bit_for_bit(engines, client, way, tmp_path):
     assert client.report()["weights"] == digest
     wrong, after = mismatches(engines, version)
     assert wrong == 0
-    assert [c.log_probs for c in after] != [c.log_probs for c in before]
+    assert [c.rollout_log_probs for c in after] != [c.rollout_log_probs for c in before]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fallback_correction
+import onpolicy.algorithm
 from fallback_correction.choices import require_choice
 from fallback_correction.governor import Governor, GovernorConfig
 from tests.support.token_batches import by_log_ratios
@@ -31,9 +32,9 @@ EXAMPLES = {
 
 
 def modules():
-    prefix = f"{fallback_correction.__name__}."
-    for found in pkgutil.walk_packages(fallback_correction.__path__, prefix):
-        yield importlib.import_module(found.name)
+    for package in (fallback_correction, onpolicy.algorithm):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            yield importlib.import_module(found.name)
 
 
 def literal_of(hint):

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_ops.paged_attention import PagedAttention, PagedBatch
 from onpolicy.ops import AttentionLayout, Operators
 from tests.gpu.row_checks import Numbers, check_gradients
 from tests.gpu.tally import Tally
+from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
 
 BORDERS = (1, 2, 63, 64, 65, 80, 112, 127, 128, 129, 160, 175, 176, 177, 255, 256, 257)
 """Lengths around the blocks of keys in which any of the kernels walks."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from benchmarks.gpu_ops.backends import make_gpu_operators
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.ops import Operators
 from tests.gpu.setting import Setting
+from tests.support.gpu.operators import make_gpu_operators
 
 
 @cache

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_ops.backends import BACKENDS, missing
-from benchmarks.gpu_ops.machine import describe_machine
 from onpolicy.ops import Operators
 from onpolicy.ops.stock import StockOperators
 from tests.gpu.backends import make_backend
@@ -21,6 +19,8 @@ from tests.gpu.row_checks import Numbers
 from tests.gpu.setting import GPU, REHEARSAL, Setting
 from tests.gpu.summary import Summary
 from tests.gpu.tally import Tally
+from tests.support.gpu.machine import describe_machine
+from tests.support.gpu.operators import BACKENDS, missing
 from tests.support.violations import few_rows_differ
 
 ORDER = (
@@ -55,7 +55,7 @@ def _setting(config: pytest.Config) -> Setting:
 
 def pytest_configure(config: pytest.Config) -> None:
     if _option(config, "rehearse") == "triton":
-        pass
+        import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
     file = _option(config, "gpu_json")
     if file and (torch.cuda.is_available() or _option(config, "rehearse")):
         config.pluginmanager.register(Summary(Path(file)))
@@ -94,7 +94,7 @@ def _obstacle(config: pytest.Config) -> str | None:
         return None
     if not torch.cuda.is_available():
         return "needs a GPU: torch.cuda.is_available() is False"
-    if "triton_interpreter" in sys.modules:
+    if "tests.support.triton_interpreter" in sys.modules:
         return "tests/conftest.py put Triton's interpreter in place of its compiler: make gpu-test"
     return None
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from benchmarks.gpu_ops.paged_model import PagedModel
-from benchmarks.gpu_ops.shapes import ModelShape
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from tests.gpu.setting import Setting
+from tests.support.gpu.paged_model import PagedModel
+from tests.support.gpu.shapes import ModelShape
 
 MODELS = ("qwen3", "qwen3-tied", "qwen3-moe")
 

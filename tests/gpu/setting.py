@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu_ops.shapes import MODELS, ModelShape
+from tests.support.gpu.shapes import MODELS, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_ops.machine import describe_machine, write_json
+from tests.support.gpu.machine import describe_machine, write_json
 
 
 class Summary:

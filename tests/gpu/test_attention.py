@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.gpu_ops.paged_attention import paged_attention_of
 from onpolicy.ops.capability import FLASH_HEAD_DIMS
 from tests.gpu import attention_checks
 from tests.gpu.attention_checks import Heads
+from tests.support.gpu.paged_attention import paged_attention_of
 
 GROUPS = (1, 4, 8)
 

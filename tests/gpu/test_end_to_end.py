@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from benchmarks.gpu_ops.paged_attention import paged_attention_of
-from benchmarks.gpu_ops.paged_model import DecodeGraph, PagedModel, random_policy
 from onpolicy.models.policy import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
 from tests.gpu.backends import make_contract
 from tests.gpu.generation import MODELS, generate, make_config, pack, random_prompts, score
+from tests.support.gpu.paged_attention import paged_attention_of
+from tests.support.gpu.paged_model import DecodeGraph, PagedModel, random_policy
 
 
 @pytest.fixture(params=MODELS)

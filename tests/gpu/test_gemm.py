@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.gpu_ops.backends import missing
 from tests.gpu import gemm_checks
 from tests.gpu.row_checks import Numbers
+from tests.support.gpu.operators import missing
 
 FLOAT32_SHAPE = (96, 320)
 

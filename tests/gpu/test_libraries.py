@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_ops.paged_attention import paged_attention_of
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.row_parallel import RowParallel
 from tests.gpu.attention_checks import PagedSequences
+from tests.support.gpu.paged_attention import paged_attention_of
 
 HEAD_DIM = 128
 

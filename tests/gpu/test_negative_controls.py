@@ -5,9 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu_ops.backends import missing
-from benchmarks.gpu_ops.paged_attention import PagedBatch, flash_attention_3, over_rows
-from benchmarks.gpu_ops.paged_model import PagedModel, random_policy
 from onpolicy.errors import ContractError
 from onpolicy.models.policy import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
@@ -17,6 +14,9 @@ from tests.gpu.backends import make_contract
 from tests.gpu.generation import generate, make_config, random_prompts, score
 from tests.gpu.row_checks import Numbers
 from tests.gpu.tensor_parallel import sum_of_ranks
+from tests.support.gpu.operators import missing
+from tests.support.gpu.paged_attention import PagedBatch, flash_attention_3, over_rows
+from tests.support.gpu.paged_model import PagedModel, random_policy
 
 HEADS = Heads(32, 8, 128)
 

@@ -39,15 +39,15 @@ def trainer_log_probs(engines, sampled, completions, temperature):
     order = list(range(len(sampled)))
     random.Random(1).shuffle(order)
     scored = engines.trainer.log_probs(
-        [sampled[i].token_ids + completions[i].token_ids for i in order],
-        [len(sampled[i].token_ids) for i in order],
+        [sampled[i].prompt_ids + completions[i].response_ids for i in order],
+        [len(sampled[i].prompt_ids) for i in order],
         temperature,
     )
     return [scored[order.index(i)] for i in range(len(order))]
 
 
 def test_the_trainer_equals_the_engines_prefill(engines):
-    sequences = [request.token_ids for request in make_requests(8, seed=1)]
+    sequences = [request.prompt_ids for request in make_requests(8, seed=1)]
     sequences = [s for s in sequences if len(s) > 1]
     trained = engines.trainer.log_probs(sequences, [1] * len(sequences), 1.0)
     for sequence, log_probs in zip(sequences, trained, strict=True):
@@ -57,23 +57,23 @@ def test_the_trainer_equals_the_engines_prefill(engines):
 def test_the_engines_decode_equals_its_own_prefill(engines):
     sampled = make_requests(8, seed=2)
     for request, completion in zip(sampled, engines.generate(sampled), strict=True):
-        prefilled = prefill_log_probs(engines, request.token_ids + completion.token_ids)
+        prefilled = prefill_log_probs(engines, request.prompt_ids + completion.response_ids)
         assert torch.equal(
-            prefilled[len(request.token_ids) - 1 :], torch.tensor(completion.log_probs)
+            prefilled[len(request.prompt_ids) - 1 :], torch.tensor(completion.rollout_log_probs)
         )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_trainer_equals_decode_with_chunked_prefill_and_cached_prefixes(engines, temperature):
     sampled = make_requests(24, seed=3, temperature=temperature)
-    assert max(len(request.token_ids) for request in sampled) > CHUNKED_PREFILL_SIZE
+    assert max(len(request.prompt_ids) for request in sampled) > CHUNKED_PREFILL_SIZE
     engines.generate(sampled[:12])  # leaves prefixes in the cache
     completions = engines.generate(sampled)
     assert sum(completion.num_cached_tokens for completion in completions) > 0
     for got, completion in zip(
         trainer_log_probs(engines, sampled, completions, temperature), completions, strict=True
     ):
-        assert torch.equal(got, torch.tensor(completion.log_probs))
+        assert torch.equal(got, torch.tensor(completion.rollout_log_probs))
 
 
 def test_samples_depend_on_their_seed_alone(engines):
@@ -83,17 +83,17 @@ def test_samples_depend_on_their_seed_alone(engines):
     backwards = engines.generate(sampled[::-1])[::-1]
     alone = [engines.generate([request])[0] for request in sampled]
     for a, b, c in zip(together, backwards, alone, strict=True):
-        assert a.token_ids == b.token_ids == c.token_ids
-        assert a.log_probs == b.log_probs == c.log_probs
-    prompt = sampled[0].token_ids
+        assert a.response_ids == b.response_ids == c.response_ids
+        assert a.rollout_log_probs == b.rollout_log_probs == c.rollout_log_probs
+    prompt = sampled[0].prompt_ids
     variants = [make_requests(4, seed=s)[0] for s in range(4)]
     samples = engines.generate(
         [
-            type(v)(token_ids=prompt, sampling_seed=v.sampling_seed, params=v.params)
+            type(v)(prompt_ids=prompt, sampling_seed=v.sampling_seed, params=v.params)
             for v in variants
         ]
     )
-    assert len({tuple(sample.token_ids) for sample in samples}) == 4
+    assert len({tuple(sample.response_ids) for sample in samples}) == 4
 
 
 def test_samples_follow_their_probabilities(engines):
@@ -101,16 +101,18 @@ def test_samples_follow_their_probabilities(engines):
     prompt = make_requests(1, seed=5)[0]
     many = [make_requests(1, seed=s, max_new_tokens=1)[0] for s in range(600)]
     first = [
-        completion.token_ids[0]
+        completion.response_ids[0]
         for completion in engines.generate(
             [
-                type(r)(token_ids=prompt.token_ids, sampling_seed=r.sampling_seed, params=r.params)
+                type(r)(
+                    prompt_ids=prompt.prompt_ids, sampling_seed=r.sampling_seed, params=r.params
+                )
                 for r in many
             ]
         )
     ]
-    sequences = [[*prompt.token_ids, token] for token in range(137)]
-    scored = engines.trainer.log_probs(sequences, [len(prompt.token_ids)] * 137, 1.0)
+    sequences = [[*prompt.prompt_ids, token] for token in range(137)]
+    scored = engines.trainer.log_probs(sequences, [len(prompt.prompt_ids)] * 137, 1.0)
     probabilities = torch.cat(scored).exp()
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
     expected = 600 * probabilities

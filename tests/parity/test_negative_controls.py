@@ -31,11 +31,11 @@ def rollout(engines):
 
 def count_mismatches(engines, sampled, completions):
     scored = engines.trainer.log_probs(
-        [r.token_ids + c.token_ids for r, c in zip(sampled, completions, strict=True)],
-        [len(request.token_ids) for request in sampled],
+        [r.prompt_ids + c.response_ids for r, c in zip(sampled, completions, strict=True)],
+        [len(request.prompt_ids) for request in sampled],
         TEMPERATURE,
     )
-    sampled_log_probs = torch.tensor([x for c in completions for x in c.log_probs])
+    sampled_log_probs = torch.tensor([x for c in completions for x in c.rollout_log_probs])
     return compare_log_probs(torch.cat(scored), sampled_log_probs)[0].num_mismatched
 
 

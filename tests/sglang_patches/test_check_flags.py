@@ -4,18 +4,24 @@ import argparse
 
 import pytest
 
+from onpolicy.config import TrainConfig, groups
 from onpolicy.config.sglang_flags import _OURS, _UNALIGNED
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.run.start import cache_tokens, make_contract
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.placement import cache_tokens
 
 
 @pytest.fixture(scope="module")
 def spec(checkpoint):
     hf_config = load_config(str(checkpoint))
-    contract = make_contract(str(checkpoint), hf_config, dtype="float32", aligned=True)
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
+        parity=groups.ParityConfig(true_on_policy_mode=True),
+    )
+    contract = contract_for(config, hf_config, aligned=True)
 
     def make(*sglang_args):
         return EngineSpec(

@@ -12,8 +12,8 @@ import pytest
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.start import make_contract
 from onpolicy.train import distributed
 from onpolicy.types import Request, SamplingParams
 
@@ -26,14 +26,6 @@ def make_engines(
     """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
     distributed.init_process_group()
     hf_config = load_config(str(checkpoint))
-    contract = make_contract(
-        str(checkpoint),
-        hf_config,
-        dtype=dtype,
-        aligned=True,
-        tp_size=tp_size,
-        row_parallel_blocks=tp_size,
-    )
     config = TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype=dtype),
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
@@ -48,6 +40,7 @@ def make_engines(
             str(tp_size),
         ),
     )
+    contract = contract_for(config, hf_config, aligned=True)
     return EnginePair(config, hf_config, contract, directory)
 
 
@@ -78,7 +71,7 @@ def make_requests(count: int, seed: int, *, max_new_tokens: int = 24, temperatur
     )
     return [
         Request(
-            token_ids=shared[: rng.randrange(100)]
+            prompt_ids=shared[: rng.randrange(100)]
             + [rng.randrange(137) for _ in range(rng.randrange(1, 60))],
             sampling_seed=sampling_seed(seed, i),
             params=params,

@@ -15,11 +15,12 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 
 BLOCKS = 2
+RATES = (1e-3 / 3, 2e-3 / 3, 1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,9 @@ class Job:
             rollout=groups.RolloutConfig(
                 num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2
             ),
-            trainer=groups.TrainerConfig(
-                train_backend=self.backend, lr=1e-3, lr_warmup_steps=3, max_tokens_per_gpu=100
-            ),
-            parity=groups.ParityConfig(true_on_policy_mode=True, row_parallel_blocks=BLOCKS),
+            trainer=groups.TrainerConfig(train_backend=self.backend, max_tokens_per_gpu=100),
+            parity=groups.ParityConfig(true_on_policy_mode=True),
+            operators=groups.OperatorsConfig(row_parallel_blocks=BLOCKS),
         )
         for name, values in self.changes.items():
             group = dataclasses.replace(getattr(config, name), **values)
@@ -59,13 +59,7 @@ def make(job):
         parallel_state.destroy_model_parallel()
     distributed.init_process_group()
     config = job.config()
-    contract = make_contract(
-        str(job.path),
-        load_config(str(job.path)),
-        dtype=job.dtype,
-        aligned=True,
-        row_parallel_blocks=config.count_row_parallel_blocks(),
-    )
+    contract = contract_for(config, load_config(str(job.path)), aligned=True)
     return make_trainer(config, contract, 1)
 
 
@@ -77,13 +71,7 @@ def make_samples(trainer, seed=0, wrong=0.0):
     log_probs = trainer.log_probs(sequences, prompt_lens, 1.0)
     log_probs[0][0] -= wrong
     return [
-        TrainSample(
-            token_ids=sequence,
-            prompt_len=prompt_len,
-            rollout_log_probs=values.tolist(),
-            advantage=rng.uniform(-1, 1),
-            label=f"prompt {i}, sample 0",
-        )
+        make_train_sample(sequence, prompt_len, values.tolist(), rng.uniform(-1, 1), i)
         for i, (sequence, prompt_len, values) in enumerate(
             zip(sequences, prompt_lens, log_probs, strict=True)
         )
@@ -103,8 +91,8 @@ def train(job, steps=2, save=None, load=None):
     log_probs, metrics = [], []
     for step in range(0 if load is None else 1, steps):
         samples = make_samples(trainer, seed=step)
-        log_probs.append([s.rollout_log_probs for s in samples])
-        metrics.append(trainer.train(samples, step))
+        log_probs.append([s.sample.rollout_log_probs for s in samples])
+        metrics.append(trainer.train(samples, step, [RATES[step]]))
         if save is not None and step == 0:
             trainer.save(save)
     return log_probs, metrics, weights(trainer)
@@ -116,7 +104,7 @@ def train_on_a_wrong_one(job):
     before = {name: tensor.clone() for name, tensor in weights(trainer).items()}
     error, metrics = None, {}
     try:
-        metrics = trainer.train(make_samples(trainer, wrong=0.2), step=7)
+        metrics = trainer.train(make_samples(trainer, wrong=0.2), 7, [1e-3])
     except ParityError as refused:
         error = str(refused)
     return error, metrics, before, weights(trainer)
@@ -157,15 +145,16 @@ def load_crafted_with_megatrons_readers(job, directory, attack):
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
-    from onpolicy.train.megatron import checkpoint
+    from onpolicy.train import state
+    from onpolicy.train.megatron import state as megatron_state
 
     with pytest.MonkeyPatch.context() as patch:
         reader = strategies.CachedMetadataFileSystemReader
         patch.setattr(
             strategies, "_get_filesystem_reader", lambda path, cache_metadata: reader(path)
         )
-        patch.setattr(checkpoint, "IndexReader", reader)
-        patch.setattr(checkpoint, "_CommonStrategy", TorchCommonLoadStrategy)
+        patch.setattr(state, "IndexReader", reader)
+        patch.setattr(megatron_state, "_CommonStrategy", TorchCommonLoadStrategy)
         return load_crafted(job, directory, attack)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
+from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving import RunState, digest_prompts
-from onpolicy.run.start import make_contract
 from onpolicy.train import distributed, make_trainer
 from onpolicy.types import Prompt, RunTotals
 
-PROMPTS = [Prompt(index=i, token_ids=[i + 2], label="x", text="a") for i in range(3)]
+PROMPTS = [Prompt(index=i, prompt_ids=[i + 2], label="x", text="a") for i in range(3)]
 
 
 def make_config(checkpoint: Path, directory: Path, **output: Any) -> TrainConfig:
@@ -32,7 +32,7 @@ def make_run(checkpoint: Path, directory: Path, **output: Any) -> tuple[TrainCon
     distributed.init_process_group()
     config = make_config(checkpoint, directory, **output)
     hf_config = load_config(str(checkpoint))
-    contract = make_contract(str(checkpoint), hf_config, dtype="float32", aligned=True)
+    contract = contract_for(config, hf_config, aligned=True)
     engines = EnginePair(config, hf_config, contract, directory)
     engines.trainer = make_trainer(config, contract, 1)
     return config, engines
@@ -45,6 +45,7 @@ def state_after(rollouts_done: int) -> RunState:
         run_hash="hash",
         totals=totals,
         governor={},
+        learning_rate={"steps_taken": rollouts_done, "length_decay": {}},
         prompts=digest_prompts(PROMPTS),
     )
 

@@ -1,4 +1,4 @@
-"""The trainer's self-check: is what a row gets back in a backward pass row-invariant too?
+"""The trainer's self-check of backward passes: are the gradients of a row row-invariant too?
 
 Only a trainer has a backward pass, so nothing here is compared with an engine. But gradients whose
 bits depended on the rest of a micro-batch would depend on threads as well, which share sequences out
@@ -75,7 +75,7 @@ def _check(
     rows: int = ROWS,
     counts: tuple[int, ...] = FEW_ROW_COUNTS,
 ) -> None:
-    """The gradient of rows of `size` numbers."""
+    """Check the gradient of an operator on rows of `size` numbers."""
     x = probe(rows, size, seed=23)
     with torch.no_grad():
         grad = probe(rows, function(x[:1]).shape[-1], seed=24)

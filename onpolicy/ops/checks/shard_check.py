@@ -49,7 +49,7 @@ def _check_columns(operators: Operators, weight: Tensor, bias: Tensor | None, pa
 
 
 def _check_blocks(operators: Operators, weight: Tensor, blocks: int) -> None:
-    """Every block as a rank holds it that has no other: in memory of its own."""
+    """Each block in memory of its own, as a rank that holds only this block has it."""
     x, shape = _rows(weight.shape[1], weight), tuple(weight.shape)
     row_parallel = RowParallel(blocks)
     alone = [block.contiguous() for block in row_parallel.split(weight)]

@@ -1,4 +1,4 @@
-"""Activation functions on a CPU, evaluated so that no element can tell where it stands.
+"""Activation functions on a CPU whose result does not depend on where an element stands.
 
 PyTorch's CPU kernels run full vectors through SIMD code and the remainder through scalar code, and
 for SiLU, GELU or sigmoid the two differ in the last bit: an element's value depends on how many

@@ -5,8 +5,9 @@ under another name and renamed when everything is on disk, so a kill at any mome
 complete one usable.
 
     step_000010/
-      state.json    rollouts done (the position in the data), run hash, totals, the governor's state,
-                    configuration, versions, and a digest of every other file and of itself
+      state.json    rollouts done (the position in the data), run hash, totals, the state of the
+                    governor and of the learning rate, configuration, versions, and a digest of every
+                    other file and of itself
       sharded/      torch DCP: weights, AdamW moments, random state; numbers.json beside it
       hf/           the policy as a Hugging Face checkpoint
 

@@ -33,10 +33,13 @@ class RunState:
     totals: RunTotals
 
     governor: dict[str, Any]
-    """Of `Ladder.state_dict`."""
+    """What `Ladder.state_dict` returned."""
+
+    learning_rate: dict[str, Any]
+    """Of `LearningRate.state_dict`."""
 
     prompts: str
-    """Of `digest_prompts`: the rollouts done say how far the run has come in them."""
+    """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +50,22 @@ class Checkpoint:
     state: RunState
 
     config: dict[str, Any]
-    """Of `TrainConfig.to_dict`, of the run that wrote it."""
+    """`TrainConfig.to_dict` of the run that wrote it."""
 
     made_with: dict[str, Any]
-    """Of `made_with`."""
+    """What `made_with` returned in that run."""
 
 
 def made_with() -> dict[str, Any]:
-    """Versions and ranks that this process has."""
+    """The versions of the packages and the number of trainer ranks of this run."""
     return {**versions(), "trainer_ranks": int(os.environ.get("WORLD_SIZE", "1"))}
 
 
 def digest_prompts(prompts: Sequence[Prompt]) -> str:
-    """Of everything that was read of them."""
+    """A digest of everything that was read of the prompts."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
-        read = (prompt.token_ids, prompt.label, prompt.text, prompt.metadata)
+        read = (prompt.prompt_ids, prompt.label, prompt.text, prompt.metadata)
         digest.update(repr(read).encode())
     return digest.hexdigest()
 
@@ -106,7 +109,11 @@ def read(directory: Path) -> Checkpoint:
         raise
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error})") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except KeyError as error:
+        raise CheckpointError(
+            f"{STATE}: holds no {error}; another version wrote it, which can resume it"
+        ) from error
+    except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{STATE}: no record of a checkpoint ({error!r})") from error
 
 
@@ -116,6 +123,7 @@ def _checkpoint(directory: Path, record: dict[str, Any]) -> Checkpoint:
         run_hash=record["run_hash"],
         totals=RunTotals(**record["totals"]),
         governor=record["governor"],
+        learning_rate=record["learning_rate"],
         prompts=record["prompts"],
     )
     if number_of(directory) not in (None, state.rollouts_done):

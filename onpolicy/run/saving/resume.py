@@ -116,14 +116,14 @@ def _require_same_prompts(
 
 
 def _report_other_surroundings(found: Checkpoint) -> None:
-    """They are no settings, but bits may depend on them."""
+    """Warn if versions or the number of ranks differ: they are no settings, but may change bits."""
     for name, now in made_with().items():
         if now != (before := found.made_with.get(name)):
             logger.warning("%s was made with %s=%s, now %s", found.directory, name, before, now)
 
 
 def _require_own(save: Path, found: Checkpoint | None) -> None:
-    """No checkpoint under --save may be of another run, or of what this one did after `found`."""
+    """Refuse checkpoints under --save that are another run's, or later than `found`."""
     there = checkpoints(save)
     if there and (found is None or found.directory.parent.resolve() != save.resolve()):
         raise ConfigError(

@@ -13,7 +13,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
 
 MASTER = 3 * 4
-"""Bytes of a parameter's float32 weight and its two moments."""
+"""Bytes that training keeps of a parameter: its float32 weight and two moments of AdamW."""
 
 
 def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
@@ -33,7 +33,8 @@ def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
 
 
 def _saves_computed_weights(config: TrainConfig) -> bool:
-    """Megatron does, besides the master weights, where they are not the same tensors."""
+    """Whether the weights in compute dtype are saved beside the master weights, as Megatron does
+    where the two are different tensors."""
     distributed = config.megatron.megatron_distributed_optimizer
     others = distributed or config.model.dtype != "float32"
     return config.trainer.train_backend == "megatron" and others

@@ -57,7 +57,7 @@ def _not_written(root: Path, name: str, error: Exception) -> CheckpointError:
 
 
 def _begin(partial: Path) -> None:
-    """With what a kill left behind swept away."""
+    """Make the directory to write into, and remove what a killed run left of earlier ones."""
     for leftover in partial.parent.glob(f"{_PARTIAL}step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -86,7 +86,7 @@ def _commit(config: TrainConfig, state: RunState, partial: Path, final: Path) ->
 
 
 def _set_aside(damaged: Path) -> None:
-    """Only a damaged checkpoint can be in the way: see `resume`."""
+    """Rename what has the new checkpoint's name: a damaged one, since `resume` refuses whole ones."""
     if damaged.exists():
         number = 1
         while (kept := damaged.with_name(f"{damaged.name}.damaged{number}")).exists():
@@ -96,7 +96,7 @@ def _set_aside(damaged: Path) -> None:
 
 
 def _delete_old(root: Path, keep: int) -> None:
-    """Under another name first, so that a kill leaves no checkpoint half there."""
+    """Delete the oldest; renamed first, so that a kill leaves no half checkpoint under a good name."""
     for old in list(checkpoints(root).values())[:-keep] if keep else []:
         try:
             doomed = old.rename(old.with_name(f"{_PARTIAL}{old.name}"))

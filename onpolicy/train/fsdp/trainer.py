@@ -19,11 +19,11 @@ from onpolicy.models.align import replace_operators
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
-from onpolicy.train.batch import MicroBatch
+from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.fsdp.optimizer import make_optimizer
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
-from onpolicy.train.fsdp.state import load_state, save_state
+from onpolicy.train.fsdp.state import read_tensors, write_tensors
 from onpolicy.train.loss import policy_loss
-from onpolicy.train.optimizer import make_optimizer, make_schedule
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.weights.digest import WeightBucket
@@ -31,6 +31,8 @@ from onpolicy.weights.digest import WeightBucket
 
 class FsdpTrainer(PolicyTrainer):
     """FSDP2: compute in the contract's dtype, everything that is summed in float32."""
+
+    optimizer: torch.optim.AdamW
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
         super().__init__(config, contract, num_threads)
@@ -43,7 +45,6 @@ class FsdpTrainer(PolicyTrainer):
             )
             self.reference.requires_grad_(False)
         self.optimizer = make_optimizer(self.model.parameters(), config.trainer)
-        self.schedule = make_schedule(self.optimizer, config)
 
     def _load_model(self, path: str) -> PolicyModel:
         return load_sharded_policy(
@@ -70,12 +71,13 @@ class FsdpTrainer(PolicyTrainer):
         return scores
 
     def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
-    ) -> dict[str, float]:
+        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
         sums: defaultdict[str, float] = defaultdict(float)
+        train_log_probs = []
         for batch in micro_batches:
             log_probs, entropy = self.model(batch.packed)
-            batch.train_log_probs = log_probs.detach()
+            train_log_probs.append(log_probs.detach())
             if gate is not None:
                 self._check_parity(gate, log_probs, batch)
             loss, metrics = policy_loss(log_probs, batch, self.loss_settings)
@@ -86,9 +88,9 @@ class FsdpTrainer(PolicyTrainer):
                 metrics |= self.model.replay.counts()
             for name, value in metrics.items():
                 sums[name] += float(value)
-        return distributed.sum_over_data(sums, self.device)
+        return distributed.sum_over_data(sums, self.device), train_log_probs
 
-    def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: MicroBatch) -> None:
+    def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: WeighedBatch) -> None:
         try:
             gate.check(log_probs, batch)
         except ParityError:
@@ -102,25 +104,18 @@ class FsdpTrainer(PolicyTrainer):
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _step_optimizer(self) -> float:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * self.rate_scale
+    def _step_optimizer(self) -> None:
         self.optimizer.step()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(rates[0] * self.rate_scale)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         return gather_buckets(self.model, self.dtype, max_bytes)
 
-    def save(self, directory: Path) -> None:
-        save_state(directory, self.model, self.optimizer, self.numbers())
+    def _write_tensors(self, directory: Path) -> None:
+        write_tensors(directory, self.model, self.optimizer)
 
-    def load(self, directory: Path) -> None:
-        self.use_numbers(load_state(directory, self.model, self.optimizer))
+    def _read_tensors(self, directory: Path) -> None:
+        read_tensors(directory, self.model, self.optimizer)
 
 
 def _free_gathered_weights(model: PolicyModel) -> None:

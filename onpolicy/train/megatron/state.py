@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint.api import CheckpointException
 
 from onpolicy.errors import CheckpointError
 from onpolicy.train import distributed
-from onpolicy.train.fsdp.index_reader import IndexReader
-from onpolicy.train.fsdp.state import create_missing_moments
-
-_SHARDED = "sharded"
-_NUMBERS = "numbers.json"
+from onpolicy.train.index_reader import IndexReader
+from onpolicy.train.state import create_missing_moments
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -36,56 +31,34 @@ _METADATA = {
 }
 
 
-def save_state(
-    directory: Path,
-    model: DistributedDataParallel,
-    optimizer: MegatronOptimizer,
-    numbers: dict[str, Any],
+def write_tensors(
+    directory: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer
 ) -> None:
-    """Write weights, moments, and `numbers`, which JSON can hold; collective."""
-    _create_missing_moments(optimizer)
-    sharded = directory / _SHARDED
-    distributed.run_on_rank_zero(sharded.mkdir)
+    """Weights and moments; collective."""
+    distributed.run_on_rank_zero(directory.mkdir)
     try:
         dist_checkpointing.save(
-            _state(model, optimizer, is_loading=False), str(sharded), content_metadata=_METADATA
+            _state(model, optimizer, is_loading=False), str(directory), content_metadata=_METADATA
         )
-    except (CheckpointException, CheckpointingException) as error:
+    except CheckpointingException as error:
         raise CheckpointError(str(error)) from error
-    if distributed.rank() == 0:
-        (directory / _NUMBERS).write_text(json.dumps(numbers))
 
 
-def load_state(
+def read_tensors(
     directory: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer
-) -> dict[str, Any]:
-    """Read back, in place, what `save_state` wrote, and return its numbers; collective."""
-    _create_missing_moments(optimizer)
+) -> None:
+    """Read back, in place, what `write_tensors` wrote; collective."""
     try:
-        IndexReader(
-            directory / _SHARDED
-        ).read_metadata()  # what DCP cannot read it reports at length
         state = dist_checkpointing.load(
             _state(model, optimizer, is_loading=True),
-            str(directory / _SHARDED),
+            str(directory),
             sharded_strategy=TorchDistLoadShardedStrategy(),
             common_strategy=_CommonStrategy(),
         )
-        numbers = json.loads((directory / _NUMBERS).read_text())
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        CheckpointException,
-        CheckpointingException,
-    ) as error:
-        raise CheckpointError(
-            f"--load: {directory} is damaged or does not fit this model ({error}). Give the "
-            "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."
-        ) from error
+    except CheckpointingException as error:
+        raise CheckpointError(str(error)) from error
     model.module.load_state_dict(state["model"])
     _load_optimizer(optimizer, state["optimizer"])
-    return numbers
 
 
 def _index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
@@ -110,6 +83,7 @@ class _CommonStrategy(TorchCommonLoadStrategy):
 def _state(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
+    _create_missing_moments(optimizer)
     metadata = dict(_METADATA)  # Megatron adds its process groups to it
     named = model.module.sharded_state_dict(metadata=metadata)
     # Without the layers' empty extra states: pickles, which a loader would run.

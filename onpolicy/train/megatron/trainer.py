@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
@@ -16,19 +17,14 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
-from onpolicy.train.batch import MicroBatch
+from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.loss import policy_loss
 from onpolicy.train.megatron import stages
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import build_model
-from onpolicy.train.megatron.optimizer import (
-    make_optimizer,
-    make_schedule,
-    use_settings,
-    with_gradients,
-)
+from onpolicy.train.megatron.optimizer import make_optimizer, use_settings, with_gradients
 from onpolicy.train.megatron.schedule import accumulate_gradients, score
-from onpolicy.train.megatron.state import load_state, save_state
+from onpolicy.train.megatron.state import read_tensors, write_tensors
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -41,6 +37,8 @@ class MegatronTrainer(PolicyTrainer):
     Every rank of a data-parallel share ends a verb with the same log-probabilities and metrics, so
     that what follows them (corrections, parity check) is the same on all of them.
     """
+
+    optimizer: MegatronOptimizer
 
     def __init__(
         self,
@@ -59,7 +57,6 @@ class MegatronTrainer(PolicyTrainer):
                 algorithm.ref_checkpoint or config.model.hf_checkpoint
             )
         self.optimizer = make_optimizer(self.model, config, self.dtype)
-        self.schedule = make_schedule(self.optimizer, config)
 
     def _load_model(self, path: str) -> nn.Module:
         hf_config = load_config(path, self.config.model.trust_remote_code)
@@ -78,8 +75,8 @@ class MegatronTrainer(PolicyTrainer):
         return [log_probs for log_probs, _ in score(model, batches)]
 
     def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], gate: ParityGate | None
-    ) -> dict[str, float]:
+        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
         packed = [batch.packed for batch in micro_batches]
         if gate is not None and stages.count() > 1:
             # A pipeline runs backward passes before the last forward pass, and only its last stage
@@ -88,14 +85,14 @@ class MegatronTrainer(PolicyTrainer):
                 gate.check(log_probs, batch)
             gate = None
         sums: defaultdict[str, float] = defaultdict(float)
+        train_log_probs: list[Tensor] = []
 
         def loss(number: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
             batch = micro_batches[number]
-            batch.train_log_probs = log_probs.detach()
+            train_log_probs.append(log_probs.detach())
             if gate is not None:
                 gate.check(log_probs, batch)
             total, metrics = policy_loss(log_probs, batch, self.loss_settings)
-            assert batch.shares is not None
             metrics["train/entropy"] = (entropy * batch.shares).sum()
             for name, value in metrics.items():
                 sums[name] += float(value)
@@ -107,15 +104,9 @@ class MegatronTrainer(PolicyTrainer):
         except ParityError:
             self.model.zero_grad_buffer()
             raise
-        self._share_train_log_probs(micro_batches)
-        return distributed.sum_over_data(stages.share_object(dict(sums)), self.device)
-
-    def _share_train_log_probs(self, micro_batches: Sequence[MicroBatch]) -> None:
-        found = [b.train_log_probs for b in micro_batches if b.train_log_probs is not None]
         sizes = [len(batch.mask) for batch in micro_batches]
-        shared = stages.share_vectors(found, sizes, self.device)
-        for batch, log_probs in zip(micro_batches, shared, strict=True):
-            batch.train_log_probs = log_probs
+        shared = stages.share_vectors(train_log_probs, sizes, self.device)
+        return distributed.sum_over_data(stages.share_object(dict(sums)), self.device), shared
 
     def _clip_gradients(self) -> float:
         self.optimizer.prepare_grads()
@@ -126,25 +117,16 @@ class MegatronTrainer(PolicyTrainer):
                 clip_grad_by_total_norm_fp32(parameters, limit, norm)
         return norm
 
-    def _step_optimizer(self) -> float:
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * self.rate_scale
+    def _step_optimizer(self) -> None:
         self.optimizer.step_with_ready_grads()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        self.schedule.step()
         self.optimizer.zero_grad()
-        return float(rates[0] * self.rate_scale)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, max_bytes)
 
-    def save(self, directory: Path) -> None:
-        save_state(directory, self.model, self.optimizer, self.numbers())
+    def _write_tensors(self, directory: Path) -> None:
+        write_tensors(directory, self.model, self.optimizer)
 
-    def load(self, directory: Path) -> None:
-        numbers = load_state(directory, self.model, self.optimizer)
+    def _read_tensors(self, directory: Path) -> None:
+        read_tensors(directory, self.model, self.optimizer)
         use_settings(self.optimizer, self.config)
-        self.use_numbers(numbers)

@@ -66,6 +66,6 @@ def _unwritable(path: Path, error: OSError) -> WeightSyncError:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Of pushes that a kill interrupted; nobody else may push from there now."""
+    """Remove what killed pushes left; this run alone pushes from there now."""
     for leftover in directory.glob(_PREFIX + "[0-9a-f]" * 32):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -42,7 +42,7 @@ class SharedMemoryTransport(Transport):
 
 
 def _handles(shared: WeightBucket) -> str:
-    """For one process to open: each handle counts as a reference, which it gives back."""
+    """Handles for one process to open. Each counts as a reference, which that process gives back."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(shared)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -50,9 +50,10 @@ def _handles(shared: WeightBucket) -> str:
 
 @functools.cache
 def _start_manager() -> None:
-    """Start torch's manager of shared memory, which cleans up after us, where it is cleaned up after.
+    """Start torch's manager of shared memory with its socket in this process's private directory.
 
-    It removes what this process shared, and its own socket, unless it is killed itself.
+    The manager removes what this process shared, and its own socket, unless it is killed; then whoever
+    removes the private directory removes them.
     """
     directory = private_directory.of_this_process()
     before = dict(os.environ)

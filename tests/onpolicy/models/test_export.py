@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from onpolicy.run import saving
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 from tests.support.tiny import make_tokenizer
 from tests.support.unstarted_run import make_run, state_after
 
@@ -37,14 +37,8 @@ def exported(checkpoint, tmp_path_factory):
     trainer = engines.trainer
     sequence = list(range(2, 40))
     (log_probs,) = trainer.log_probs([sequence], [4], 1.0)
-    sample = TrainSample(
-        token_ids=sequence,
-        prompt_len=4,
-        rollout_log_probs=log_probs.tolist(),
-        advantage=1.0,
-        label="",
-    )
-    trainer.train([sample], step=0)
+    sample = make_train_sample(sequence, 4, log_probs.tolist(), advantage=1.0)
+    trainer.train([sample], step=0, rates=[1e-6])
     saving.save(config, engines, state_after(1))
     weights = {n: t for bucket in trainer.weight_buckets(1 << 30) for n, t in bucket}
     return weights, directory / "save" / "step_000001" / "hf"

@@ -17,7 +17,8 @@ from onpolicy.errors import ConfigError
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import JsonlSink, read_jsonl
 from onpolicy.outputs.run_hash import RunHash
-from onpolicy.types import FinishReason, Prompt, Sample, SampleGroup
+from onpolicy.types import Prompt, Sample, SampleGroup
+from tests.support.samples import make_completion
 
 CONTRACT = NumericsContract(
     backend="cpu",
@@ -152,15 +153,11 @@ def test_tensorboard_and_wandb_write_only_if_asked_for_and_without_network(tmp_p
 
 
 def group(tokens=(5, 6), log_probs=(-0.5, -0.25), reward=1.0):
-    prompt = Prompt(index=0, token_ids=[1], label="", text="")
+    prompt = Prompt(index=0, prompt_ids=[1], label="", text="")
     sample = Sample(
         prompt=prompt,
         sample_index=0,
-        response_ids=list(tokens),
-        rollout_log_probs=list(log_probs),
-        finish_reason=FinishReason.STOP,
-        weight_version="0",
-        num_cached_tokens=0,
+        completion=make_completion(tokens, log_probs),
         reward=reward,
     )
     return SampleGroup(prompt=prompt, samples=[sample])

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from onpolicy.outputs.samples import MOST_CHARACTERS, MOST_OF_A_PROMPT, SampleLog
-from onpolicy.types import FinishReason, Prompt, Sample, SampleGroup
+from onpolicy.types import Prompt, Sample, SampleGroup
+from tests.support.samples import make_completion
 
 
 def decode(token_ids):
@@ -13,14 +14,10 @@ def decode(token_ids):
 
 
 def group(index, size=8, prompt="1+1=", response="2", **changes):
-    asked = Prompt(index=index, token_ids=[ord(c) for c in prompt], label="2", text=prompt)
+    asked = Prompt(index=index, prompt_ids=[ord(c) for c in prompt], label="2", text=prompt)
     values = {
         "prompt": asked,
-        "response_ids": [*map(ord, response), 1],
-        "rollout_log_probs": [-0.5] * (len(response) + 1),
-        "finish_reason": FinishReason.STOP,
-        "weight_version": "0",
-        "num_cached_tokens": 0,
+        "completion": make_completion([*map(ord, response), 1], [-0.5] * (len(response) + 1)),
         **changes,
     }
     return SampleGroup(

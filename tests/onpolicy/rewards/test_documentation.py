@@ -1,6 +1,7 @@
 """docs/rewards.md: its example does what it says, and its table names the fields there are."""
 
 import dataclasses
+import operator
 import re
 from pathlib import Path
 
@@ -8,21 +9,18 @@ import pytest
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.types import FinishReason, Prompt, Sample
+from onpolicy.types import Completion, FinishReason, Prompt, Sample
+from tests.support.samples import make_completion
 
 TEXT = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
 
 def sample(response, finish_reason):
-    prompt = Prompt(index=0, token_ids=[1], label="82", text="37+45=")
+    prompt = Prompt(index=0, prompt_ids=[1], label="82", text="37+45=")
     return Sample(
         prompt=prompt,
         sample_index=0,
-        response_ids=[2],
-        rollout_log_probs=[-1.0],
-        finish_reason=finish_reason,
-        weight_version="0",
-        num_cached_tokens=0,
+        completion=make_completion([2], [-1.0], finish_reason=finish_reason),
         response=response,
     )
 
@@ -45,7 +43,14 @@ def test_the_example_scores(tmp_path):
 
 def test_the_table_names_all_fields():
     named = set(re.findall(r"^\| `([\w.]+)`", TEXT, flags=re.MULTILINE))
-    of_sample = {f.name for f in dataclasses.fields(Sample)}
+    of_sample = {f.name for record in (Sample, Completion) for f in dataclasses.fields(record)}
     of_prompt = {f"prompt.{f.name}" for f in dataclasses.fields(Prompt)}
     later = {"reward", "reward_parts", "mismatched_tokens"}
-    assert named == (of_prompt | of_sample) - later - {"prompt", "routed_experts"}
+    assert named == (of_prompt | of_sample) - later - {"prompt", "completion", "routed_experts"}
+
+
+def test_every_field_of_the_table_can_be_read():
+    read = sample("It is 82.", FinishReason.STOP)
+    for name in re.findall(r"^\| `([\w.]+)`", TEXT, flags=re.MULTILINE):
+        assert operator.attrgetter(name)(read) is not None
+    assert read.prompt.token_ids == read.prompt.prompt_ids == [1]

@@ -10,19 +10,16 @@ from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import scorer as scorer_module
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.types import FinishReason, Prompt, Sample
+from onpolicy.types import Prompt, Sample
+from tests.support.samples import make_completion
 
 
 def sample(response, label="42", **metadata):
-    prompt = Prompt(index=0, token_ids=[1], label=label, text="", metadata=metadata)
+    prompt = Prompt(index=0, prompt_ids=[1], label=label, text="", metadata=metadata)
     return Sample(
         prompt=prompt,
         sample_index=0,
-        response_ids=[2],
-        rollout_log_probs=[-1.0],
-        finish_reason=FinishReason.STOP,
-        weight_version="0",
-        num_cached_tokens=0,
+        completion=make_completion([2], [-1.0]),
         response=response,
     )
 

@@ -12,7 +12,7 @@ from onpolicy.rollout.client import _completion
 from onpolicy.types import Request, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2, stop_token_ids=())
-REQUEST = Request(token_ids=[7], sampling_seed=1, params=PARAMS)
+REQUEST = Request(prompt_ids=[7], sampling_seed=1, params=PARAMS)
 REPLAYED = replace(REQUEST, params=replace(PARAMS, return_routed_experts=True))
 PAIRS = [(-0.5, 5, None), (-1.5, 6, None)]
 EXPERTS = np.array([[0, 3], [2, 1]], dtype=np.int32)
@@ -37,7 +37,7 @@ def answer(pairs, **meta):
 
 def test_tokens_come_with_their_log_probabilities_and_weight_version():
     completion = _completion(answer([(-0.5, 5, None), (-1.5, 6, None)]), 200, REQUEST, "http://e")
-    assert (completion.token_ids, completion.log_probs) == ([5, 6], [-0.5, -1.5])
+    assert (completion.response_ids, completion.rollout_log_probs) == ([5, 6], [-0.5, -1.5])
     assert completion.weight_version == "3"
 
 

@@ -38,7 +38,7 @@ def test_rows_become_prompts_in_the_files_order(jsonl):
         jsonl({"prompt": "ab", "label": 3, "source": "x"}, {"prompt": "cd", "label": "4"})
     )
     assert [(p.index, p.text, p.label) for p in prompts] == [(0, "ab", "3"), (1, "cd", "4")]
-    assert prompts[0].token_ids == TOKENIZER.encode("ab")
+    assert prompts[0].prompt_ids == TOKENIZER.encode("ab")
     assert prompts[0].metadata == {"source": "x"}
 
 
@@ -103,7 +103,7 @@ def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path):
 
 
 def prompts(count):
-    return [Prompt(index=i, token_ids=[i], label="", text="") for i in range(count)]
+    return [Prompt(index=i, prompt_ids=[i], label="", text="") for i in range(count)]
 
 
 def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own():

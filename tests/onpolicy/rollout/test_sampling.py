@@ -6,15 +6,15 @@ from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.types import Completion, FinishReason, Prompt, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, stop_token_ids=(1,))
-PROMPTS = [Prompt(index=i, token_ids=[7, i], label=str(i), text="") for i in (5, 5, 6)]
+PROMPTS = [Prompt(index=i, prompt_ids=[7, i], label=str(i), text="") for i in (5, 5, 6)]
 
 
 def completions(version="2"):
     reasons = [FinishReason.STOP, FinishReason.LENGTH] * 3
     return [
         Completion(
-            token_ids=[i] * (i + 1),
-            log_probs=[-0.5] * (i + 1),
+            response_ids=[i] * (i + 1),
+            rollout_log_probs=[-0.5] * (i + 1),
             finish_reason=reason,
             weight_version=version,
             num_cached_tokens=i,

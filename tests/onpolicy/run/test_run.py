@@ -10,8 +10,8 @@ from onpolicy.errors import ConfigError
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.inputs import read_inputs
 from onpolicy.run.run import Run
-from onpolicy.run.start import read_inputs
 from onpolicy.train import distributed
 from tests.support.unstarted_run import make_run, state_after
 

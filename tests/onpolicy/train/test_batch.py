@@ -2,15 +2,11 @@ import pytest
 import torch
 
 from onpolicy.train.batch import make_micro_batches
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 
 SAMPLES = [
-    TrainSample(
-        token_ids=list(range(10 * i, 10 * i + prompt + response)),
-        prompt_len=prompt,
-        rollout_log_probs=[-float(i)] * response,
-        advantage=float(i),
-        label=f"sample {i}",
+    make_train_sample(
+        range(10 * i, 10 * i + prompt + response), prompt, [-float(i)] * response, float(i), i
     )
     for i, (prompt, response) in enumerate([(2, 3), (1, 1), (4, 2), (3, 4)])
 ]
@@ -29,7 +25,7 @@ def micro_batches(rank=0, num_ranks=1, max_tokens=8):
 
 def test_targets_are_the_response_tokens_and_rows_the_ones_before_them():
     for batch in micro_batches():
-        expected = [t for s in batch.samples for t in s.token_ids[s.prompt_len :]]
+        expected = [t for s in batch.samples for t in s.sample.response_ids]
         assert batch.packed.targets.tolist() == expected
         assert (batch.packed.tokens[batch.packed.rows] == batch.packed.targets - 1).all()
         assert torch.equal(batch.packed.temperature, torch.full((len(expected),), 0.7))
@@ -38,7 +34,7 @@ def test_targets_are_the_response_tokens_and_rows_the_ones_before_them():
 def test_positions_restart_with_every_sequence():
     (batch,) = micro_batches(max_tokens=100)
     assert batch.packed.positions.tolist() == [
-        p for s in batch.samples for p in range(len(s.token_ids))
+        p for s in batch.samples for p in range(len(s.sample.token_ids))
     ]
 
 
@@ -46,16 +42,16 @@ def test_values_stand_beside_their_tokens():
     for batch in micro_batches():
         for row in range(len(batch.packed.targets)):
             sample, position = batch.locate(row)
-            assert batch.packed.targets[row] == sample.token_ids[sample.prompt_len + position]
+            assert batch.packed.targets[row] == sample.sample.response_ids[position]
             assert batch.advantages[row] == sample.advantage
-            assert batch.rollout_log_probs[row] == sample.rollout_log_probs[position]
+            assert batch.rollout_log_probs[row] == sample.sample.rollout_log_probs[position]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 def test_every_sample_is_in_one_micro_batch_of_one_rank(num_ranks):
     batches = [b for r in range(num_ranks) for b in micro_batches(r, num_ranks, 8)]
-    labels = sorted(s.label for b in batches if not b.is_filler for s in b.samples)
-    assert labels == [s.label for s in SAMPLES]
+    names = sorted(s.sample.name for b in batches if not b.is_filler for s in b.samples)
+    assert names == [s.sample.name for s in SAMPLES]
 
 
 def test_ranks_without_samples_get_a_filler_that_does_not_count():

@@ -1,6 +1,5 @@
-"""What corrections write into micro-batches, and the loss that comes of it."""
+"""What corrections make of micro-batches, and the loss that comes of it."""
 
-import dataclasses
 import math
 import random
 import re
@@ -16,11 +15,11 @@ from fallback_correction.config import RejectionRule, Veto
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups, validate
 from onpolicy.train import distributed
-from onpolicy.train.batch import make_micro_batches
+from onpolicy.train.batch import make_micro_batches, with_scores
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings, weight_correction
 from onpolicy.train.loss import policy_loss
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 
 INF, NAN = math.inf, math.nan
 BYPASS = "--use-rollout-logprobs"
@@ -37,51 +36,50 @@ def config_of(*argv):
 def make_samples(log_ratios, advantages, rollout=-1.0):
     """One response a list, of tokens whose log pi_train - log pi_rollout will be these."""
     return [
-        TrainSample(
-            token_ids=list(range(len(r) + 1)),
-            prompt_len=1,
-            rollout_log_probs=[rollout] * len(r),
-            advantage=a,
-            label=str(i),
-        )
+        make_train_sample(range(len(r) + 1), 1, [rollout] * len(r), a, i)
         for i, (r, a) in enumerate(zip(log_ratios, advantages, strict=True))
     ]
 
 
-def prepare(config, log_ratios, advantages, max_tokens=1000, ref=None):
-    """(corrections, micro-batches, the trainer's log-probabilities of each, metrics)."""
+def score(config, log_ratios, advantages, max_tokens=1000, ref=None):
+    """(micro-batches with their scores, the trainer's log-probabilities of each)."""
     distributed.init_process_group()
     samples = make_samples(log_ratios, advantages)
-    by_label = {s.label: r for s, r in zip(samples, log_ratios, strict=True)}
     batches = make_micro_batches(
         samples, rank=0, num_ranks=1, max_tokens=max_tokens, temperature=1.0,
         device=torch.device("cpu"),
     )  # fmt: skip
-    own = []
+    own, scored = [], []
     for batch in batches:
-        r = torch.tensor([x for s in batch.samples for x in by_label[s.label]])
+        r = torch.tensor([x for s in batch.samples for x in log_ratios[s.sample.prompt.index]])
         own.append((batch.rollout_log_probs + r).requires_grad_())
         bypass = config.fallback.use_rollout_logprobs
-        batch.old_log_probs = batch.rollout_log_probs if bypass else own[-1].detach().clone()
-        batch.train_log_probs = own[-1].detach().clone()
-        batch.ref_log_probs = None if ref is None else torch.full_like(r, ref)
+        old = batch.rollout_log_probs if bypass else own[-1].detach().clone()
+        scored.append(with_scores(batch, old, None if ref is None else torch.full_like(r, ref)))
+    return scored, own
+
+
+def prepare(config, *scores, active=True, **more):
+    """(corrections, micro-batches, the trainer's log-probabilities of each, metrics)."""
+    scored, own = score(config, *scores, **more)
     corrections = Corrections(config)
-    return corrections, batches, own, corrections.prepare([batches], active=True)
+    (weighed,), metrics = corrections.weigh([scored], active=active)
+    return corrections, weighed, own, metrics
 
 
 def losses(config, log_ratios, advantages, max_tokens=1000, ref=None):
-    """(loss, {label: gradients of the sample's tokens}, sums of metrics) of a global batch."""
-    _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens, ref)
+    """(loss, {index: gradients of the sample's tokens}, sums of metrics) of a global batch."""
+    _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens=max_tokens, ref=ref)
     results = [policy_loss(x, b, loss_settings(config)) for x, b in zip(own, batches, strict=True)]
     total = sum(loss for loss, _ in results)
     total.backward()
     gradients = {
-        sample.label: part.tolist()
+        s.sample.prompt.index: part.tolist()
         for batch, x in zip(batches, own, strict=True)
-        for sample, part in zip(batch.samples, x.grad.split(batch.response_lens), strict=True)
+        for s, part in zip(batch.samples, x.grad.split(batch.response_lens), strict=True)
     }
     sums = {name: sum(m[name].item() for _, m in results) for name in results[0][1]}
-    return total.item(), [gradients[str(i)] for i in range(len(log_ratios))], sums
+    return total.item(), [gradients[i] for i in range(len(log_ratios))], sums
 
 
 # Bypass
@@ -189,9 +187,10 @@ def test_bypass_does_not_depend_on_the_micro_batches(seed, level):
 
 def test_what_bypass_did_is_measured_over_all_its_optimizer_steps():
     config = config_of(BYPASS, "--policy-loss", "reinforce", "--use-tis")
-    corrections, batches, _, metrics = prepare(config, R, [1.0, 1.0], max_tokens=1)
+    corrections, batches, own, metrics = prepare(config, R, [1.0, 1.0], max_tokens=1)
     assert not any(name.startswith("correction/") for name in metrics)
-    first, second = ([b] for b in sorted(batches, key=lambda b: b.response_lens[0]))
+    trained = [([batch], [log_probs]) for batch, log_probs in zip(batches, own, strict=True)]
+    first, second = sorted(trained, key=lambda step: step[0][0].response_lens[0])
     measured = corrections.measure([first, second])
     assert measured["correction/truncated_fraction"] == 0.5  # all of one step, none of the other
     assert measured["mismatch/k1"] == -2.0  # the first step alone
@@ -216,7 +215,9 @@ def test_a_token_that_is_not_finite_is_rejected_before_anything_else_looks(flags
     # |r| is 0.5 and 0.25, lambda 0.1.
     left = [0.25] if takes_its_sequence else [0.5, 0.25]
     assert metrics["dc/delta_mean"] == pytest.approx(sum(left) / len(left))
-    assert corrections.measure([batches])["mismatch/nonfinite_fraction"] == pytest.approx(1 / 3)
+    assert corrections.measure([(batches, own)])["mismatch/nonfinite_fraction"] == pytest.approx(
+        1 / 3
+    )
     loss, _ = policy_loss(own[0], batch, loss_settings(config))
     loss.backward()
     assert loss.isfinite() and own[0].grad.isfinite().all()
@@ -301,8 +302,29 @@ def test_a_veto_on_the_rollouts_probability_takes_the_sequence():
 def test_an_aligned_rollout_is_left_alone():
     path = "fallback_correction.adapters.miles.compute_mis_weights_with_cp"
     for flags in (["--use-tis"], ["--custom-tis-function-path", path]):
-        corrections, batches, _, _ = prepare(config_of(*flags), R, [1.0, 1.0])
-        empty = {"custom": None, "kept": None, "importance_weights": None}
-        fresh = [dataclasses.replace(batch, **empty) for batch in batches]
-        assert corrections.prepare([fresh], active=False) == {}
-        assert all(b.custom is b.kept is b.importance_weights is None for b in fresh)
+        _, batches, _, metrics = prepare(config_of(*flags), R, [1.0, 1.0], active=False)
+        assert metrics == {}
+        assert all(b.custom is b.correction is None for b in batches)
+        assert all(b.kept.all() and (b.importance_weights == 1).all() for b in batches)
+        _, corrected, _, _ = prepare(config_of(*flags), R, [1.0, 1.0])
+        assert any(b.custom or (b.importance_weights != 1).any() for b in corrected)
+
+
+def test_a_rollout_can_be_weighed_again_as_if_for_the_first_time():
+    """As one is that does not match and falls back: whatever was weighed before left no trace."""
+    flags = ["--dc-mode", "fixed", "--dc-measure", "log", "--use-tis", "--tis-nonfinite", "reject"]
+    config = config_of(*flags)
+    scored, _ = score(config, [[0.5, -INF], [2.0]], [1.0, -1.0], max_tokens=1)
+    corrections = Corrections(config)
+    (plain,), _ = corrections.weigh([scored], active=False)
+    (first,), metrics = corrections.weigh([scored], active=True)
+    (again,), metrics_again = corrections.weigh([scored], active=True)
+    assert metrics == metrics_again
+    names = ("mask", "advantages", "shares", "kept", "importance_weights")
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    for name in names[:2] + names[3:]:  # each is another than before the correction
+        assert any(
+            not torch.equal(getattr(a, name), getattr(b, name))
+            for a, b in zip(plain, first, strict=True)
+        )

@@ -53,9 +53,10 @@ def test_importance_weights_multiply_the_policy_term_of_each_token_and_not_the_k
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_token_without_a_share_adds_nothing_whatever_its_values(value):
-    log_probs, batch = make_batch([1.0, 1.0], [1.0, 1.0])
-    batch.shares = torch.tensor([1.0, 0.0])
-    batch.old_log_probs = torch.tensor([0.0, value])
+    log_probs, batch = make_batch(
+        [1.0, 1.0], [1.0, 1.0], shares=torch.tensor([1.0, 0.0]),
+        old_log_probs=torch.tensor([0.0, value]),
+    )  # fmt: skip
     loss, _ = policy_loss(log_probs, batch, SETTINGS)
     assert loss.item() == -1.0
 
@@ -79,8 +80,8 @@ def test_the_unbiased_kl_is_weighted_by_the_ratio():
 
 def test_the_unbiased_kl_takes_the_ratio_to_the_policy_that_sampled():
     """Of the trainer's old policy it would be as biased as the engines are apart: 3 here, not 2."""
-    case = make_batch([2.0], [0.0], ref_log_probs=torch.tensor([0.0]))
-    case[1].old_log_probs = torch.tensor([math.log(2 / 3)])
+    old = torch.tensor([math.log(2 / 3)])
+    case = make_batch([2.0], [0.0], ref_log_probs=torch.tensor([0.0]), old_log_probs=old)
     settings = LossSettings(kl_loss_coef=1.0, kl_loss_type="k1", use_unbiased_kl=True)
     assert policy_loss(*case, settings)[0].item() == pytest.approx(2 * math.log(2))
 
@@ -89,9 +90,10 @@ def test_the_unbiased_kl_takes_the_ratio_to_the_policy_that_sampled():
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("unbiased", [True, False])
 def test_a_reference_at_a_masked_token_may_be_anything(kind, junk, unbiased):
-    log_probs, batch = make_batch([1.5, 1.0], [1.0, 1.0])
-    batch.ref_log_probs = torch.tensor([-0.5, junk])
-    batch.mask = torch.tensor([True, False])
+    log_probs, batch = make_batch(
+        [1.5, 1.0], [1.0, 1.0], ref_log_probs=torch.tensor([-0.5, junk]),
+        mask=torch.tensor([True, False]),
+    )  # fmt: skip
     settings = LossSettings(
         kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=unbiased and kind != "k2"
     )
@@ -105,8 +107,10 @@ def test_a_reference_at_a_masked_token_may_be_anything(kind, junk, unbiased):
 )
 def test_rejected_tokens_have_no_kl_unless_it_is_asked_for(rejected_in_kl, kl, gradient):
     settings = LossSettings(kl_loss_coef=1.0, kl_loss_type="k1", rejected_in_kl=rejected_in_kl)
-    log_probs, batch = make_batch([1.0, 1.0], [0.0, 0.0], ref_log_probs=torch.tensor([-0.5, -0.5]))
-    batch.kept, batch.importance_weights = torch.tensor([True, False]), torch.tensor([9.0, 0.0])
+    log_probs, batch = make_batch(
+        [1.0, 1.0], [0.0, 0.0], ref_log_probs=torch.tensor([-0.5, -0.5]),
+        kept=torch.tensor([True, False]), importance_weights=torch.tensor([9.0, 0.0]),
+    )  # fmt: skip
     loss, metrics = policy_loss(log_probs, batch, settings)
     assert loss.item() == metrics["train/kl_loss"].item() == kl
     loss.backward()
@@ -123,8 +127,8 @@ def test_sequences_that_drifted_are_masked_if_their_advantage_is_negative():
 def test_drift_is_from_the_rollouts_policy_and_not_from_the_trainers_old_one():
     """DeepSeek-V3.2: the mismatch of the engines is drift too. Token 1 lies off the rollout only,
     token 2 off the old policy only."""
-    log_probs, batch = make_batch([0.5, 1.0], [-1.0, -1.0])
-    batch.old_log_probs = torch.tensor([math.log(0.5), math.log(2.0)])
+    old = torch.tensor([math.log(0.5), math.log(2.0)])
+    log_probs, batch = make_batch([0.5, 1.0], [-1.0, -1.0], old_log_probs=old)
     _, metrics = policy_loss(log_probs, batch, LossSettings(opsm_delta=0.1))
     assert metrics["train/opsm_fraction"].item() == 0.5
     assert metrics["train/pg_loss"].item() == pytest.approx(0.8 / 2)  # ratio 1/2, clipped at 0.8
@@ -148,9 +152,10 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_parts(n, data):
     cut = data.draw(st.integers(1, n - 1))
     parts = []
     for part in (slice(cut), slice(cut, None)):
-        log_probs, batch = make_batch(ratios[part], advantages[part])
-        batch.shares = torch.full_like(batch.shares, 1 / n)
-        parts.append(policy_loss(log_probs, batch, SETTINGS))
+        shares = torch.full((len(ratios[part]),), 1 / n)
+        parts.append(
+            policy_loss(*make_batch(ratios[part], advantages[part], shares=shares), SETTINGS)
+        )
     assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), abs=1e-5)
     for name, value in metrics.items():
         assert sum(m[name] for _, m in parts).item() == pytest.approx(value.item(), abs=1e-5)

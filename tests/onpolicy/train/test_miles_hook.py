@@ -45,8 +45,8 @@ def off_policy_is(args, *, pg_loss, cur_log_probs, rollout_log_probs, loss_masks
 
 @pytest.mark.parametrize("function", [miles, slime, vanilla_tis])
 def test_it_gets_what_miles_and_slime_give_it(function):
-    log_probs, batch = make_batch([1.0, 1.0], [1.0, 1.0])
-    batch.custom = miles_correction(function, "args")
+    custom = miles_correction(function, "args")
+    log_probs, batch = make_batch([1.0, 1.0], [1.0, 1.0], custom=custom)
     _, metrics = policy_loss(log_probs, batch, LossSettings())
     assert SEEN["args"] == "args" and SEEN["max_seq_lens"] is None
     assert [len(x) for x in SEEN["train_log_probs"]] == SEEN["response_lengths"] == [1, 1]
@@ -60,8 +60,8 @@ def test_it_gets_what_miles_and_slime_give_it(function):
 
 
 def test_it_takes_no_metric_of_ours_away():
-    log_probs, batch = make_batch([0.5, 1.0], [-1.0, 1.0])
-    batch.custom = miles_correction(miles, "args")
+    custom = miles_correction(miles, "args")
+    log_probs, batch = make_batch([0.5, 1.0], [-1.0, 1.0], custom=custom)
     _, metrics = policy_loss(log_probs, batch, LossSettings(opsm_delta=0.1))
     assert metrics["train/opsm_fraction"].item() == 0.5
     assert metrics["tis/name"].item() == 3.0
@@ -69,26 +69,24 @@ def test_it_takes_no_metric_of_ours_away():
 
 @pytest.mark.parametrize(("rejected_in_kl", "kl"), [(False, 0.25), (True, 0.5)])
 def test_what_it_masks_is_rejected_for_the_kl_too(rejected_in_kl, kl):
-    log_probs, batch = make_batch([1.0, 1.0], [0.0, 0.0], ref_log_probs=torch.tensor([-0.5] * 2))
-    batch.custom = miles_correction(miles, "args")
+    custom, reference = miles_correction(miles, "args"), torch.tensor([-0.5] * 2)
+    log_probs, batch = make_batch([1.0, 1.0], [0.0, 0.0], ref_log_probs=reference, custom=custom)
     settings = LossSettings(kl_loss_coef=1.0, kl_loss_type="k1", rejected_in_kl=rejected_in_kl)
     assert policy_loss(log_probs, batch, settings)[1]["train/kl_loss"].item() == kl
 
 
 @pytest.mark.parametrize(("bypass", "expected"), [(False, math.log(3)), (True, math.log(1.5))])
 def test_in_bypass_the_loss_own_log_probs_are_the_trainers(bypass, expected):
-    log_probs, batch = make_batch([1.5, 1.5], [1.0, 1.0])
-    batch.old_log_probs = torch.full((2,), math.log(3))
-    batch.custom = miles_correction(miles, "args", bypass=bypass)
+    custom, old = miles_correction(miles, "args", bypass=bypass), torch.full((2,), math.log(3))
+    log_probs, batch = make_batch([1.5, 1.5], [1.0, 1.0], old_log_probs=old, custom=custom)
     policy_loss(log_probs, batch, LossSettings())
     assert torch.cat(SEEN["train_log_probs"]).tolist() == pytest.approx([expected] * 2)
     assert not torch.cat(SEEN["train_log_probs"]).requires_grad
 
 
 def test_the_current_log_probs_are_there_for_those_that_ask():
-    log_probs, batch = make_batch([1.5, 1.0], [1.0, 1.0])
-    batch.old_log_probs = log_probs.detach().clone()
-    batch.custom = miles_correction(off_policy_is, "args")
+    custom, old = miles_correction(off_policy_is, "args"), torch.tensor([1.5, 1.0]).log()
+    log_probs, batch = make_batch([1.5, 1.0], [1.0, 1.0], old_log_probs=old, custom=custom)
     assert policy_loss(log_probs, batch, LossSettings())[0].item() == pytest.approx(-1.1)
 
 

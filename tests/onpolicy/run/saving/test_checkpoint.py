@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from onpolicy.errors import CheckpointError
+from onpolicy.run.saving import checkpoint
 from onpolicy.run.saving.checkpoint import STATE, checkpoints, read
 
 FILES = [
@@ -93,6 +94,16 @@ def test_a_file_that_cannot_be_read_is_named(step):
 def test_a_record_that_is_none_is_said_in_words(step, content, message):
     (step / STATE).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"^state.json: {message}"):
+        read(step)
+
+
+def test_a_record_of_another_version_is_refused(step):
+    record = json.loads((step / STATE).read_text())
+    del record["digest"], record["learning_rate"]
+    (step / STATE).write_text(json.dumps({**record, "digest": checkpoint._digest(record)}))
+    with pytest.raises(
+        CheckpointError, match=r"^state.json: holds no 'learning_rate'; another ver"
+    ):
         read(step)
 
 

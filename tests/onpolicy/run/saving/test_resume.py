@@ -245,7 +245,7 @@ def test_what_else_is_another_than_before_is_logged(run, caplog):
 
 
 @pytest.mark.parametrize(
-    "other", [{"token_ids": [4]}, {"label": "y"}, {"text": "b"}, {"metadata": {"level": 2}}]
+    "other", [{"prompt_ids": [4]}, {"label": "y"}, {"text": "b"}, {"metadata": {"level": 2}}]
 )
 def test_other_prompts_are_refused_unless_that_is_allowed(run, other):
     config, _ = run

@@ -12,10 +12,12 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample
 from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
+
+RATES = [1e-3]
 
 
 @pytest.fixture(scope="module", params=EXPERT_ARCHITECTURES)
@@ -29,11 +31,11 @@ def make(path, dtype="float32", activation_checkpointing=False):
         model=groups.ModelConfig(hf_checkpoint=str(path), dtype=dtype),
         rollout=groups.RolloutConfig(num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2),
         trainer=groups.TrainerConfig(
-            lr=1e-3, max_tokens_per_gpu=100, activation_checkpointing=activation_checkpointing
+            max_tokens_per_gpu=100, activation_checkpointing=activation_checkpointing
         ),
         parity=groups.ParityConfig(true_on_policy_mode=True),
     )
-    contract = make_contract(str(path), load_config(str(path)), dtype=dtype, aligned=True)
+    contract = contract_for(config, load_config(str(path)), aligned=True)
     return make_trainer(config, contract, 1)
 
 
@@ -43,13 +45,7 @@ def make_samples(trainer, seed):
     sequences = [[rng.randrange(2, 137) for _ in range(rng.randrange(8, 60))] for _ in range(8)]
     log_probs = trainer.log_probs(sequences, [1] * 8, 1.0)
     return [
-        TrainSample(
-            token_ids=sequence,
-            prompt_len=1,
-            rollout_log_probs=values.tolist(),
-            advantage=rng.uniform(-1, 1),
-            label=f"prompt {i}, sample 0",
-        )
+        make_train_sample(sequence, 1, values.tolist(), rng.uniform(-1, 1), i)
         for i, (sequence, values) in enumerate(zip(sequences, log_probs, strict=True))
     ]
 
@@ -83,7 +79,7 @@ def test_steps_in_a_row_match_and_move_experts_and_routers(path):
     trainer = make(path)
     before = pushed(trainer)
     for step in range(3):
-        metrics = trainer.train(make_samples(trainer, step), step)
+        metrics = trainer.train(make_samples(trainer, step), step, RATES)
         assert metrics["parity/num_mismatched_tokens"] == 0
         assert metrics["parity/num_compared_tokens"] > 100
         assert metrics["train/grad_norm"] > 0
@@ -97,7 +93,7 @@ def test_recomputed_activations_give_the_same_gradients(path):
     results = []
     for activation_checkpointing in (False, True):
         trainer = make(path, activation_checkpointing=activation_checkpointing)
-        trainer.train(make_samples(trainer, 0), 0)
+        trainer.train(make_samples(trainer, 0), 0, RATES)
         results.append(pushed(trainer))
     assert all(torch.equal(results[0][name], tensor) for name, tensor in results[1].items())
 
@@ -114,7 +110,7 @@ def test_experts_that_no_token_chose_have_gradients_of_zero(path):
 
 def test_the_export_loads_as_the_same_bits(path, tmp_path):
     trainer = make(path, "bfloat16")
-    trainer.train(make_samples(trainer, 0), 0)
+    trainer.train(make_samples(trainer, 0), 0, RATES)
     export_checkpoint(trainer.weight_buckets(60_000), tmp_path / "hf", path, "bfloat16")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     loaded.save_pretrained(tmp_path / "again")

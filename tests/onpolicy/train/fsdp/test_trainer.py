@@ -16,9 +16,11 @@ from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingE
 from onpolicy.models.align import replace_operators
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.start import make_contract
+from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import TrainSample
+from tests.support.samples import make_train_sample, with_log_probs
+
+RATES = [1e-3]
 
 
 @pytest.fixture
@@ -32,14 +34,14 @@ def make(checkpoint):
             rollout=groups.RolloutConfig(
                 num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2
             ),
-            trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=100),
+            trainer=groups.TrainerConfig(max_tokens_per_gpu=100),
             parity=groups.ParityConfig(true_on_policy_mode=aligned),
         )
         for name, values in changes.items():
             group = dataclasses.replace(getattr(config, name), **values)
             config = dataclasses.replace(config, **{name: group})
         hf_config = load_config(str(checkpoint))
-        contract = make_contract(str(checkpoint), hf_config, dtype=dtype, aligned=aligned)
+        contract = contract_for(config, hf_config, aligned=aligned)
         return make_trainer(config, contract, 1)
 
     return make_one
@@ -52,13 +54,7 @@ def make_samples(trainer, count=8, seed=0):
     prompt_lens = [rng.randrange(1, len(s) - 1) for s in sequences]
     log_probs = trainer.log_probs(sequences, prompt_lens, 1.0)
     return [
-        TrainSample(
-            token_ids=sequence,
-            prompt_len=prompt_len,
-            rollout_log_probs=values.tolist(),
-            advantage=rng.uniform(-1, 1),
-            label=f"prompt {i}, sample 0",
-        )
+        make_train_sample(sequence, prompt_len, values.tolist(), rng.uniform(-1, 1), i)
         for i, (sequence, prompt_len, values) in enumerate(
             zip(sequences, prompt_lens, log_probs, strict=True)
         )
@@ -70,9 +66,9 @@ def weights(trainer):
 
 
 def with_log_prob(sample, position, value):
-    changed = list(sample.rollout_log_probs)
+    changed = list(sample.sample.rollout_log_probs)
     changed[position] = value
-    return dataclasses.replace(sample, rollout_log_probs=changed)
+    return with_log_probs(sample, changed)
 
 
 def test_master_weights_are_sharded_float32_and_the_checkpoints_bits(make, checkpoint):
@@ -89,12 +85,12 @@ def test_master_weights_are_sharded_float32_and_the_checkpoints_bits(make, check
 def test_log_probs_do_not_depend_on_packing(make, dtype):
     trainer, packed_otherwise = make(dtype), make(dtype, trainer={"max_tokens_per_gpu": 1})
     for a, b in zip(make_samples(trainer), make_samples(packed_otherwise), strict=True):
-        assert a.rollout_log_probs == b.rollout_log_probs
+        assert a.sample.rollout_log_probs == b.sample.rollout_log_probs
 
 
 def test_on_policy_samples_match_and_the_ratio_is_one(make):
     trainer = make()
-    metrics = trainer.train(make_samples(trainer), step=0)
+    metrics = trainer.train(make_samples(trainer), 0, RATES)
     assert metrics["parity/num_mismatched_tokens"] == metrics["parity/max_ulp"] == 0
     assert metrics["parity/num_compared_tokens"] > 100
     assert metrics["train/train_rollout_logprob_abs_diff"] == metrics["train/k3_kl"] == 0
@@ -106,25 +102,38 @@ def test_training_makes_good_samples_likelier(make):
     trainer = make()
     samples = make_samples(trainer)
     before = weights(trainer)
-    trainer.train(samples, step=0)
+    trainer.train(samples, 0, RATES)
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
-    after = trainer.log_probs([s.token_ids for s in samples], [s.prompt_len for s in samples], 1.0)
+    sampled = [s.sample for s in samples]
+    after = trainer.log_probs(
+        [s.token_ids for s in sampled], [len(s.prompt.prompt_ids) for s in sampled], 1.0
+    )
     gain = sum(
-        s.advantage * (new - torch.tensor(s.rollout_log_probs)).sum().item()
+        s.advantage * (new - torch.tensor(s.sample.rollout_log_probs)).sum().item()
         for s, new in zip(samples, after, strict=True)
     )
     assert gain > 0
 
 
 def test_with_several_optimizer_steps_only_the_first_is_compared(make):
-    trainer = make(trainer={"global_batch_size": 2})
+    trainer = make()
     samples = make_samples(trainer)
-    metrics = trainer.train(samples, step=0)
-    first = sum(len(s.rollout_log_probs) for s in samples[:2])
+    metrics = trainer.train(samples, 0, 4 * RATES)
+    first = sum(len(s.sample.rollout_log_probs) for s in samples[:2])
     assert metrics["parity/num_compared_tokens"] == first
     assert metrics["parity/num_mismatched_tokens"] == 0
     assert trainer.mismatched_tokens == [0, 0, *[None] * 6]
     assert metrics["train/ppo_kl"] != 0
+
+
+def test_every_optimizer_step_has_its_own_rate(make):
+    trainer = make()
+    before = weights(trainer)
+    samples = make_samples(trainer)
+    assert trainer.train(samples, 0, [0.0, 0.0])["train/lr"] == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+    assert trainer.train(samples, 1, [0.0, 1e-3])["train/lr"] == 5e-4
+    assert not all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
 @pytest.mark.parametrize(
@@ -133,14 +142,14 @@ def test_with_several_optimizer_steps_only_the_first_is_compared(make):
 def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
     trainer = make()
     samples = make_samples(trainer)
-    samples[3] = with_log_prob(samples[3], 2, wrong(samples[3].rollout_log_probs[2]))
+    samples[3] = with_log_prob(samples[3], 2, wrong(samples[3].sample.rollout_log_probs[2]))
     before = weights(trainer)
     with pytest.raises(
         ParityError,
         match=r"1 of \d+ tokens .*step=7, prompt 3, sample 0, response position=2: rollout=.*train="
         r".*ulp=\d+. No step was taken.*onpolicy verify --hf-checkpoint",
     ):
-        trainer.train(samples, step=7)
+        trainer.train(samples, 7, RATES)
     assert trainer.mismatched_tokens[3] == 1
     assert set(trainer.mismatched_tokens) <= {0, 1, None}
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
@@ -151,7 +160,7 @@ def test_a_mismatch_is_counted_and_logged_if_the_policy_is_to_warn(make, caplog)
     samples = make_samples(trainer)
     samples[0] = with_log_prob(samples[0], 0, -1.0)
     samples[5] = with_log_prob(with_log_prob(samples[5], 0, -1.0), 1, -1.0)
-    metrics = trainer.train(samples, step=0)
+    metrics = trainer.train(samples, 0, RATES)
     assert metrics["parity/num_mismatched_tokens"] == 3
     assert trainer.mismatched_tokens == [1, 0, 0, 0, 0, 2, 0, 0]
     assert "3 of" in caplog.text
@@ -160,8 +169,10 @@ def test_a_mismatch_is_counted_and_logged_if_the_policy_is_to_warn(make, caplog)
 def test_under_a_stock_contract_old_log_probs_are_computed_again(make):
     """So the ratio starts at 1 although the rollout's log-probabilities differ."""
     trainer = make(aligned=False)
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)]
-    metrics = trainer.train(samples, step=0)
+    samples = [
+        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)
+    ]
+    metrics = trainer.train(samples, 0, RATES)
     assert metrics["parity/num_mismatched_tokens"] >= len(samples)
     assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["train/train_rollout_logprob_abs_diff"] > 0
@@ -170,10 +181,12 @@ def test_under_a_stock_contract_old_log_probs_are_computed_again(make):
 def test_bypass_takes_the_rollouts_log_probs_and_computes_none(make, monkeypatch):
     flags = {"use_rollout_logprobs": True, "get_mismatch_metrics": True}
     trainer = make(aligned=False, fallback=flags)
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)]
+    samples = [
+        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)
+    ]
     scored = []
     monkeypatch.setattr(trainer, "_score", lambda *args: scored.append(args))
-    metrics = trainer.train(samples, step=0)
+    metrics = trainer.train(samples, 0, RATES)
     assert scored == []
     assert metrics["train/ppo_kl"] < -1e-3  # the ratio is the one between the engines
     assert metrics["mismatch/k1"] < -1e-3  # measured all the same
@@ -189,12 +202,10 @@ def test_corrections_do_not_depend_on_the_micro_batches(make):
         samples = make_samples(trainer)
         rng = random.Random(5)
         samples = [
-            dataclasses.replace(
-                s, rollout_log_probs=[x + rng.uniform(-0.1, 0.1) for x in s.rollout_log_probs]
-            )
+            with_log_probs(s, [x + rng.uniform(-0.1, 0.1) for x in s.sample.rollout_log_probs])
             for s in samples
         ]
-        metrics = trainer.train(samples, step=0)
+        metrics = trainer.train(samples, 0, RATES)
         corrected = ("mismatch/", "correction/", "estimator/")
         results.append({k: v for k, v in metrics.items() if k.startswith(corrected)})
     few, many = results
@@ -214,9 +225,9 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_in_plain_words_or_is_reject
     with pytest.raises(
         TrainingError, match=r"--tis-nonfinite=error: rollout_log_probs\[\d+\]=-inf"
     ):
-        stops.train(samples, step=0)
-    metrics = rejects.train(samples, step=0)
-    total = sum(len(sample.rollout_log_probs) for sample in samples)
+        stops.train(samples, 0, RATES)
+    metrics = rejects.train(samples, 0, RATES)
+    total = sum(len(s.sample.rollout_log_probs) for s in samples)
     for name in ("mismatch/nonfinite_fraction", "correction/nonfinite_fraction"):
         assert metrics[name] == pytest.approx(1 / total)
     # What the parity check compared was that far apart.
@@ -228,8 +239,8 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
     flags = {"fallback": MIS, "parity": {"true_on_policy_mode": True, "parity_policy": "fallback"}}
     falls, follows = make(**flags), make(aligned=False, fallback=MIS)
     samples = make_samples(falls)
-    samples[-1] = with_log_prob(samples[-1], 0, samples[-1].rollout_log_probs[0] - 0.2)
-    metrics = falls.train(samples, step=0)
+    samples[-1] = with_log_prob(samples[-1], 0, samples[-1].sample.rollout_log_probs[0] - 0.2)
+    metrics = falls.train(samples, 0, RATES)
     assert "Going on with the fallback correction" in caplog.text
     assert metrics["parity/num_fallbacks"] == 1
     assert metrics["parity/num_mismatched_tokens"] == 1
@@ -237,7 +248,7 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
     # The same as a correction from the start, on the same operators.
     follows.operators = falls.operators
     replace_operators(follows.model, falls.operators)
-    follows.train(samples, step=0)
+    follows.train(samples, 0, RATES)
     for name, tensor in weights(follows).items():
         assert torch.equal(weights(falls)[name], tensor)
 
@@ -245,36 +256,27 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
 def test_a_multiplier_is_in_the_checkpoint(make, tmp_path):
     flags = {"aligned": False, "fallback": {"dc_mode": "lagrangian"}}
     first, second = make(**flags), make(**flags)
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 1.0) for s in make_samples(first)]
-    first.train(samples, step=0)
+    samples = [
+        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 1.0) for s in make_samples(first)
+    ]
+    first.train(samples, 0, RATES)
     assert first.corrections.penalty.lam != 0.1
     first.save(tmp_path)
     second.load(tmp_path)
     assert second.corrections.penalty.lam == first.corrections.penalty.lam
 
 
-def test_the_governors_rate_does_not_undercut_the_floor_of_length_decay(make):
-    decay = {"lr_schedule": "length-decay", "length_decay_period": 1, "max_tokens_per_gpu": 100}
-    trainer = make(aligned=False, trainer={"lr": 1e-3, **decay})
-    trainer.adapt(trainer.contract, groups.FallbackConfig(), lr_scale=0.5)
-    rates = []
-    for step in range(5):
-        trainer.observe_rollout(100.0, 0.0)
-        rates.append(trainer.train(make_samples(trainer, count=2), step)["train/lr"])
-    assert rates == pytest.approx([2.5e-4, 1.25e-4, 1e-4, 1e-4, 1e-4])
-
-
 def test_activation_checkpointing_changes_no_bit(make):
     plain, recomputed = make(), make(trainer={"activation_checkpointing": True})
     for trainer in (plain, recomputed):
-        trainer.train(make_samples(trainer), step=0)
+        trainer.train(make_samples(trainer), 0, RATES)
     assert all(torch.equal(weights(plain)[n], t) for n, t in weights(recomputed).items())
 
 
 def test_the_reference_model_stays_and_its_kl_starts_at_zero(make):
     trainer = make(algorithm={"use_kl_loss": True, "kl_loss_coef": 0.5})
-    first = trainer.train(make_samples(trainer), step=0)
-    second = trainer.train(make_samples(trainer), step=1)
+    first = trainer.train(make_samples(trainer), 0, RATES)
+    second = trainer.train(make_samples(trainer), 1, RATES)
     assert first["train/kl_loss"] == 0
     assert second["train/kl_loss"] > 0
 
@@ -285,7 +287,7 @@ def test_gradients_that_are_not_finite_stop_the_run(make):
     samples[0] = dataclasses.replace(samples[0], advantage=math.inf)
     before = weights(trainer)
     with pytest.raises(TrainingError, match=r"grad_norm=.*no optimizer step was taken"):
-        trainer.train(samples, step=0)
+        trainer.train(samples, 0, RATES)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
@@ -297,13 +299,13 @@ def test_weights_come_in_buckets_of_bounded_size(make):
 
 
 def test_a_loaded_trainer_goes_on_with_the_same_bits(make, tmp_path):
-    trainer = make(trainer={"lr_warmup_steps": 5})
-    trainer.train(make_samples(trainer), step=0)
+    trainer = make()
+    trainer.train(make_samples(trainer), 0, RATES)
     trainer.save(tmp_path)
-    resumed = make(trainer={"lr_warmup_steps": 5})
+    resumed = make()
     resumed.load(tmp_path)
     for one in (trainer, resumed):
-        one.metrics = one.train(make_samples(one, seed=1), step=1)
+        one.metrics = one.train(make_samples(one, seed=1), 1, [2e-3])
     assert all(torch.equal(weights(trainer)[n], t) for n, t in weights(resumed).items())
     for name in ("train/loss", "train/grad_norm", "train/lr"):
         assert trainer.metrics[name] == resumed.metrics[name]
@@ -333,7 +335,7 @@ def test_code_hidden_in_a_checkpoints_index_is_not_run(make, tmp_path):
 
 def test_the_export_is_a_checkpoint_that_transformers_loads(make, checkpoint, tmp_path):
     trainer = make(dtype="bfloat16")
-    trainer.train(make_samples(trainer), step=0)
+    trainer.train(make_samples(trainer), 0, RATES)
     export_checkpoint(trainer.weight_buckets(60_000), tmp_path / "hf", checkpoint, "bfloat16")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert loaded.dtype == torch.bfloat16
@@ -362,8 +364,8 @@ def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
         make(aligned=False, fallback={**tis, "custom_tis_function_path": path})
         for path in ("", hook)
     )
-    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
-    expected, got = ours.train(samples, step=0), hooked.train(samples, step=0)
+    samples = [with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
+    expected, got = ours.train(samples, 0, RATES), hooked.train(samples, 0, RATES)
     assert got["tis/mis_tis_truncate_fraction"] > 0
     assert got["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], rel=1e-5)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)

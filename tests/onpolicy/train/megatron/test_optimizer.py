@@ -1,59 +1,43 @@
-"""Megatron's schedule of the learning rate, beside the other engine's."""
+"""Megatron's optimizer under a run's settings, and Megatron's own schedule under length decay."""
 
 import pytest
 import torch
 
+from fallback_correction.length_decay import LengthDecay, LengthDecayConfig, LengthDecaySchedule
 from onpolicy.config import TrainConfig, groups
-from onpolicy.train import optimizer as fsdp
 
 megatron = pytest.importorskip("onpolicy.train.megatron.optimizer")
 
-STEPS = 7
+
+def adamw():
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
 
 
-def make(engine, flags):
-    config = TrainConfig(
-        rollout=groups.RolloutConfig(num_rollout=STEPS),
-        trainer=groups.TrainerConfig(lr=0.3, **flags),
-    )
-    optimizer = fsdp.make_optimizer([torch.nn.Parameter(torch.zeros(1))], config.trainer)
-    return optimizer, engine.make_schedule(optimizer, config)
+def test_settings_are_the_flags_whatever_a_checkpoint_brought_along():
+    flags = {"weight_decay": 0.25, "adam_beta1": 0.5, "adam_beta2": 0.75, "adam_eps": 1e-3}
+    optimizer = adamw()
+    megatron.use_settings(optimizer, TrainConfig(trainer=groups.TrainerConfig(**flags)))
+    (group,) = optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
 
 
-def advance(optimizer, schedule, steps):
-    for _ in range(steps):
-        if hasattr(schedule, "observe"):
-            schedule.observe(100.0)
-        yield optimizer.param_groups[0]["lr"]
-        optimizer.step()
-        schedule.step()
+def test_megatrons_own_schedule_can_be_wrapped_by_length_decay():
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    def make(optimizer):
+        return OptimizerParamScheduler(
+            optimizer, init_lr=0.0, max_lr=0.3, min_lr=0.0, lr_warmup_steps=32, lr_decay_steps=640,
+            lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=0,
+            wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )  # fmt: skip
 
-FLAGS = [
-    {},
-    {"lr_warmup_steps": 3},
-    {"lr_decay_style": "linear"},
-    {"lr_warmup_steps": 2, "lr_decay_style": "cosine"},
-    {"lr_warmup_steps": 2, "lr_schedule": "length-decay", "length_decay_period": 2},
-]
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_rates_are_the_other_engines(flags):
-    ours, theirs = (list(advance(*make(engine, flags), STEPS)) for engine in (megatron, fsdp))
-    assert ours == theirs
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("done", [0, 1, 4])
-def test_a_schedule_resumes_where_it_was(flags, done):
-    whole = list(advance(*make(megatron, flags), STEPS))
-    first, second = make(megatron, flags), make(megatron, flags)
-    list(advance(*first, done))
-    second[1].load_state_dict(first[1].state_dict())
-    assert list(advance(*second, STEPS - done)) == whole[done:]
-
-
-def test_weight_decay_is_the_flags():
-    optimizer, _ = make(megatron, {"weight_decay": 0.25})
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25]
+    alone, optimizer = adamw(), adamw()
+    base, decay = make(alone), LengthDecay(LengthDecayConfig(period=2))
+    schedule = LengthDecaySchedule(make(optimizer), optimizer, decay)
+    for _ in range(12):
+        schedule.observe(100.0)
+        assert optimizer.param_groups[0]["lr"] == alone.param_groups[0]["lr"] * decay.scale
+        for one in (base, schedule):
+            one.step(increment=16)
+    assert decay.num_decays == 4

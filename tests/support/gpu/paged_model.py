@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.gpu_ops.paged_attention import PagedAttention, PagedBatch
 from onpolicy.models.align import ATTENTION_NAME, align_modules
 from onpolicy.models.policy import PolicyModel
 from onpolicy.ops import Operators
+from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
 
 
 def random_policy(

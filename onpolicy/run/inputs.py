@@ -1,0 +1,108 @@
+"""What a run is made of: all that is read, and checked, before anything is started."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.eval_sets import eval_sets
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.tokenizer import load_tokenizer
+from onpolicy.outputs.directory import check_sinks
+from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.prompts import PromptSource, load_prompts
+from onpolicy.rollout.reach import require_addresses
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.engine_specs import rollout_spec
+from onpolicy.run.input_checks import (
+    check_layout,
+    require_context,
+    require_experts,
+    require_full_batch,
+    require_weights,
+)
+from onpolicy.run.ladder import Ladder
+from onpolicy.run.stop_tokens import stop_token_ids
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings
+from onpolicy.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that is read, and so can be wrong, before anything is started."""
+
+    hf_config: PretrainedConfig
+
+    ladder: Ladder
+    """What both engines are started from, and started again when the governor moves."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+
+    eval_sets: dict[str, list[Prompt]]
+    """By their names; the name of a single one may be empty."""
+
+    stop_token_ids: tuple[int, ...]
+
+
+def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
+    """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    check_layout(config)
+    check_sinks(config.output)
+    path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    logger.info("reading %s and the prompts", path)
+    hf_config = load_config(path, trust)
+    require_addresses(config.engine, config.engine.rollout_api_key)
+    longest_prompt = require_context(config, hf_config)
+    tokenizer = load_tokenizer(path, trust)
+
+    def read(file: str, flag: str) -> list[Prompt]:
+        vocab_size = hf_config.vocab_size
+        prompts = load_prompts(file, config.data, tokenizer, longest_prompt, vocab_size, flag)
+        scorer.check_labels(prompts, f"{flag}={file}")
+        return prompts
+
+    ladder = make_ladder(config, hf_config)
+    with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
+        prompts = read(config.data.prompt_data, "--prompt-data")
+        require_full_batch(config, len(prompts))
+        scorer.try_out(prompts[0])
+        inputs = Inputs(
+            hf_config=hf_config,
+            ladder=ladder,
+            tokenizer=tokenizer,
+            prompts=PromptSource(prompts, config.seed, config.data.shuffle),
+            eval_sets={
+                name: read(file, "--eval-prompt-data")
+                for name, file in eval_sets(config.eval.eval_prompt_data).items()
+            },
+            stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
+        )
+        require_weights(config, hf_config)
+        flags.require_passed()
+    return inputs
+
+
+def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
+    """Every contract that the run can come to, and its corrections.
+
+    Raises ConfigError for a contract that cannot be kept, and for corrections that cannot be made.
+    """
+    require_experts(config, hf_config)
+    try:
+        loss_settings(config)
+        Corrections(config)
+        aligned = contract_for(config, hf_config, aligned=True) if config.may_align else None
+        return Ladder(config, contract_for(config, hf_config, aligned=False), aligned)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of fallback_correction, which knows no flags
+        raise ConfigError(f"corrections: {error}") from error

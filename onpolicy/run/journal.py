@@ -1,0 +1,129 @@
+"""What a run writes and shows while it goes: told what happens, its journal knows where that goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+from fallback_correction.governor import Move
+from onpolicy.config import TrainConfig
+from onpolicy.outputs.directory import RunDirectory
+from onpolicy.outputs.metrics import Sink
+from onpolicy.outputs.plot import plot_run
+from onpolicy.outputs.progress import Progress
+from onpolicy.outputs.samples import SampleLog
+from onpolicy.types import SampleGroup
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class Journal:
+    """That of a rank which leaves all of it to rank 0: nothing."""
+
+    def on_requests(self, count: int) -> None:
+        """So many responses are about to be sampled."""
+
+    def on_response(self, num_done: int, num_tokens: int) -> None:
+        """So many of them are there, the latest with so many tokens."""
+
+    def on_rollout(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """A rollout is sampled and scored."""
+
+    def on_evaluation(
+        self, step: int, name: str, groups: Sequence[SampleGroup], metrics: Metrics
+    ) -> None:
+        """After `step` rollouts, an evaluation set is sampled and scored."""
+
+    def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """A rollout was trained on, or training on it failed."""
+
+    def on_move(self, step: int, move: Move) -> None:
+        """The governor changes what the engines run on."""
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """A step is done."""
+
+    def on_end(self) -> None:
+        """The run is done."""
+
+
+class RankZeroJournal(Journal):
+    """Writes into the run's directory, to the trackers that were asked for, and on the console."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        sinks: Sequence[Sink],
+        samples: SampleLog,
+        progress: Progress,
+        first_step: int,
+        log_samples_interval: int,
+    ):
+        self._directory, self._sinks, self._samples = directory, sinks, samples
+        self._progress = progress
+        self._first_step, self._log_samples_interval = first_step, log_samples_interval
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls,
+        config: TrainConfig,
+        directory: RunDirectory,
+        decode: Callable[[list[int]], str],
+        first_step: int,
+    ) -> Iterator[RankZeroJournal]:
+        """Of a run that starts with `first_step`; `decode` shows tokens, special ones too."""
+        output, num_rollout = config.output, config.rollout.num_rollout
+        with directory.opened_sinks(config, first_step) as sinks:
+            samples = SampleLog(directory.samples, decode, output.log_samples, first_step)
+            with closing(Progress(num_rollout, first_step)) as progress:
+                interval = output.log_samples_interval
+                yield cls(directory, sinks, samples, progress, first_step, interval)
+
+    def on_requests(self, count: int) -> None:
+        self._progress.on_requests(count)
+
+    def on_response(self, num_done: int, num_tokens: int) -> None:
+        self._progress.on_response(num_done, num_tokens)
+
+    def on_rollout(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        if step == self._first_step:
+            logger.info("%s", self._samples.describe(groups[0].samples[0]))
+
+    def on_evaluation(
+        self, step: int, name: str, groups: Sequence[SampleGroup], metrics: Metrics
+    ) -> None:
+        self._log(step, metrics)
+        self._write_samples(f"eval_{name}" if name else "eval", step, groups)
+        numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
+        logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
+
+    def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        if step % self._log_samples_interval == 0:
+            self._write_samples("rollout", step, groups)
+
+    def on_move(self, step: int, move: Move) -> None:
+        logger.warning("governor: %s -> %s (%s)", move.before, move.after, move.reason)
+        self._directory.record_move(step, move.before, move.after, move.reason)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self._log(step, metrics)
+        self._progress.on_step(step, metrics)
+
+    def on_end(self) -> None:
+        try:
+            plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
+        except OSError as error:  # no reason to lose a finished run's summary
+            logger.warning("the plot could not be written (%s)", error)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        for sink in self._sinks:
+            with self._directory.writing():
+                sink.log(step, metrics)
+
+    def _write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
+        with self._directory.writing():
+            self._samples.write(name, step, groups)

@@ -1,0 +1,93 @@
+"""The learning rate of every optimizer step: base schedule x length decay x governor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fallback_correction.length_decay import LengthDecay, LengthDecayConfig
+from fallback_correction.surge_detector import SurgeDetectorConfig
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import TrainerConfig
+from onpolicy.errors import ConfigError
+
+
+class LearningRate:
+    """What a run's optimizer steps are taken with; trainers are told, and know of no schedule."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config.trainer
+        self.total_steps = config.rollout.num_rollout * config.steps_per_rollout
+        self.steps_taken = 0
+        self.decay: LengthDecay | None = None
+        if self.config.lr_schedule == "length-decay":
+            self.decay = LengthDecay(length_decay_config(self.config))
+
+    def observe(self, mean_response_length: float, truncated_ratio: float) -> None:
+        """Take in a rollout, before its optimizer steps; equal numbers on all ranks.
+
+        Mean tokens of all sampled responses, before any filter, and the share that was cut off.
+        """
+        if self.decay is not None:
+            self.decay.step(mean_response_length, truncated_ratio)
+
+    def next_rates(self, num_steps: int, governor: float) -> list[float]:
+        """Of the next optimizer steps, which count as taken.
+
+        `governor` is what the governor leaves of a rate; with it length decay's floor still holds.
+        """
+        steps = range(self.steps_taken, self.steps_taken + num_steps)
+        self.steps_taken += num_steps
+        # Factors are multiplied in this order: another one rounds otherwise.
+        rates = [self.config.lr * base_factor(s, self.config, self.total_steps) for s in steps]
+        if self.decay is not None:
+            rates = [rate * self.decay.scale for rate in rates]
+            governor = self.decay.bounded(governor)
+        return [rate * governor for rate in rates]
+
+    def metrics(self) -> dict[str, float]:
+        """Of length decay, if there is one."""
+        return {} if self.decay is None else self.decay.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rates depend on besides settings, as JSON can hold it."""
+        decay = {} if self.decay is None else self.decay.state_dict()
+        return {"steps_taken": self.steps_taken, "length_decay": decay}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned. Raises ConfigError if it is another schedule's."""
+        try:
+            if bool(state["length_decay"]) != (self.decay is not None):
+                raise ValueError(f"length_decay={state['length_decay']}")
+            self.steps_taken = state["steps_taken"]
+            if self.decay is not None:
+                self.decay.load_state_dict(state["length_decay"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "--load: what the checkpoint holds of the learning rate's schedule does not fit these "
+                f"settings ({error!r}). Give --lr-schedule as in the run that wrote it."
+            ) from error
+
+
+def base_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
+    """Share of --lr: linear warm-up to the peak, then constant, or a linear or cosine way down to 0."""
+    if step < config.lr_warmup_steps:
+        return (step + 1) / config.lr_warmup_steps
+    if config.lr_decay_style == "constant":
+        return 1.0
+    steps = max(total_steps - config.lr_warmup_steps, 1)
+    progress = min((step - config.lr_warmup_steps) / steps, 1.0)
+    if config.lr_decay_style == "linear":
+        return 1.0 - progress
+    return (1.0 + math.cos(math.pi * progress)) / 2
+
+
+def length_decay_config(config: TrainerConfig) -> LengthDecayConfig:
+    return LengthDecayConfig(
+        period=config.length_decay_period,
+        default_period=config.length_decay_default_period or None,
+        floor=config.length_decay_floor,
+        detector=SurgeDetectorConfig(
+            burn_in=config.length_decay_burn_in, rise_ratio=config.length_decay_rise_ratio
+        ),
+    )

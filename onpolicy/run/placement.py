@@ -1,0 +1,46 @@
+"""What each process of a command gets of this host: GPUs, cores, and memory for its cache."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+from onpolicy.train import distributed
+
+CACHE_BYTES = 2 << 30
+"""Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
+
+
+def require_gpus(config: TrainConfig) -> None:
+    """The trainer's ranks take the first GPUs of this host, the servers those after them.
+
+    Raises ConfigError if there are not as many.
+    """
+    ranks, servers = distributed.local_world_size(), config.engine.rollout_num_engines
+    gpus_per_server = tensor_parallel_size(config.sglang_args)
+    needed, found = ranks + servers * gpus_per_server, torch.cuda.device_count()
+    if not config.engine.rollout_server_url and needed > found:
+        raise ConfigError(
+            f"--rollout-num-engines={servers}: {ranks} trainer ranks + {servers} servers x "
+            f"--sglang-tp-size {gpus_per_server} = {needed} GPUs, and this host has {found}. Start "
+            "fewer ranks (torchrun --nproc-per-node) or fewer servers."
+        )
+
+
+def share_of_cores(processes: int) -> int:
+    """Threads for each of some processes on this host."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Tokens whose keys and values fit CACHE_BYTES."""
+    itemsize = torch.empty(0, dtype=getattr(torch, contract.dtype)).element_size()
+    shapes = contract.shapes
+    per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
+    return max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))

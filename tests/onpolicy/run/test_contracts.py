@@ -1,0 +1,59 @@
+"""What a contract is refused for before anything is started, and that all commands make the same."""
+
+import pytest
+import torch
+
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, groups
+from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run import bench, verify
+from onpolicy.run.contracts import contract_for
+
+
+def contract(checkpoint, *, aligned=True, **operators):
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint)),
+        parity=groups.ParityConfig(true_on_policy_mode=aligned),
+        operators=groups.OperatorsConfig(**operators),
+    )
+    return contract_for(config, load_config(str(checkpoint)), aligned=aligned)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_without_a_gpu_the_operators_are_the_cpus(checkpoint, caplog):
+    caplog.set_level("INFO", "onpolicy")
+    made = contract(checkpoint)
+    assert (made.backend, made.device, made.model_definition) == ("cpu", "cpu", "transformers")
+    assert "aligned operators: cpu, bfloat16" in caplog.text
+    with pytest.raises(ConfigError, match=r"--operators=hopper: this machine has no GPU"):
+        contract(checkpoint, operators="hopper")
+
+
+def test_a_variable_that_breaks_alignment_is_refused_in_aligned_runs_only(checkpoint, monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with"):
+        contract(checkpoint)
+    assert contract(checkpoint, aligned=False).backend == "stock"
+
+
+SHARED = ["--dtype", "float32", "--row-parallel-blocks", "2", "--sglang-tp-size", "2"]
+
+
+def test_every_command_makes_the_same_contract_of_the_same_flags(checkpoint):
+    """A run finds a server of `onpolicy serve` under its own contract, and verify measures it."""
+    hf_config = load_config(str(checkpoint))
+
+    def parsed(config_class, *argv):
+        return parse(config_class, [*argv, "--hf-checkpoint", str(checkpoint), *SHARED], "x")
+
+    configs = [
+        parsed(TrainConfig, "--true-on-policy-mode"),
+        parsed(ServeConfig),
+        verify.make_train_config(parsed(VerifyConfig)),
+        bench.make_train_config(parsed(BenchConfig, "step"), "aligned"),
+    ]
+    contracts = [contract_for(config, hf_config, aligned=True) for config in configs]
+    assert len({made.fingerprint for made in contracts}) == 1
+    assert (contracts[0].dtype, contracts[0].row_parallel_blocks) == ("float32", 2)

@@ -1,0 +1,50 @@
+"""What the processes of a command get of this host."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.placement import CACHE_BYTES, cache_tokens, require_gpus, share_of_cores
+
+
+def test_ranks_and_servers_need_a_gpu_each_and_too_few_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    args = ("--tp-size", "2")
+    two = groups.EngineConfig(rollout_num_engines=2)
+    require_gpus(TrainConfig(engine=two, sglang_args=args))
+    three = groups.EngineConfig(rollout_num_engines=3)
+    with pytest.raises(
+        ConfigError,
+        match=r"--rollout-num-engines=3: 2 trainer ranks \+ 3 servers x --sglang-tp-size 2 = 8 GPUs, "
+        r"and this host has 6",
+    ):
+        require_gpus(TrainConfig(engine=three, sglang_args=args))
+
+
+def test_servers_elsewhere_need_no_gpu_of_this_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    require_gpus(TrainConfig(engine=groups.EngineConfig(rollout_server_url=("http://h:1",))))
+
+
+def test_cores_are_shared_out_and_everyone_gets_one():
+    cores = len(os.sched_getaffinity(0))
+    assert (share_of_cores(1), share_of_cores(10 * cores)) == (cores, 1)
+
+
+def test_a_cache_holds_a_whole_context_and_at_most_its_memory(checkpoint):
+    hf_config = load_config(str(checkpoint))
+    config = TrainConfig(model=groups.ModelConfig(dtype="float32"))
+    small = contract_for(config, hf_config, aligned=False)
+    assert cache_tokens(hf_config, small) == 1 << 17
+    shapes = dataclasses.replace(small.shapes, kv_heads=1 << 10, head_dim=1 << 10)
+    large = dataclasses.replace(small, shapes=shapes)
+    per_token = 2 * hf_config.num_hidden_layers * (1 << 20) * 4
+    expected = max(hf_config.max_position_embeddings, CACHE_BYTES // per_token)
+    assert cache_tokens(hf_config, large) == expected

@@ -1,0 +1,42 @@
+"""Which samples are trained on, and with what advantage."""
+
+import pytest
+
+from onpolicy.config.groups import AlgorithmConfig
+from onpolicy.run.train_samples import make_train_samples, worth_training
+from onpolicy.types import Prompt, Sample, SampleGroup
+from tests.support.samples import make_completion
+
+
+def group(index, rewards):
+    prompt = Prompt(index=index, prompt_ids=[3], label="", text="")
+    samples = [
+        Sample(
+            prompt=prompt, sample_index=i, completion=make_completion([5], [-1.0]), reward=reward
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    return SampleGroup(prompt=prompt, samples=samples)
+
+
+GROUPS = [group(0, [1.0, 1.0]), group(1, [0.0, 2.0]), group(2, [0.0, 0.0])]
+
+
+@pytest.mark.parametrize(("filters", "kept"), [(False, [0, 1, 2]), (True, [1])])
+def test_groups_of_equal_rewards_are_left_out_only_if_that_is_asked_for(filters, kept):
+    algorithm = AlgorithmConfig(filter_equal_rewards=filters)
+    assert [g.prompt.index for g in worth_training(GROUPS, algorithm)] == kept
+
+
+def test_samples_keep_their_order_and_each_gets_its_own_advantage():
+    algorithm = AlgorithmConfig(advantage_estimator="dr_grpo")  # the reward less its group's mean
+    made = make_train_samples(GROUPS, algorithm)
+    assert [(m.sample.name, m.advantage) for m in made] == [
+        ("prompt 0, sample 0", 0.0),
+        ("prompt 0, sample 1", 0.0),
+        ("prompt 1, sample 0", -1.0),
+        ("prompt 1, sample 1", 1.0),
+        ("prompt 2, sample 0", 0.0),
+        ("prompt 2, sample 1", 0.0),
+    ]
+    assert made[3].sample is GROUPS[1].samples[1]
