@@ -6,17 +6,19 @@ The forward pass is timed on fewer tokens, at the model's longest context, and s
 linearly with tokens (see `onpolicy bench step`), and with longer sequences it would only be slower.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from onpolicy.compat.process import prepare_process
+
+prepare_process()  # before torch is imported
 
 import torch
 

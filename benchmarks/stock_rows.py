@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import onpolicy  # noqa: F401  (asks MKL for its strict mode)
+from onpolicy.compat.process import prepare_process
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.stock import StockOperators
 
@@ -59,6 +59,7 @@ def column_share(rows: int = 64) -> float:
 
 
 def main() -> None:
+    prepare_process()
     x, wide = normal(ROWS, 37), normal(ROWS, 1024)
     short, long = normal(768, 256, seed=1), normal(256, 1024, seed=1)
     results = {

@@ -7,76 +7,14 @@ lambda follows the batch mean of delta around a budget.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fallback_correction.choices import require_choice, require_choices
+from fallback_correction.choices import require_choice
+from fallback_correction.config.discrepancy import DiscrepancyConfig, Measure
 from fallback_correction.tokens import Gather, NonfiniteError, TokenBatch, alone, exact_sum
-
-Mode = Literal["fixed", "margin", "lagrangian"]
-Measure = Literal["difference", "ratio", "log"]
-Average = Literal["trajectory", "token"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiscrepancyConfig:
-    """How much disagreement costs. The defaults are the paper's for Qwen3-8B; see also `moe`.
-
-    delta needs pi_train of the policy that took the rollout. In bypass mode nobody recomputes it:
-    refuse that mode, or take the current policy's at the first optimizer step, where they are the
-    same. At a later step delta would measure the update and not the engines.
-    """
-
-    mode: Mode = "lagrangian"
-    """fixed: lambda0 throughout (Dual-GRPO, eq. 4). margin: the same, only where delta > `margin`
-    (section 5). lagrangian: lambda moves after every training step (DC-GRPO, eq. 8 and 11)."""
-
-    measure: Measure = "difference"
-    """Of a token (eq. 2): difference |pi_train - pi_rollout|, ratio |rho - 1|, or log |r|."""
-
-    lambda0: float = 0.1
-    """The first lambda, in advantage per unit of delta."""
-
-    eta: float = 1.0
-    """Dual learning rate: how far lambda moves per unit of violation."""
-
-    budget: float = 0.0037
-    """The mean delta that is tolerated. The default fits `difference` only."""
-
-    lambda_min: float = 0.0
-    lambda_max: float = 1.0
-    """The paper bounds lambda without giving the numbers."""
-
-    margin: float = 0.0
-    """Only in mode `margin`: a delta up to it, itself included, costs nothing."""
-
-    average: Average = "trajectory"
-    """trajectory: the mean over sequences of their token means (eq. 11). token: over all tokens."""
-
-    @staticmethod
-    def moe() -> DiscrepancyConfig:
-        """The paper's setting for Qwen3-30B-A3B, a mixture of experts."""
-        return DiscrepancyConfig(lambda0=0.05, budget=0.0050)
-
-    def __post_init__(self) -> None:
-        require_choices(self)
-        for name in ("lambda0", "eta", "budget", "lambda_min", "lambda_max", "margin"):
-            if not 0 <= getattr(self, name) < math.inf:
-                _refuse(self, name, "must be a number of 0 or more")
-        if self.mode == "lagrangian" and not self.lambda_min <= self.lambda0 <= self.lambda_max:
-            _refuse(self, "lambda0", f"must lie in [{self.lambda_min}, {self.lambda_max}]")
-        if (self.mode == "margin") != (self.margin > 0):
-            _refuse(
-                self, "margin", f"above 0 in mode 'margin' and nowhere else, not in {self.mode!r}"
-            )
-
-
-def _refuse(config: DiscrepancyConfig, name: str, rule: str) -> None:
-    raise ValueError(f"{name}={getattr(config, name)!r}: {rule}. Change it or leave it out.")
 
 
 @torch.no_grad()
@@ -115,8 +53,11 @@ class DiscrepancyPenalty:
     """Holds lambda. `apply` to every batch of a training step, then `step` once."""
 
     def __init__(self, config: DiscrepancyConfig):
+        """Raises ValueError for a configuration of no penalty."""
+        if not config.mode:
+            raise ValueError("mode='': is no penalty. Use fixed, margin or lagrangian.")
         self.config = config
-        self.lam = config.lambda0
+        self.lam = config.lambda_
         self._seen: list[Tensor] = []
 
     @torch.no_grad()
@@ -164,7 +105,7 @@ class DiscrepancyPenalty:
         return {"lambda": self.lam}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. Only `lagrangian` has a state: other modes keep lambda0."""
+        """Continue from `state_dict`. Only `lagrangian` has a state: other modes keep theirs."""
         lam, low, high = state["lambda"], self.config.lambda_min, self.config.lambda_max
         if self.config.mode != "lagrangian":
             return

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fallback_correction.choices import require_choice, require_choices
+from fallback_correction.config.governor import GovernorConfig
 
 Rung = Literal["stock", "tis", "mis", "decay", "aligned"]
 
@@ -22,44 +23,6 @@ RUNGS: tuple[Rung, ...] = ("stock", "tis", "mis", "decay", "aligned")
 
 LONGEST_CALM = 64
 """Times `fall_after`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GovernorConfig:
-    k3: float = 1e-3
-    """Largest mean k3, in nats per token."""
-
-    ess: float = 0.95
-    """Smallest effective sample size, as a share of the batch."""
-
-    log_ppl_abs_diff: float = 0.01
-    """Largest mean difference of the log-perplexities of a sequence, in nats per token."""
-
-    rise_after: int = 2
-    """Consecutive rollouts beyond a limit before it climbs."""
-
-    fall_after: int = 10
-    """Consecutive calm rollouts before it climbs down for the first time."""
-
-    calm: float = 0.5
-    """A rollout is calm if every distance is below this share of its limit: the hysteresis."""
-
-    highest: Rung = "aligned"
-
-    def __post_init__(self) -> None:
-        require_choices(self)
-        for name in ("k3", "log_ppl_abs_diff"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: a limit is greater than 0.")
-        if not 0 < self.ess < 1:
-            raise ValueError(f"ess={self.ess}: a limit is in (0, 1).")
-        if not 0 < self.calm <= 1:
-            raise ValueError(f"calm={self.calm}: must be in (0, 1], a share of the limits.")
-        if min(self.rise_after, self.fall_after) < 1:
-            raise ValueError(
-                f"rise_after={self.rise_after}, fall_after={self.fall_after}: both count rollouts and "
-                "are at least 1."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +71,11 @@ class Governor:
     def calm_needed(self) -> int:
         """Calm rollouts before the next fall."""
         return self.config.fall_after * min(2**self._falls, LONGEST_CALM)
+
+    @property
+    def lr_scale(self) -> float:
+        """What the learning rate is multiplied by on this rung."""
+        return self.config.lr_scale if self.rung == "decay" else 1.0
 
     def _move(self, direction: int, reason: str) -> Move:
         before, self.rung = self.rung, RUNGS[RUNGS.index(self.rung) + direction]

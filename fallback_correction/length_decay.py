@@ -3,52 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fallback_correction.surge_detector import SurgeDetector, SurgeDetectorConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthDecayConfig:
-    """Settings of arXiv 2602.01826, Algorithm 1. Steps are rollout steps, counted from 1."""
-
-    period: int | None = None
-    """Rollout steps between two decays; None takes it from the length surge. Example: 204"""
-
-    factor: float = 2.0
-    """What each decay divides the learning rate by. Example: 2.0"""
-
-    floor: float = 0.1
-    """The learning rate never falls below this share of the base schedule's. Example: 0.1"""
-
-    onset_multiplier: float = 1.8
-    """Period over the surge's onset, where the period is not given. Example: 1.8"""
-
-    default_period: int | None = 160
-    """The period if no surge is confirmed in as many rollout steps: 160 kept both models of the paper
-    stable. None: without a surge nothing decays. Example: 160"""
-
-    detector: SurgeDetectorConfig = field(default_factory=SurgeDetectorConfig)
-    """What counts as a surge."""
-
-    def __post_init__(self) -> None:
-        if self.period is not None and self.period < 1:
-            raise ValueError(f"period={self.period}: must be at least 1. Use None to detect it.")
-        if self.default_period is not None and self.default_period < 1:
-            raise ValueError(
-                f"default_period={self.default_period}: must be at least 1. Use None for no decay "
-                "without a surge."
-            )
-        if self.factor <= 1:
-            raise ValueError(f"factor={self.factor}: must be above 1. Use 2 to halve the rate.")
-        if not 0 < self.floor <= 1:
-            raise ValueError(f"floor={self.floor}: must be in (0, 1]. Use 0.1.")
-        if self.onset_multiplier <= 0:
-            raise ValueError(f"onset_multiplier={self.onset_multiplier}: must be above 0. Use 1.8.")
+from fallback_correction.config.length_decay import LengthDecayConfig
+from fallback_correction.surge_detector import SurgeDetector
 
 
 class LengthDecay:
@@ -94,7 +55,7 @@ class LengthDecay:
         if self.detector.onset is not None:
             return max(round(self.config.onset_multiplier * self.detector.onset), 1)
         default = self.config.default_period
-        return default if default is not None and self.num_rollout_steps >= default else None
+        return default if default and self.num_rollout_steps >= default else None
 
     def bounded(self, factor: float) -> float:
         """What another cure's factor of the rate may be, lest `scale` times it falls below the floor."""

@@ -3,71 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SurgeDetectorConfig:
-    """What counts as a surge. Steps are rollout steps, counted from 1.
-
-    Raises ValueError for settings under which no surge could ever be found.
-    """
-
-    burn_in: int = 10
-    """No rise that begins in these steps is a surge: early jumps of the length are a format being
-    learnt, and 1.8 times their onset would be no period. Example: 10"""
-
-    baseline_window: int = 40
-    """Steps before the rise whose upper quartile is the baseline. A larger window forgives longer
-    dips, a smaller one forgets sooner how long the responses were at the start. Example: 40"""
-
-    rise_ratio: float = 2.0
-    """A surge is at least this many times the baseline. Example: 2.0"""
-
-    onset_ratio: float = 1.25
-    """The onset is the first step of the rise above this many times the baseline. Example: 1.25"""
-
-    confirmation_steps: int = 5
-    """Consecutive steps that must have the rise ratio. Example: 5"""
-
-    max_rise_steps: int = 20
-    """Steps from the onset to the confirmation of a fast rise at most. Example: 20"""
-
-    slow_rise_steps: int = 45
-    """The same of a slow one. Example: 45"""
-
-    level_ratio: float = 1.1
-    """A slow rise starts from a level: the median of the newer half of `baseline_window` is at most
-    this many times that of the older half. What rises from the start is growth. Example: 1.1"""
-
-    max_truncated_ratio: float = 0.8
-    """Truncated ratios above this are taken as this: the correction is bounded. Example: 0.8"""
-
-    def __post_init__(self) -> None:
-        for name in ("burn_in", "baseline_window", "confirmation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must be at least 1. Use 1 or more."
-                )
-        if not 1 < self.onset_ratio <= self.rise_ratio:
-            raise ValueError(
-                f"onset_ratio={self.onset_ratio}, rise_ratio={self.rise_ratio}: must rise from 1. "
-                "Use 1 < onset_ratio <= rise_ratio."
-            )
-        for name in ("max_rise_steps", "slow_rise_steps"):
-            if getattr(self, name) < self.confirmation_steps:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must leave room for the "
-                    f"{self.confirmation_steps} confirmation steps. Use at least as many."
-                )
-        if not self.level_ratio >= 1:
-            raise ValueError(f"level_ratio={self.level_ratio}: must be at least 1. Use 1.1.")
-        if not 0 <= self.max_truncated_ratio < 1:
-            raise ValueError(
-                f"max_truncated_ratio={self.max_truncated_ratio}: must be in [0, 1). Use 0.8."
-            )
+from fallback_correction.config.length_decay import SurgeDetectorConfig
 
 
 class SurgeDetector:

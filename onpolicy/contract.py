@@ -22,8 +22,6 @@ THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
-BACKENDS = ("cpu", "triton", "hopper", "stock")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShapes:
@@ -54,7 +52,7 @@ class NumericsContract:
 
     backend: str
     """`cpu`, `triton` (any GPU from Ampere on), `hopper` (FlashAttention-3 and DeepGEMM): the aligned
-    operators of that name; `stock`: each engine's own kernels, nothing promised."""
+    operators of that name (`ops/backends`); `stock`: each engine's own kernels, nothing promised."""
 
     device: str
     """Kind of device that both engines compute on: `cpu` or `cuda`."""
@@ -72,13 +70,6 @@ class NumericsContract:
 
     model_definition: str = "transformers"
     """Whose modelling code both engines run."""
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ContractError(
-                f"backend={self.backend!r}: this version has the operator backends "
-                f"{', '.join(BACKENDS)}. Start both engines with the same version of onpolicy."
-            )
 
     @property
     def is_aligned(self) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from onpolicy.ops import AttentionLayout, Operators
+from onpolicy.ops import Operators, PagedLayout
 from sglang_patches import registry
 from sglang_patches.platform import ATTENTION_BACKEND
 
@@ -36,20 +37,23 @@ def _backend_class() -> type:
         def __init__(self, runner: Any, operators: Operators):
             super().__init__(runner)
             self.operators = operators
-            self.layout: AttentionLayout | None = None
+            self.layout: PagedLayout | None = None
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
-            key_lens = tuple(forward_batch.seq_lens.tolist())
+            key_lens = forward_batch.seq_lens.int()
             query_lens = (
-                (1,) * len(key_lens)
+                torch.ones_like(key_lens)
                 if forward_batch.forward_mode.is_decode()
-                else tuple(forward_batch.extend_seq_lens.tolist())
+                else forward_batch.extend_seq_lens
             )
-            pages = self.req_to_token_pool.req_to_token
-            rows = pages[forward_batch.req_pool_indices, : max(key_lens)]
-            self.layout = AttentionLayout(
-                query_lens=query_lens, key_lens=key_lens, key_rows=rows.long()
+            slots = self.req_to_token_pool.req_to_token
+            self.layout = PagedLayout(
+                page_table=slots[forward_batch.req_pool_indices, : int(key_lens.max())],
+                page_size=1,
+                key_lens=key_lens,
+                query_starts=F.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+                max_query_len=int(query_lens.max()),
             )
 
         def forward_extend(
@@ -66,10 +70,10 @@ def _backend_class() -> type:
                 location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
                 self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
             assert self.layout is not None
-            out = self.operators.attention(
+            out = self.operators.paged_attention(
                 q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-                self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+                self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, None],
+                self.token_to_kv_pool.get_value_buffer(layer.layer_id)[:, None],
                 self.layout,
                 layer.scaling,
             )

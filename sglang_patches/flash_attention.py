@@ -1,7 +1,7 @@
-"""On Hopper GPUs the engine's attention is SGLang's own `fa3` backend, and is only checked here.
+"""On Hopper GPUs SGLang's `fa3` backend attends by the kernels that are its own.
 
-The trainer calls the function that this backend calls (onpolicy/ops/hopper/flash_attention.py). What
-makes its results depend on the batch is asked of the backend that SGLang really built: splits of a
+The operator calls FlashAttention-3 as this backend would (onpolicy/ops/hopper/flash_attention.py). What
+would make results depend on the batch is asked of the backend that SGLang really built: splits of a
 sequence (SGLang's heuristic unless inference is deterministic), another version or another build
 of the kernels, pages for which they take another tile, and attention that is not the model's own.
 Source: sglang/srt/layers/attention/flashattention_backend.py.
@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from onpolicy.errors import ContractError
-from sglang_patches import registry
+from onpolicy.ops import Operators
+from sglang_patches import paged_attention, registry
 
-TARGET = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__"
+TARGET = f"{paged_attention.MODULE}.FlashAttentionBackend.__init__"
 
 KERNELS = "sgl_kernel.flash_attn"
 """The module whose function the trainer calls; SGLang can also fetch a build from Hugging Face."""
@@ -22,7 +23,8 @@ KERNELS = "sgl_kernel.flash_attn"
 WANTED = {"fa_impl_ver": 3, "num_splits": 1, "page_size": 1, "use_mla": False}
 
 
-def install() -> None:
+def install(operators: Operators) -> None:
+    paged_attention.install(operators)
     registry.hook(TARGET, _require_exact, "after")
 
 

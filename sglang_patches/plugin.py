@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
-from onpolicy.ops import Operators, make_operators
+from onpolicy.ops import make_operators
+from onpolicy.ops.backends import backend_of
 from sglang_patches import (
-    attention,
     buffers,
     cpu_sizes,
     determinism,
     experts,
-    flash_attention,
     forks,
     harmful_requests,
     linear,
@@ -26,7 +27,6 @@ from sglang_patches import (
     sampler,
     shared_names,
     status,
-    triton_attention,
     versions,
     weights,
 )
@@ -37,6 +37,7 @@ def load() -> None:
     text = os.environ.get(CONTRACT_VARIABLE)
     if text is None:
         return
+    prepare_process()  # not every server is started by `serve`
     versions.sglang_version()
     contract = NumericsContract.from_json(text)
     shared_names.install()
@@ -51,7 +52,7 @@ def load() -> None:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         determinism.install(contract)
         linear.install(operators, contract)
-        _install_attention(contract, operators)
+        importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         lm_head.install(operators)
         sampler.install(operators, contract)
         requests.install()
@@ -61,12 +62,3 @@ def load() -> None:
         buffers.install()
         model.install(operators, contract)
     registry.started(contract)
-
-
-def _install_attention(contract: NumericsContract, operators: Operators) -> None:
-    if contract.backend == "cpu":
-        attention.install(operators)
-    elif contract.backend == "triton":
-        triton_attention.install()
-    else:
-        flash_attention.install()

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError
 from onpolicy.system.garbage import collect_rarely
 from sglang_patches import guard, registry
@@ -27,6 +28,7 @@ RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 def main(argv: list[str]) -> None:
+    prepare_process()
     if not os.environ.get(GUARDED):
         return serve(argv)
     flags = json.loads(io.FileIO(sys.stdin.fileno(), closefd=False).readline())

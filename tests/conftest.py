@@ -1,10 +1,11 @@
 """Fixtures shared by all tests."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import os
+from onpolicy.compat.process import prepare_process
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: tests share their cores
+prepare_process()  # before torch is imported
 
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """Which packages may know which: the picture in docs/architecture.md, enforced."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "algorithm": set(),
     "compat": {"errors"},
-    "ops": {"contract", "errors"},
+    "ops": {"compat", "contract", "errors"},
     "weights": GROUND,
     "models": GROUND | {"ops", "weights"},
     "parity": GROUND,
@@ -69,7 +70,7 @@ def test_the_trainer_and_the_rollout_never_know_each_other():
 @pytest.mark.parametrize("file", files("sglang_patches"), ids=lambda f: f.name)
 def test_the_plugin_knows_only_operators_contract_models_and_weights(file):
     assert ours(file, "onpolicy") <= {
-        "ops", "contract", "errors", "models", "system", "weights",
+        "compat", "ops", "contract", "errors", "models", "system", "weights",
     }  # fmt: skip
 
 
@@ -87,9 +88,36 @@ def test_fallback_correction_stands_alone_on_torch(file):
 
 @pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
 def test_only_training_and_what_composes_reach_fallback_correction(file):
-    part = file.relative_to(ROOT / "onpolicy").parts[0].removesuffix(".py")
-    if part not in COMPOSING | {"train", "algorithm"}:
-        assert not any(name.split(".")[0] == "fallback_correction" for name in imported(file))
+    if part_of(file) not in COMPOSING | {"train", "algorithm"}:
+        records = {"config", "ranges"} if part_of(file) == "config" else set()
+        assert ours(file, "fallback_correction") <= records
+
+
+@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+def test_nothing_of_ours_goes_through_an_adapter_of_another_stack(file):
+    assert "adapters" not in ours(file, "fallback_correction")
+
+
+@pytest.mark.parametrize("file", files("onpolicy/algorithm"), ids=lambda f: f.name)
+def test_the_algorithm_stands_on_torch_and_the_ground_of_fallback_correction(file):
+    assert ours(file, "fallback_correction") <= {"choices", "ratios", "tokens"}
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("onpolicy.config", {"torch", "transformers", "sglang", "numpy"}),
+        ("fallback_correction.config", {"torch", "numpy", "tyro"}),
+        ("onpolicy.algorithm.objectives", {"transformers", "sglang", "tyro"}),
+        ("onpolicy.algorithm.advantages", {"transformers", "sglang", "tyro"}),
+        ("fallback_correction.adapters.miles", {"transformers", "sglang", "onpolicy", "tyro"}),
+    ],
+)
+def test_what_can_be_imported_alone_brings_nothing_heavy_along(module, absent):
+    code = f"import sys, {module}; print(*sorted({absent} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
 
 
 @pytest.mark.parametrize("file", files("onpolicy/config"), ids=lambda f: f.name)

@@ -24,6 +24,7 @@ from benchmarks.gpu_ops.models import model_cases
 from benchmarks.gpu_ops.report import count_goals, describe, line, markdown
 from benchmarks.gpu_ops.rowwise import rowwise_cases
 from benchmarks.gpu_ops.timing import alternate
+from onpolicy.compat.process import prepare_process
 from onpolicy.ops import Operators
 from tests.support.gpu.machine import describe_machine, write_json
 from tests.support.gpu.operators import BACKENDS, make_gpu_operators, missing
@@ -116,6 +117,7 @@ def _name(case: Case) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 if a case failed, 2 if nothing can be measured here."""
+    prepare_process()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300, help="start no case after these")
     parser.add_argument("--only", default="", help="operators by how they begin; commas between")

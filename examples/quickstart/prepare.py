@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-import onpolicy  # noqa: F401  (lets transformers import beside a CPU build of torch)
+from onpolicy.compat.process import prepare_process
 
 CHARACTERS = "0123456789+="
 SPECIAL = ["<pad>", "<eos>"]
@@ -123,6 +123,7 @@ def write_problems(file: Path, count: int, rng: random.Random) -> None:
 def main(out: Path) -> None:
     if (out / "model" / "config.json").exists():
         return
+    prepare_process()  # the same model on every machine that a run has the same bits on
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     write_problems(out / "data.jsonl", 3000, rng)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError, OnPolicyError
 from onpolicy.system.garbage import collect_rarely
 from onpolicy.system.ranks import is_first_on_host
@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         print(f"onpolicy: unknown command {arguments[0]!r}.\n\n{_usage()}", file=sys.stderr)
         return 2
-    # Threads that wait by spinning take the cores from the engines: 7 times slower on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prepare_process()
     collect_rarely()
     command = importlib.import_module(f"onpolicy.cli.{arguments[0]}")
     try:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from onpolicy.cli import yaml_file
 from onpolicy.config import sglang_flags
-from onpolicy.config.flags import SGLANG_ARGS, flag_types, spelled
+from onpolicy.config.flags import (
+    SGLANG_ARGS,
+    flag_types,
+    flags_of,
+    is_record,
+    spelled,
+    with_flags,
+)
 from onpolicy.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -29,7 +43,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     if path:
         from_file = yaml_file.read_arguments(path, flag_types(config_class))
     arguments = [*from_file[0], *rest]
-    config, unknown = tyro.cli(config_class, args=arguments, prog=prog, return_unknown_args=True)
+    config, unknown = _parsed(config_class, arguments, prog)
     if unknown:
         raise ConfigError(_unknown(unknown[0], rest, known_keys(config_class), prog))
     if sglang := (*from_file[1], *sglang_args):
@@ -37,6 +51,44 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
             raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
         config = dataclasses.replace(config, sglang_args=sglang)  # type: ignore[type-var]
     return config
+
+
+class _Refused(Exception):
+    """Carries a ConfigError past tyro, which would print a box of its own for a ValueError."""
+
+
+def _parsed(
+    config_class: type[Config], arguments: list[str], prog: str
+) -> tuple[Config, list[str]]:
+    registry = ConstructorRegistry()
+
+    @registry.struct_rule
+    def group(info: StructTypeInfo) -> StructConstructorSpec | None:
+        is_group = is_record(info.type) and info.type is not config_class
+        return _group(info.type()) if is_group else None
+
+    try:
+        return tyro.cli(
+            config_class, args=arguments, prog=prog, return_unknown_args=True, registry=registry
+        )
+    except _Refused as refused:
+        raise refused.args[0] from None
+
+
+def _group(default: Any) -> StructConstructorSpec:
+    """A group as one list of flags, those of the records inside it among them."""
+
+    def make(**values: Any) -> Any:
+        try:
+            return with_flags(default, values)
+        except ConfigError as error:
+            raise _Refused(error) from error
+
+    fields = [
+        StructFieldSpec(flag.name, flag.kind, flag.value(default), partial(getattr, flag, "help"))
+        for flag in flags_of(type(default))
+    ]
+    return StructConstructorSpec(instantiate=make, fields=tuple(fields))
 
 
 def known_keys(config_class: type) -> list[str]:

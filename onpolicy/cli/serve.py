@@ -9,7 +9,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.config import sglang_flags
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import ServeConfig
-from onpolicy.config.train import (
+from onpolicy.config.validate import (
     require_key_for_host,
     require_mode_for_operators,
     require_secrets,

@@ -10,8 +10,8 @@ from onpolicy.cli.result import put_out, require_places
 from onpolicy.config import sglang_flags
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.config.train import require_mode_for_operators
 from onpolicy.config.unread import refuse_unread
+from onpolicy.config.validate import require_mode_for_operators
 from onpolicy.outputs.console import configure_logging
 from onpolicy.system.ranks import is_first_rank
 

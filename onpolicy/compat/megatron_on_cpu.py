@@ -8,16 +8,21 @@ and their messages (pipeline_parallel/schedules.py, p2p_communication.py), activ
 optimizers (optimizer/*.py) and checkpoints (dist_checkpointing/strategies). With this in place all
 of that runs as it is, over gloo, so that it can be developed and tested without a GPU.
 
-What is replaced would raise an error here otherwise, with one exception: `Tensor.type()` says
-`torch.cuda.FloatTensor` of a CPU tensor, for the whole process. Nothing of it decides bits of a
-forward pass. It is never loaded where there is CUDA, and says so when it is.
+Megatron's modules get a `torch` of their own for it; what everyone else imports stays as it is. Only
+two methods of tensors are replaced for the whole process, since they have no module: `cuda()`, which
+would raise an error here otherwise, and `type()`, which says `torch.cuda.FloatTensor` of a CPU
+tensor. Nothing of it decides bits of a forward pass. It is never loaded where there is CUDA, and says
+so when it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,11 +44,20 @@ _FACTORIES = (
     "zeros_like",
 )
 
+_MODULES = (
+    "dist_checkpointing.strategies.torch",
+    "distributed",
+    "models.gpt",
+    "optimizer",
+    "pipeline_parallel",
+)
+"""Parts of megatron.core that bring along whatever names CUDA."""
+
 _active = False
 
 
 def activate() -> None:
-    """Put the stand-in in place for the rest of this process; once is enough.
+    """Decide that Megatron runs on the CPU in this process, for the rest of it; once is enough.
 
     Raises ContractError where there is CUDA.
     """
@@ -60,9 +74,12 @@ def activate() -> None:
         "No CUDA here: Megatron's CUDA-named calls mean the CPU in this process "
         "(onpolicy/compat/megatron_on_cpu.py)."
     )
-    _replace_device_functions()
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    ours = _torch_on_cpu()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
+            module.torch = ours  # type: ignore[attr-defined]
     Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     Tensor.type = _type_name(Tensor.type)  # type: ignore[assignment,method-assign]
     _replace_random_state()
@@ -72,14 +89,31 @@ def is_active() -> bool:
     return _active
 
 
-def _replace_device_functions() -> None:
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
-    cuda.synchronize = lambda device=None: None
-    cuda.empty_cache = lambda: None
-    cuda.Stream = _Stream
-    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
-    cuda.stream = lambda stream: contextlib.nullcontext()
+class _View(ModuleType):
+    """A module with some of its attributes replaced, for whoever is handed this one."""
+
+    def __init__(self, module: ModuleType, **replaced: Any):
+        super().__init__(module.__name__)
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _torch_on_cpu() -> ModuleType:
+    cuda = _View(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda device=None: None,
+        empty_cache=lambda: None,
+        Stream=_Stream,
+        current_stream=lambda device=None: _Stream(),
+        default_stream=lambda device=None: _Stream(),
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _View(torch, cuda=cuda, **factories)
 
 
 class _Stream:

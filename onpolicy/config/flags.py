@@ -1,47 +1,167 @@
-"""A configuration seen as its flags: types, defaults and values, without the groups they are in."""
+"""A configuration seen as its flags: names, types, defaults and values, without the groups they are in.
+
+A field is a flag of its own name. A record inside a group gives its fields as flags under the prefix
+that stands beside it, `dc: Annotated[DiscrepancyConfig, Prefix("dc_")]`, and so do the records inside
+it. An underscore at a field's end, as in `lambda_`, is no part of its flag.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import textwrap
 import typing
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar
+
+from fallback_correction.ranges import FieldError
+from onpolicy.errors import ConfigError
+
+Record = TypeVar("Record")
 
 SGLANG_ARGS = "sglang_args"
 """A field that is no flag: what --sglang-* collected."""
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """What the flags of a record begin with; they belong to the group that holds it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A field that is set from the command line."""
+
+    path: tuple[str, ...]
+    """Where its value is: the fields that lead from the configuration to it."""
+
+    prefix: str
+    kind: Any
+    notes: tuple[Any, ...]
+    """What stands beside its type: see `fallback_correction.ranges`."""
+
+    owner: type
+    """The class that has the field."""
+
+    @property
+    def name(self) -> str:
+        """With _ for -."""
+        return self.spell(self.path[-1])
+
+    def spell(self, field: str) -> str:
+        """The name of the flag that another field of the same record is."""
+        return self.prefix + field.rstrip("_")
+
+    def record(self, config: Any) -> Any:
+        """What has the field: a group, a record in it, or the configuration itself."""
+        return reduce(getattr, self.path[:-1], config)
+
+    def value(self, config: Any) -> Any:
+        return getattr(self.record(config), self.path[-1])
+
+    @property
+    def help(self) -> str:
+        """The docstring under the field."""
+        found = [_docs(owner).get(self.path[-1], "") for owner in self.owner.__mro__]
+        return next(filter(None, found), "")
+
+
+def flags_of(config_class: type) -> tuple[Flag, ...]:
+    """The flags of a command, or of a group of them, in their order."""
+    return tuple(flag for flag in _walk(config_class) if flag.path != (SGLANG_ARGS,))
+
+
+def _walk(owner: type, path: tuple[str, ...] = (), prefix: str = "") -> Iterator[Flag]:
+    hints = typing.get_type_hints(owner, include_extras=True)
+    for name in (field.name for field in dataclasses.fields(owner)):
+        kind, *notes = (
+            typing.get_args(hints[name])
+            if typing.get_origin(hints[name]) is Annotated
+            else (hints[name],)
+        )
+        if is_record(kind):
+            own = "".join(note.text for note in notes if isinstance(note, Prefix))
+            yield from _walk(kind, (*path, name), prefix + own)
+        else:
+            yield Flag((*path, name), prefix, kind, tuple(notes), owner)
+
+
+def is_record(kind: Any) -> bool:
+    """Whether a type is a class of fields."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
 def flag_types(config_class: type) -> dict[str, Any]:
     """The type of every flag, by its name with _ for -."""
-    types: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(config_class).items():
-        is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        types |= flag_types(kind) if is_group else {name: kind}
-    types.pop(SGLANG_ARGS, None)
-    return types
+    return {flag.name: flag.kind for flag in flags_of(config_class)}
 
 
 def flag_values(config: Any) -> dict[str, Any]:
     """The value of every flag."""
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        values |= flag_values(value) if dataclasses.is_dataclass(value) else {item.name: value}
-    values.pop(SGLANG_ARGS, None)
-    return values
+    return {flag.name: flag.value(config) for flag in flags_of(type(config))}
 
 
 def flag_defaults(config_class: type) -> dict[str, Any]:
     """The default of every flag that has one."""
     defaults: dict[str, Any] = {}
-    for item in dataclasses.fields(config_class):
-        if item.default_factory is not dataclasses.MISSING:
-            defaults |= flag_values(item.default_factory())
-        elif item.default is not dataclasses.MISSING:
-            defaults[item.name] = item.default
-    defaults.pop(SGLANG_ARGS, None)
-    return defaults
+    for field in dataclasses.fields(config_class):
+        if field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+    flags = (flag for flag in flags_of(config_class) if flag.path[0] in defaults)
+    return {f.name: reduce(getattr, f.path[1:], defaults[f.path[0]]) for f in flags}
+
+
+def with_flags(record: Record, values: Mapping[str, Any]) -> Record:
+    """The configuration, or group, with these values of its flags.
+
+    Raises ConfigError for values that one of the records in it refuses, KeyError for no flag.
+    """
+    flags = flags_of(type(record))
+    paths = {flag.name: flag.path for flag in flags}
+    return _replaced(record, {paths[name]: value for name, value in values.items()}, flags)
+
+
+def _replaced(part: Record, values: Mapping[tuple[str, ...], Any], flags: Sequence[Flag]) -> Record:
+    """values, flags: those of this part of the configuration, by their paths from here."""
+    changes: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path in values):
+        inner = {path[1:]: value for path, value in values.items() if path[0] == name}
+        below = [replace(f, path=f.path[1:]) for f in flags if f.path[0] == name]
+        changes[name] = inner[()] if () in inner else _replaced(getattr(part, name), inner, below)
+    try:
+        return replace(part, **changes)  # type: ignore[type-var]
+    except FieldError as error:
+        flag = next(flag for flag in flags if flag.path == (error.name,))
+        raise ConfigError(refusal(flag, error)) from error
+
+
+def refusal(flag: Flag, error: FieldError) -> str:
+    """What is said of a value that a record refuses: its flag, the rule, the remedy."""
+    return f"{spelled(flag.name)}={error.value}: {error.said(lambda x: spelled(flag.spell(x)))}"
 
 
 def spelled(name: str) -> str:
     """The flag as it is given: `rollout_host` -> `--rollout-host`."""
     return f"--{name.replace('_', '-')}"
+
+
+@cache
+def _docs(owner: type) -> Mapping[str, str]:
+    """The docstrings under the fields that a class adds to its bases, each in one line."""
+    if not dataclasses.is_dataclass(owner):
+        return {}
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, below in pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return docs

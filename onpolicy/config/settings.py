@@ -6,13 +6,11 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onpolicy.config.flags import spelled
+from onpolicy.config.train import TrainConfig
 from onpolicy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from onpolicy.config.train import TrainConfig
 
 DECIDE_NO_RESULT = frozenset({
     # where things are or go, and what is logged

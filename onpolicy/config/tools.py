@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from fallback_correction.ranges import at_least
 from onpolicy.config import groups, sglang_flags, tensor_parallel
+from onpolicy.config.kinds import Count, Directory, Engines, Seed, Temperature
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -31,16 +33,16 @@ class VerifyConfig:
     megatron: Annotated[groups.MegatronConfig, Flat] = field(default_factory=groups.MegatronConfig)
     cpu: Annotated[groups.CpuConfig, Flat] = field(default_factory=groups.CpuConfig)
 
-    num_prompts: int = 32
+    num_prompts: Count = 32
     """Prompts in each of the two rounds."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Tokens sampled for every prompt."""
 
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Decides prompts and samples."""
 
     true_on_policy_mode: bool = True
@@ -52,13 +54,13 @@ class VerifyConfig:
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Way of the changed weights to the server."""
 
-    rollout_num_engines: int = 1
+    rollout_num_engines: Engines = 1
     """SGLang servers to start."""
 
     json: str = ""
     """Also write the report into this file."""
 
-    run_dir: str = "runs/verify"
+    run_dir: Directory = "runs/verify"
     """Directory for the engines' logs."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -81,28 +83,28 @@ class BenchConfig:
     )
     cpu: Annotated[groups.CpuConfig, Flat] = field(default_factory=groups.CpuConfig)
 
-    repetitions: int = 5
+    repetitions: Count = 5
     """Measurements of each kind, after one that is thrown away."""
 
-    num_prompts: int = 64
+    num_prompts: Count = 64
     """rollout: prompts sampled at once."""
 
-    prompt_len: int = 32
+    prompt_len: Count = 32
     """rollout: tokens per prompt."""
 
-    max_new_tokens: int = 96
+    max_new_tokens: Count = 96
     """Tokens sampled for every prompt, or trained on in every sequence."""
 
     train_backend: Literal["fsdp", "megatron", "fsdp,megatron"] = "fsdp"
     """step: the training engine; two are measured side by side, both on aligned operators."""
 
-    num_tokens: tuple[int, ...] = (2048, 4096, 8192)
+    num_tokens: Annotated[tuple[int, ...], at_least(1)] = (2048, 4096, 8192)
     """step: tokens per optimizer step; one measurement for each."""
 
     json: str = ""
     """Also write the result into this file."""
 
-    run_dir: str = "runs/bench"
+    run_dir: Directory = "runs/bench"
     """Directory for the engines' logs."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -125,10 +127,10 @@ class ServeConfig:
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seeds the samples of requests that bring no seed, in the order in which they arrive."""
 
-    run_dir: str = "runs/serve"
+    run_dir: Directory = "runs/serve"
     """Directory for the server's log."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()

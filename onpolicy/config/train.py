@@ -1,28 +1,15 @@
-"""The typed configuration of a training run and the rules its values must keep."""
+"""The typed configuration of a training run. `validate` has the rules that its values must keep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import (
-    addresses,
-    corrections,
-    groups,
-    secrets,
-    settings,
-    sglang_flags,
-    tensor_parallel,
-)
-from onpolicy.config.eval_sets import eval_sets
-from onpolicy.config.flags import SGLANG_ARGS, flag_values, spelled
-from onpolicy.config.ranges import SMALLEST_TEMPERATURE, require_ranges
-from onpolicy.config.unread import refuse_unread
-from onpolicy.errors import ConfigError
-from onpolicy.system.network import is_loopback
+from onpolicy.config import groups, secrets, sglang_flags, tensor_parallel
+from onpolicy.config.flags import SGLANG_ARGS, flag_values
+from onpolicy.config.kinds import Seed
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -51,7 +38,7 @@ class TrainConfig:
     eval: Annotated[groups.EvalConfig, Flat] = field(default_factory=groups.EvalConfig)
     output: Annotated[groups.OutputConfig, Flat] = field(default_factory=groups.OutputConfig)
 
-    seed: int = 0
+    seed: Seed = 0
     """Decides the order of prompts and every sampled token."""
 
     custom_config_path: str = ""
@@ -93,7 +80,7 @@ class TrainConfig:
     def may_align(self) -> bool:
         """Whether the run can come to run on aligned operators."""
         governor = self.governor
-        climbs = governor.mismatch_governor and governor.governor_highest == "aligned"
+        climbs = governor.mismatch_governor and governor.limits.highest == "aligned"
         return self.parity.true_on_policy_mode or climbs
 
     @property
@@ -129,210 +116,3 @@ class TrainConfig:
         values = flag_values(self)
         values["rollout_api_key"] = secrets.HIDDEN if values["rollout_api_key"] else ""
         return {**values, SGLANG_ARGS: secrets.hide(self.sglang_args)}
-
-
-def validate(config: TrainConfig) -> None:
-    """Raise ConfigError for the first value that breaks a rule."""
-    require_ranges(config)
-    _require_batch_sizes(config)
-    _require_sampling(config)
-    _require_companions(config)
-    _require_engines(config)
-    _require_corrections(config)
-    corrections.validate(config)
-    settings.require_known(config.output.allow_changed_settings, config)
-    sglang_flags.validate(config.sglang_args, aligned=config.may_align)
-    config.count_row_parallel_blocks()
-    require_mode_for_operators(config.operators.operators, aligned=config.may_align)
-    refuse_unread(config)
-
-
-def _refuse(flag: str, value: object, rule: str, remedy: str) -> None:
-    raise ConfigError(f"{spelled(flag)}={value}: {rule}. {remedy}")
-
-
-MAX_SAMPLES = 10_000_000
-"""Samples of a rollout at most: one process holds all of them."""
-
-
-def _require_batch_sizes(config: TrainConfig) -> None:
-    samples, size = config.samples_per_rollout, config.trainer.global_batch_size
-    rollout = config.rollout
-    if samples > MAX_SAMPLES:
-        _refuse(
-            "rollout_batch_size",
-            rollout.rollout_batch_size,
-            f"x n_samples_per_prompt {rollout.n_samples_per_prompt} = {samples} samples, and a rollout, "
-            f"which one process holds, may have {MAX_SAMPLES}",
-            "Lower one of the two.",
-        )
-    if size is not None and samples % size:
-        _refuse(
-            "global_batch_size",
-            size,
-            f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt "
-            f"{rollout.n_samples_per_prompt} = {samples} samples must be global_batch_size x a whole "
-            "number of optimizer steps",
-            f"Divisors of {samples}: {_divisors(samples)}.",
-        )
-    estimator, n = config.algorithm.advantage_estimator, config.rollout.n_samples_per_prompt
-    if estimator not in ("reinforce", "reinforce_plus_plus") and n < 2:
-        _refuse(
-            "n_samples_per_prompt",
-            n,
-            f"--advantage-estimator {estimator} compares the samples of a group and needs 2 or more",
-            "Raise it, or use --advantage-estimator reinforce.",
-        )
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-def _require_sampling(config: TrainConfig) -> None:
-    rollout = config.rollout
-    if rollout.rollout_temperature < SMALLEST_TEMPERATURE:
-        _refuse(
-            "rollout_temperature",
-            rollout.rollout_temperature,
-            f"must be at least {SMALLEST_TEMPERATURE:g}: SGLang samples greedily below it, and a greedy "
-            "rollout has no log-probabilities to learn from",
-            "Give 1.0, or another value in that range.",
-        )
-    neutral = {"rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
-    for name, value in neutral.items():
-        if config.may_align and getattr(rollout, name) != value:
-            _refuse(
-                name,
-                getattr(rollout, name),
-                "with --true-on-policy-mode a token is sampled from softmax(logits / temperature) and "
-                "from nothing else, since a filter makes the sampling distribution another one than "
-                "the policy that is trained",
-                f"Leave it at {value}, or run without --true-on-policy-mode.",
-            )
-
-
-def _require_companions(config: TrainConfig) -> None:
-    for name, path in (
-        ("hf_checkpoint", config.model.hf_checkpoint),
-        ("prompt_data", config.data.prompt_data),
-    ):
-        if not path:
-            raise ConfigError(f"{spelled(name)} is missing: a run needs it. Give a path.")
-    reward = config.reward
-    if bool(reward.rm_type) == bool(reward.custom_rm_path):
-        raise ConfigError(
-            f"--rm-type={reward.rm_type!r}, --custom-rm-path={reward.custom_rm_path!r}: a run needs "
-            "exactly one of them. Give --rm-type math, dapo or exact, or a function of your own."
-        )
-    needs = [
-        ("save_interval", config.output.save_interval, "save", config.output.save),
-        (
-            "eval_interval",
-            config.eval.eval_interval,
-            "eval_prompt_data",
-            " ".join(config.eval.eval_prompt_data),
-        ),
-    ]
-    for name, value, other, given in needs:
-        if bool(value) != bool(given):
-            raise ConfigError(
-                f"{spelled(name)}={value}, {spelled(other)}={given!r}: the one "
-                "does nothing without the other. Give both, or neither."
-            )
-    eval_sets(config.eval.eval_prompt_data)
-
-
-def _require_corrections(config: TrainConfig) -> None:
-    """Corrections that nothing would apply, or that contradict each other, are refused."""
-    flags, governed = config.fallback, config.governor.mismatch_governor
-    aligned = config.parity.true_on_policy_mode and not governed
-    falls_back = config.parity_policy == "fallback"
-    asked = _corrections_asked_for(flags)
-    for name, value in asked.items():
-        if aligned and not falls_back:
-            _refuse(
-                name,
-                value,
-                "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
-                "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.",
-            )
-    weight_format = config.engine.rollout_weight_format
-    conflicts = [
-        ("parity_policy", "fallback", falls_back and not config.may_align,
-         "without aligned operators every rollout is corrected anyway",
-         "Add --true-on-policy-mode, or give --use-tis without it."),
-        ("parity_policy", "fallback", falls_back and not asked,
-         "needs a correction to fall back to",
-         "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path."),
-        ("rollout_weight_format", weight_format, weight_format and aligned,
-         "with --true-on-policy-mode the servers hold the trainer's weights, bit for bit",
-         "Leave one of the two out."),
-        ("use_rollout_routing_replay", True, flags.use_rollout_routing_replay and aligned,
-         "with --true-on-policy-mode both engines choose the same experts",
-         "Leave one of the two out."),
-        ("mismatch_governor", True, governed and config.engine.rollout_server_url,
-         "with --rollout-server-url it cannot start servers under another contract",
-         "Leave one of the two out."),
-        ("mismatch_governor", True, governed and flags.use_rollout_logprobs,
-         "with --use-rollout-logprobs the loss corrects the rollout, on every rung",
-         "Leave one of the two out."),
-    ]  # fmt: skip
-    for name, value, is_broken, rule, remedy in conflicts:
-        if is_broken:
-            _refuse(name, value, rule, remedy)
-
-
-def _corrections_asked_for(flags: groups.FallbackConfig) -> dict[str, object]:
-    names = ("use_tis", "use_rs", "rs_veto_threshold", "dc_mode", "custom_tis_function_path")
-    return {name: getattr(flags, name) for name in names if getattr(flags, name)}
-
-
-def _require_engines(config: TrainConfig) -> None:
-    engine = config.engine
-    if engine.rollout_server_url and engine.rollout_num_engines != 1:
-        _refuse(
-            "rollout_num_engines",
-            engine.rollout_num_engines,
-            "with --rollout-server-url no server is started",
-            "Leave one of the two out.",
-        )
-    if engine.rollout_server_url and config.sglang_args:
-        _refuse(
-            "sglang_*",
-            " ".join(secrets.hide(config.sglang_args)),
-            "with --rollout-server-url no server is started, so nothing would read it",
-            "Give it to the command that starts the server.",
-        )
-    addresses.validate(engine)
-    require_key_for_host(engine.rollout_host, engine.rollout_api_key)
-    require_secrets(engine.rollout_api_key, config.sglang_args)
-
-
-def require_secrets(api_key: str, sglang_args: Sequence[str]) -> None:
-    """Raise ConfigError for a secret in a file that cannot be read."""
-    secrets.reveal("--rollout-api-key", api_key)
-    for flag, value in secrets.split(sglang_args)[1].items():
-        secrets.reveal(f"{sglang_flags.PREFIX}{flag[2:]}", value)
-
-
-def require_mode_for_operators(operators: str, aligned: bool) -> None:
-    """Raise ConfigError if aligned operators are chosen for engines that would not run them."""
-    if operators != "auto" and not aligned:
-        _refuse(
-            "operators",
-            operators,
-            "without --true-on-policy-mode each engine runs its own operators",
-            "Add the mode, or leave the flag out.",
-        )
-
-
-def require_key_for_host(host: str, api_key: str) -> None:
-    """Raise ConfigError if a server would listen beyond this host without a key of the user's."""
-    if not is_loopback(host) and not api_key:
-        _refuse(
-            "rollout_host",
-            host,
-            "a server that others can reach needs a key",
-            "Add --rollout-api-key, or leave the address at 127.0.0.1.",
-        )

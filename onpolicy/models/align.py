@@ -1,14 +1,15 @@
 """Puts the aligned operators into a Hugging Face model, whatever its architecture.
 
-The same function prepares the trainer's model and the one inside SGLang. It replaces four kinds
-of module, each only where the replacement is known to mean the same:
+The same function prepares the trainer's model and the one inside SGLang. It replaces what follows,
+in this model alone, each only where the replacement is known to mean the same:
 
 - `nn.Linear`;
 - RMS norms, recognised by what they compute: a module named `*RMSNorm` that gives, on a probe,
   exactly the bits of transformers' own formula. Another norm (Gemma's 1 + weight) stays as it is,
   in both engines;
-- parameter-free activation functions; where an MLP multiplies one with another projection, in the
-  words that most models have for it, both are one operator;
+- parameter-free activation functions; where an MLP multiplies one with another projection, both are
+  one operator (`models/gated_mlp.py`);
+- the rotary embedding that an attention module calls (`models/rotary.py`);
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
 Attention goes through transformers' attention interface under the name `onpolicy`.
@@ -16,7 +17,6 @@ Attention goes through transformers' attention interface under the name `onpolic
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +26,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from onpolicy.models.experts import AlignedExperts, has_usual_experts, route_by_operators
+from onpolicy.models.gated_mlp import gate_by_operators, is_gated_mlp
+from onpolicy.models.rotary import rotate_by_operators
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
@@ -95,8 +97,9 @@ def align_modules(
                 setattr(parent, name, replacement)
             if isinstance(replacement, AlignedExperts):
                 route_by_operators(parent, operators)
-            if _is_gated_mlp(child):
-                _gate_by_operators(child, operators)
+            if is_gated_mlp(child):
+                gate_by_operators(child, operators)
+            rotate_by_operators(child, operators)
 
 
 def replace_operators(model: nn.Module, operators: Operators) -> None:
@@ -118,28 +121,6 @@ def _aligned(
     if has_usual_experts(module):
         return AlignedExperts(module, operators, row_parallel)
     return None
-
-
-_GATED_MLP = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
-
-
-def _is_gated_mlp(module: nn.Module) -> bool:
-    """Whether the module's forward pass is the line above."""
-    if not hasattr(module, "gate_proj"):
-        return False
-    try:
-        body = inspect.getsource(type(module).forward).split("\n", 1)[1].split()
-    except OSError:  # made at run time
-        return False
-    return " ".join(body) in (f"down_proj = {_GATED_MLP} return down_proj", f"return {_GATED_MLP}")
-
-
-def _gate_by_operators(mlp: Any, operators: Operators) -> None:
-    def forward(x: Tensor) -> Tensor:
-        activation = getattr(mlp.act_fn, "activation", mlp.act_fn)
-        return mlp.down_proj(mlp.operators.gated(activation, mlp.gate_proj(x), mlp.up_proj(x)))
-
-    mlp.operators, mlp.forward = operators, forward
 
 
 _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}

@@ -9,7 +9,7 @@ log-probability the same in a batch of decoding requests and in a packed trainin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,48 @@ class AttentionLayout:
         return AttentionLayout(
             query_lens=lens, key_lens=lens, key_rows=rows.clamp_(max=sum(lens) - 1)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLayout:
+    """A layout as a rollout engine keeps it: on the device that computes, with keys on pages.
+
+    Nothing in it is read by the host, so a CUDA graph can hold it. S: sequences.
+    """
+
+    page_table: Tensor
+    """int32 [S, >= pages]: page of the store that holds each run of `page_size` keys; padding is any
+    valid page."""
+
+    page_size: int
+
+    key_lens: Tensor
+    """int32 [S]: keys of each sequence, those of its queries included."""
+
+    query_starts: Tensor
+    """int32 [S + 1]: first query row of each sequence; its queries are its last tokens."""
+
+    max_query_len: int
+    """Upper bound on the queries of a sequence."""
+
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine worked out for the kernel of one backend, under that kernel's names. It may
+    decide when something is computed, never a bit."""
+
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """As in `AttentionLayout`."""
+
+    def by_rows(self) -> AttentionLayout:
+        """The same with every page taken apart, for all layers of a model; waits for the device."""
+        if AttentionLayout not in self.plans:
+            offsets = torch.arange(self.page_size, device=self.page_table.device)
+            rows = self.page_table[..., None].long() * self.page_size + offsets
+            self.plans[AttentionLayout] = AttentionLayout(
+                query_lens=tuple(self.query_starts.diff().tolist()),
+                key_lens=tuple(self.key_lens.tolist()),
+                key_rows=rows.flatten(1),
+            )
+        return self.plans[AttentionLayout]
 
 
 class Operators(ABC):
@@ -107,6 +149,24 @@ class Operators(ABC):
         three where no key row is used twice, as in packed sequences.
         """
 
+    def paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PagedLayout,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`attention` over a rollout engine's pages, to the same bits; no autograd.
+
+        q: [T, H, D]; k: [pages, page size, H_kv, D] and v: [pages, page size, H_kv, D_v].
+        Returns [T, H, D_v], which is `out` if that is given.
+        """
+        with torch.no_grad():
+            result = self.attention(q, k.flatten(0, 1), v.flatten(0, 1), layout.by_rows(), scale)
+        return result if out is None else out.copy_(result)
+
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`weight * (x / rms(x))`, the quotient rounded to x's dtype first: [..., D] -> [..., D]."""
@@ -124,8 +184,7 @@ class Operators(ABC):
 
         q: [B, H, T, D], k: [B, H_kv, T, D], cos and sin: [B, T, D] -> q and k, rotated.
         """
-        cos, sin = cos[:, None], sin[:, None]
-        return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     @abstractmethod
     def softmax(self, x: Tensor) -> Tensor:
@@ -172,6 +231,11 @@ class Operators(ABC):
         cumulative = self.elementwise(torch.exp, log_probs.double()).cumsum(-1)
         threshold = uniform[:, None] * cumulative[:, -1:]
         return (cumulative <= threshold).sum(-1).clamp_(max=log_probs.shape[-1] - 1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """transformers' usual rotary embedding: [B, H, T, D], [B, T, D], [B, T, D] -> [B, H, T, D]."""
+    return x * cos[:, None] + _rotate_half(x) * sin[:, None]
 
 
 def _rotate_half(x: Tensor) -> Tensor:

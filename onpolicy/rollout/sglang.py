@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,21 +26,32 @@ logger = logging.getLogger(__name__)
 _HEALTH_PAUSE = 0.5
 """Seconds between a bad health check and the next."""
 
+MakeServer = Callable[[EngineSpec, int, Path], EngineServer]
+MakeClient = Callable[[str, str, float, float, str], EngineClient]
+
 
 class SglangGroup(RolloutGroup):
     """Spreads requests over servers; starts the dead ones again."""
 
-    def __init__(self, config: EngineConfig, spec: EngineSpec, log_directory: Path):
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: EngineSpec,
+        log_directory: Path,
+        *,
+        make_server: MakeServer = EngineServer,
+        make_client: MakeClient = EngineClient,
+    ):
         self.config, self.contract = config, spec.contract
         self.servers: list[EngineServer] = []
         self.on_progress = lambda done, tokens: None
         self._self_check: dict[str, str] = {}
         self._restarts_left = config.rollout_max_restarts
         if not config.rollout_server_url:
-            self.servers = _servers(config, spec, log_directory)
+            self.servers = _servers(config, spec, log_directory, make_server)
         urls = config.rollout_server_url or [server.url for server in self.servers]
         self.clients = [
-            EngineClient(
+            make_client(
                 url,
                 spec.api_key,
                 config.rollout_request_timeout,
@@ -208,10 +219,12 @@ class SglangGroup(RolloutGroup):
             server.stop()
 
 
-def _servers(config: EngineConfig, spec: EngineSpec, log_directory: Path) -> list[EngineServer]:
+def _servers(
+    config: EngineConfig, spec: EngineSpec, log_directory: Path, make_server: MakeServer
+) -> list[EngineServer]:
     gpus_per_server = tensor_parallel_size(spec.sglang_args)
     return [
-        EngineServer(
+        make_server(
             replace(spec, first_gpu=spec.first_gpu + i * gpus_per_server),
             config.rollout_base_port and config.rollout_base_port + i,
             log_directory / f"engine_{i}.log",

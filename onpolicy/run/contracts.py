@@ -15,8 +15,9 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable
-from onpolicy.ops.capability import Machine, choose_backend
+from onpolicy.ops.capability import choose_backend
 from onpolicy.ops.environment import require_exact
+from onpolicy.ops.machine import Machine
 
 logger = logging.getLogger(__name__)
 

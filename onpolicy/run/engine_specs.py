@@ -31,7 +31,7 @@ def make_rollout_group(
 def rollout_spec(
     config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
-    """Of each of the rollout's servers. Raises ConfigError if the host has too few GPUs for them."""
+    """What each of the rollout's servers is. Raises ConfigError if the host has too few GPUs."""
     engine = config.engine
     if contract.device == "cuda":
         require_gpus(config)
@@ -47,7 +47,7 @@ def rollout_spec(
 def serve_spec(
     config: ServeConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
-    """Of the one server."""
+    """What the server of `onpolicy serve` is."""
     spec = _spec(config, config.server, 1, hf_config, contract)
     return replace(spec, serves_text=config.serves_text)
 

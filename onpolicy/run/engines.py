@@ -7,7 +7,7 @@ shared with the others; training and gathering weights take all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
+MakeRollout = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path], RolloutGroup]
+MakeTrainer = Callable[[TrainConfig, NumericsContract, int], Trainer]
+
 
 class EnginePair:
     """A trainer and a rollout group that keep one contract."""
@@ -41,19 +44,23 @@ class EnginePair:
         hf_config: PretrainedConfig,
         contract: NumericsContract,
         directory: Path,
+        *,
+        make_rollout: MakeRollout = make_rollout_group,
+        make_trainer: MakeTrainer = make_trainer,
     ):
         self.config, self.hf_config, self.contract = config, hf_config, contract
+        self._make_rollout, self._make_trainer = make_rollout, make_trainer
         self.on_progress: Progress = lambda done, tokens: None
         self._logs = directory / "logs"
-        self.rollout = self._make_rollout()
+        self.rollout = self._new_rollout()
         self._transport = make_transport(config.sync.weight_sync, directory)
         self.weight_version = ""
         self.weight_digest = ""
 
-    def _make_rollout(self) -> RolloutGroup | None:
+    def _new_rollout(self) -> RolloutGroup | None:
         if distributed.rank() != 0:
             return None
-        return make_rollout_group(self.config, self.hf_config, self.contract, self._logs)
+        return self._make_rollout(self.config, self.hf_config, self.contract, self._logs)
 
     def start(self) -> None:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
@@ -61,7 +68,7 @@ class EnginePair:
             self.rollout.launch()
         logger.info("loading the model into the trainer")
         threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
-        self.trainer = make_trainer(self.config, self.contract, threads)
+        self.trainer = self._make_trainer(self.config, self.contract, threads)
         self._connect()
 
     def _connect(self) -> None:
@@ -72,12 +79,12 @@ class EnginePair:
         distributed.run_on_rank_zero(connect)
 
     def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        """Go on otherwise, between rollouts; servers of another contract need weights then."""
+        """Change contract, correction and rate between rollouts; new servers need a push afterwards."""
         changes = contract != self.contract
         self.contract = contract
         if changes and self.rollout is not None:
             self.rollout.stop()
-            self.rollout = self._make_rollout()
+            self.rollout = self._new_rollout()
             assert self.rollout is not None
             self.rollout.launch()
         self.trainer.adapt(contract, fallback)

@@ -1,4 +1,4 @@
-"""What a run is made of: all that is read, and checked, before anything is started."""
+"""Everything that a run reads, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything that is read, and so can be wrong, before anything is started."""
+    """Everything that is read and checked before anything is started."""
 
     hf_config: PretrainedConfig
 
@@ -48,7 +48,7 @@ class Inputs:
     prompts: PromptSource
 
     eval_sets: dict[str, list[Prompt]]
-    """By their names; the name of a single one may be empty."""
+    """The prompts of each evaluation set, by its name; the name of a single set may be empty."""
 
     stop_token_ids: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""What a run writes and shows while it goes: told what happens, its journal knows where that goes."""
+"""A run's journal: it is told what happens and knows where that is written and shown."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Metrics = dict[str, float]
 
 
 class Journal:
-    """That of a rank which leaves all of it to rank 0: nothing."""
+    """A journal that writes nothing, for the ranks that leave all of it to rank 0."""
 
     def on_requests(self, count: int) -> None:
-        """So many responses are about to be sampled."""
+        """`count` responses are about to be sampled."""
 
     def on_response(self, num_done: int, num_tokens: int) -> None:
-        """So many of them are there, the latest with so many tokens."""
+        """`num_done` of them are there; the latest has `num_tokens`."""
 
     def on_rollout(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """A rollout is sampled and scored."""

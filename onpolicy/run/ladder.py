@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fallback_correction.governor import RUNGS, Governor, GovernorConfig, Move, Rung
+from fallback_correction.config import DiscrepancyConfig
+from fallback_correction.governor import RUNGS, Governor, Move, Rung
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import FallbackConfig, GovernorFlags
+from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 
 
@@ -19,8 +20,10 @@ class Ladder:
         self, config: TrainConfig, stock: NumericsContract, aligned: NumericsContract | None
     ):
         self.config, self._stock, self._aligned = config, stock, aligned
-        governed = config.governor.mismatch_governor
-        self._governor = make_governor(config.governor, first_rung(config)) if governed else None
+        flags = config.governor
+        self._governor = (
+            Governor(flags.limits, first_rung(config)) if flags.mismatch_governor else None
+        )
 
     @property
     def contract(self) -> NumericsContract:
@@ -44,14 +47,13 @@ class Ladder:
         height = RUNGS.index(self._governor.rung)
         flags = replace(flags, use_tis=height >= 1, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
-            flags = replace(flags, dc_mode="", custom_tis_function_path="")
+            flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")
         return flags if height >= 2 else replace(flags, rs_veto_threshold=None)
 
     @property
     def lr_scale(self) -> float:
         """What the learning rate is multiplied by now."""
-        is_decay = self._governor is not None and self._governor.rung == "decay"
-        return self.config.governor.governor_lr_scale if is_decay else 1.0
+        return 1.0 if self._governor is None else self._governor.lr_scale
 
     def update(self, metrics: Mapping[str, float]) -> Move | None:
         """Take in a rollout's metrics, equal on all ranks; returns the move they lead to, if any."""
@@ -64,7 +66,7 @@ class Ladder:
         )
 
     def metrics(self) -> dict[str, float]:
-        """How high it stands."""
+        """The rung's number, for the log."""
         if self._governor is None:
             return {}
         return {"governor/rung": float(RUNGS.index(self._governor.rung))}
@@ -85,19 +87,5 @@ def first_rung(config: TrainConfig) -> Rung:
         return "aligned"
     if flags.use_rs or flags.rs_veto_threshold is not None:
         return "mis"
-    corrects = flags.use_tis or flags.dc_mode or flags.custom_tis_function_path
+    corrects = flags.use_tis or flags.dc.mode or flags.custom_tis_function_path
     return "tis" if corrects else "stock"
-
-
-def make_governor(flags: GovernorFlags, rung: Rung) -> Governor:
-    """Raises ValueError for limits that are none."""
-    config = GovernorConfig(
-        k3=flags.governor_k3,
-        ess=flags.governor_ess,
-        log_ppl_abs_diff=flags.governor_log_ppl_abs_diff,
-        rise_after=flags.governor_rise_after,
-        fall_after=flags.governor_fall_after,
-        calm=flags.governor_calm,
-        highest=flags.governor_highest,
-    )
-    return Governor(config, rung)

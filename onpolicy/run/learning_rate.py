@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fallback_correction.length_decay import LengthDecay, LengthDecayConfig
-from fallback_correction.surge_detector import SurgeDetectorConfig
+from fallback_correction.length_decay import LengthDecay
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.errors import ConfigError
@@ -21,7 +20,7 @@ class LearningRate:
         self.steps_taken = 0
         self.decay: LengthDecay | None = None
         if self.config.lr_schedule == "length-decay":
-            self.decay = LengthDecay(length_decay_config(self.config))
+            self.decay = LengthDecay(self.config.length_decay)
 
     def observe(self, mean_response_length: float, truncated_ratio: float) -> None:
         """Take in a rollout, before its optimizer steps; equal numbers on all ranks.
@@ -80,14 +79,3 @@ def base_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
     if config.lr_decay_style == "linear":
         return 1.0 - progress
     return (1.0 + math.cos(math.pi * progress)) / 2
-
-
-def length_decay_config(config: TrainerConfig) -> LengthDecayConfig:
-    return LengthDecayConfig(
-        period=config.length_decay_period,
-        default_period=config.length_decay_default_period or None,
-        floor=config.length_decay_floor,
-        detector=SurgeDetectorConfig(
-            burn_in=config.length_decay_burn_in, rise_ratio=config.length_decay_rise_ratio
-        ),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from onpolicy.config import TrainConfig
 from onpolicy.run.inputs import Inputs
@@ -10,9 +11,11 @@ from onpolicy.run.run import Run
 from onpolicy.types import RunSummary
 
 
-def train(config: TrainConfig, inputs: Inputs) -> RunSummary:
+def train(
+    config: TrainConfig, inputs: Inputs, make_run: Callable[[TrainConfig, Inputs], Run] = Run
+) -> RunSummary:
     """Run the configured reinforcement learning; see `Run` for each verb."""
-    with Run(config, inputs) as run:
+    with make_run(config, inputs) as run:
         run.push_weights()
         for step in range(run.first_step, config.rollout.num_rollout):
             run.evaluate_if_due(step)

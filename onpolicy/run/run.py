@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import RewardConfig
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.run_hash import RunHash
@@ -40,8 +41,16 @@ class Run:
     engines: EnginePair
     sampler: Sampler
 
-    def __init__(self, config: TrainConfig, inputs: Inputs):
+    def __init__(
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        *,
+        make_engines: Callable[..., EnginePair] = EnginePair,
+        make_scorer: Callable[[RewardConfig], Scorer] = Scorer,
+    ):
         self.config, self.inputs = config, inputs
+        self._make_engines, self._make_scorer = make_engines, make_scorer
         self.is_main = distributed.rank() == 0
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
@@ -69,7 +78,8 @@ class Run:
         if resumed is not None:
             self._continue(resumed.state)
         run_dir = Path(config.output.run_dir)
-        self.engines = EnginePair(config, self.inputs.hf_config, self.ladder.contract, run_dir)
+        hf_config, contract = self.inputs.hf_config, self.ladder.contract
+        self.engines = self._make_engines(config, hf_config, contract, run_dir)
         distributed.run_on_rank_zero(lambda: self._open_directory(resumed))
         logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)
@@ -111,7 +121,7 @@ class Run:
         """The journal, and what asks the engines for samples."""
         config, scorer = self.config, None
         if self.is_main:
-            scorer = self._on_exit.enter_context(closing(Scorer(config.reward)))
+            scorer = self._on_exit.enter_context(closing(self._make_scorer(config.reward)))
             opened = RankZeroJournal.opened(config, self._directory, self._text, self.first_step)
             self.journal = self._on_exit.enter_context(opened)
         self.engines.on_progress = self.journal.on_response

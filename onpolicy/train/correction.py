@@ -50,7 +50,7 @@ class Corrections:
     def use(self, flags: FallbackConfig) -> None:
         """Take corrections from other flags from now on."""
         self.flags, self.weights = flags, weight_correction(flags)
-        self.penalty = self._penalty if flags.dc_mode else None
+        self.penalty = self._penalty if flags.dc.mode else None
         self.custom = custom_correction(self.config, flags)
         self.bypass = flags.use_rollout_logprobs
 

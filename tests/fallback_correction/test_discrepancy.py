@@ -127,7 +127,7 @@ def test_a_ratio_beyond_float32_is_an_error():
 
 
 def test_the_penalty_is_subtracted_whatever_the_sign_of_the_advantage():
-    config = DiscrepancyConfig(lambda0=0.5, average="token")
+    config = DiscrepancyConfig(lambda_=0.5, average="token")
     batch = packed([HALF, QUARTER, HALF, HALF], [QUARTER, HALF, HALF, QUARTER])
     advantages = torch.tensor([1.0, -1.0, 2.0, 0.0625])
     shaped, metrics = DiscrepancyPenalty(config).apply(batch, advantages)
@@ -148,7 +148,7 @@ def test_the_penalty_is_subtracted_whatever_the_sign_of_the_advantage():
 )
 def test_a_delta_at_the_margin_costs_nothing_and_one_above_it_costs_all_of_it(margin, cost):
     # delta is float32, and so is the margin that it is compared with.
-    config = DiscrepancyConfig(mode="margin", margin=margin, lambda0=1.0)
+    config = DiscrepancyConfig(mode="margin", margin=margin, lambda_=1.0)
     batch = packed([HALF], [QUARTER])
     shaped, metrics = DiscrepancyPenalty(config).apply(batch, torch.ones(1))
     assert shaped.tolist() == [1.0 - cost]
@@ -168,7 +168,7 @@ def test_tokens_that_do_not_count_keep_their_advantage(tokens, mode):
 @given(sequences())
 def test_a_lambda_of_zero_changes_no_bit(tokens):
     batch, advantages = batch_of(tokens)
-    config = DiscrepancyConfig(lambda0=0.0)
+    config = DiscrepancyConfig(lambda_=0.0)
     shaped, _ = DiscrepancyPenalty(config).apply(batch, advantages)
     assert torch.equal(shaped.view(torch.int32), advantages.view(torch.int32))
 
@@ -207,7 +207,7 @@ def lambda_after(config, train, rollout, **more):
 
 
 def test_lambda_moves_by_eta_times_the_violation_after_it_was_applied():
-    config = DiscrepancyConfig(lambda0=0.25, eta=0.5, budget=0.125)
+    config = DiscrepancyConfig(lambda_=0.25, eta=0.5, budget=0.125)
     penalty = DiscrepancyPenalty(config)
     batch = packed([HALF], [QUARTER])
     for applied, following in [(0.25, 0.3125), (0.3125, 0.375)]:
@@ -218,10 +218,10 @@ def test_lambda_moves_by_eta_times_the_violation_after_it_was_applied():
 
 
 def test_lambda_stops_at_both_bounds():
-    config = DiscrepancyConfig(lambda0=0.2, lambda_min=0.15, lambda_max=0.3)
+    config = DiscrepancyConfig(lambda_=0.2, lambda_min=0.15, lambda_max=0.3)
     assert lambda_after(config, [HALF], [QUARTER]) == (0.25 - 0.0037, 0.3)
     assert lambda_after(replace(config, budget=0.1), [HALF], [HALF]) == (-0.1, 0.15)
-    exact = replace(config, budget=0.125, lambda0=0.25, lambda_max=0.375)
+    exact = replace(config, budget=0.125, lambda_=0.25, lambda_max=0.375)
     assert lambda_after(exact, [HALF], [QUARTER]) == (0.125, 0.375)
 
 
@@ -389,8 +389,8 @@ def test_the_defaults_are_the_papers():
     assert (default.mode, default.measure, default.average) == (
         "lagrangian", "difference", "trajectory"
     )  # fmt: skip
-    assert (default.lambda0, default.eta, default.budget) == (0.1, 1.0, 0.0037)
-    assert (moe.lambda0, moe.eta, moe.budget) == (0.05, 1.0, 0.0050)
+    assert (default.lambda_, default.eta, default.budget) == (0.1, 1.0, 0.0037)
+    assert (moe.lambda_, moe.eta, moe.budget) == (0.05, 1.0, 0.0050)
 
 
 @pytest.mark.parametrize(
@@ -399,17 +399,17 @@ def test_the_defaults_are_the_papers():
         {"eta": math.nan},
         {"budget": -1e-9},
         {"lambda_max": math.inf},
-        {"lambda0": 1.1},
-        {"lambda0": 0.1, "lambda_min": 0.2},
+        {"lambda_": 1.1},
+        {"lambda_": 0.1, "lambda_min": 0.2},
         {"mode": "margin"},
         {"mode": "fixed", "margin": 0.1},
     ],
     ids=str,
 )
 def test_a_configuration_that_means_nothing_is_an_error(values):
-    with pytest.raises(ValueError, match=r"=.*: .*\. Change it or leave it out\."):
+    with pytest.raises(ValueError, match=r"=.*: .*\. (Change|Give) "):
         DiscrepancyConfig(**values)
 
 
 def test_a_fixed_lambda_needs_no_bounds():
-    assert DiscrepancyConfig(mode="fixed", lambda0=5.0).lambda0 == 5.0
+    assert DiscrepancyConfig(mode="fixed", lambda_=5.0).lambda_ == 5.0

@@ -105,7 +105,7 @@ def test_identical_engines_give_weights_of_exactly_one(level, lengths):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("lower", -0.1, r"a bound of a ratio is at least 0"),
+        ("lower", -0.1, r"must be at least 0"),
         ("lower", 3.0, r"the lower bound must not exceed the upper one"),
         ("upper", math.nan, r"the lower bound must not exceed the upper one"),
         ("log_ratio_clamp", 0.0, r"must be greater than 0"),

@@ -64,7 +64,7 @@ def test_without_a_surge_the_default_period_sets_in():
     """160 rollouts, as the paper's 8B model had and its 4B model would have borne."""
     assert scales(level(1000)) == scales(level(1000), period=160)
     assert scales(level(1000), default_period=70) == scales(level(1000), period=70)
-    assert set(scales(level(1000), default_period=None)) == {1.0}
+    assert set(scales(level(1000), default_period=0)) == {1.0}
 
 
 def test_a_surge_before_the_default_period_has_the_say_and_one_after_it_none():
@@ -141,7 +141,7 @@ def test_metrics_before_and_after_the_surge():
     cut=st.integers(0, 120),
     onset=st.integers(2, 60),
     period=st.none() | st.integers(1, 50),
-    default=st.none() | st.integers(1, 90),
+    default=st.integers(0, 90),
 )
 def test_resumed_decision_continues_identically(cut, onset, period, default):
     config = LengthDecayConfig(period=period, default_period=default)
@@ -180,7 +180,7 @@ def test_a_state_from_before_default_periods_is_taken_up():
 @pytest.mark.parametrize(
     "setting",
     [{"period": 0}, {"factor": 1.0}, {"floor": 0.0}, {"floor": 1.5}, {"onset_multiplier": 0.0},
-     {"default_period": 0}],
+     {"default_period": -1}],
 )  # fmt: skip
 def test_impossible_setting_is_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):

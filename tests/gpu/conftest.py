@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.ops import Operators
 from onpolicy.ops.stock import StockOperators
 from tests.gpu.backends import make_backend
@@ -54,6 +55,7 @@ def _setting(config: pytest.Config) -> Setting:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    prepare_process()
     if _option(config, "rehearse") == "triton":
         import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
     file = _option(config, "gpu_json")

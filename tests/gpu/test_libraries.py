@@ -6,12 +6,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, PagedLayout
 from onpolicy.ops.row_parallel import RowParallel
 from tests.gpu.attention_checks import PagedSequences
 from tests.support.gpu.paged_attention import paged_attention_of
 
 HEAD_DIM = 128
+
+
+def _decoding(device):
+    """Five sequences of one key."""
+    starts = torch.arange(6, dtype=torch.int32, device=device)
+    return PagedLayout(
+        page_table=starts[:5, None].clone(),
+        page_size=1,
+        key_lens=torch.ones_like(starts[:5]),
+        query_starts=starts,
+        max_query_len=1,
+    )
 
 
 def test_every_operator_launches(operators, numbers, setting, tally):
@@ -30,6 +42,9 @@ def test_every_operator_launches(operators, numbers, setting, tally):
         "grouped_linear": operators.grouped_linear(x, experts, offsets),
         "grouped_partial_linear": operators.grouped_partial_linear(x, experts, offsets),
         "attention": operators.attention(*heads, layout, HEAD_DIM**-0.5),
+        "paged_attention": operators.paged_attention(
+            heads[0], heads[1][:, None], heads[2][:, None], _decoding(device), HEAD_DIM**-0.5
+        ),
         "rms_norm": operators.rms_norm(x, numbers(64), 1e-6),
         "elementwise": operators.elementwise(F.silu, x),
         "gated": operators.gated(F.silu, x, x),

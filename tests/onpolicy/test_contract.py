@@ -38,8 +38,3 @@ def test_only_the_stock_backend_promises_nothing():
 def test_a_record_of_another_version_is_refused(text):
     with pytest.raises(ContractError, match="same version"):
         NumericsContract.from_json(text)
-
-
-def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(ContractError, match=r"backend='tpu'.*cpu, triton, hopper, stock"):
-        dataclasses.replace(CONTRACT, backend="tpu")

@@ -62,7 +62,9 @@ SETTINGS = (
 )
 
 ASK = """
-import onpolicy, torch
+from onpolicy.compat.process import prepare_process
+prepare_process()
+import torch
 import torch.nn.functional as F
 print("ATen", torch.backends.cpu.get_cpu_capability(), flush=True)
 with torch.backends.mkl.verbose(1), torch.backends.mkldnn.verbose(1):

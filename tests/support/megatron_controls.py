@@ -63,10 +63,10 @@ def rotary():
     return patch.object(PolicyGptModel, "localize", in_pack)
 
 
-def activation():
-    from onpolicy.train.megatron.config import AlignedConfig
+def gated():
+    from onpolicy.ops.base import Operators
 
-    return _off_by_one_bit(AlignedConfig, "_activate")
+    return _off_by_one_bit(Operators, "gated")
 
 
 def output_layer():

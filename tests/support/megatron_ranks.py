@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from onpolicy.compat import megatron_on_cpu
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
@@ -185,6 +186,8 @@ def make_model(job):
     distributed.init_process_group()
     config = AutoConfig.from_pretrained(job.path)
     job.layout.check(config, job.contract, distributed.world_size())
+    if job.layout.needs_cuda_names:
+        megatron_on_cpu.activate()
     initialize(job.layout)
     from onpolicy.train.megatron.model import build_model
     from onpolicy.train.megatron.weights import load_hf_weights
@@ -258,9 +261,7 @@ def make_wrapped(job, **settings):
         finalize_model_grads,
     )
 
-    from onpolicy.compat import megatron_on_cpu as cpu_stand_in
-
-    cpu_stand_in.activate()
+    megatron_on_cpu.activate()
     model = make_model(job)
     model.config.finalize_model_grads_func = finalize_model_grads
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)
@@ -329,21 +330,36 @@ def score_in_stages(job):
 
 
 def stand_in_at_start(job):
-    """Whether the stand-in is active after start-up without and with need for it; its messages."""
+    """What a layout without need for the stand-in left of it, one with need said, and its messages.
+
+    Last, whether what everyone but Megatron imports is as before.
+    """
     import logging
 
-    from onpolicy.compat import megatron_on_cpu as cpu_stand_in
+    from onpolicy.errors import ContractError
+    from onpolicy.train.megatron.parallel import initialize
 
+    before = dict(vars(torch)), dict(vars(torch.cuda))
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    cpu_stand_in.logger.addHandler(handler)
-    active = []
-    for layout in (MegatronLayout(), MegatronLayout(pipeline_model_parallel_size=2)):
-        make_model(replace(job, layout=layout))
-        active.append(cpu_stand_in.is_active())
-    make_model(replace(job, layout=layout))
-    return active, messages
+    megatron_on_cpu.logger.addHandler(handler)
+    make_model(replace(job, layout=MegatronLayout()))
+    active = megatron_on_cpu.is_active()
+    pipeline = MegatronLayout(pipeline_model_parallel_size=2)
+    try:
+        initialize(pipeline)
+        refused = ""
+    except ContractError as error:
+        refused = str(error)
+    for _ in range(2):
+        make_model(replace(job, layout=pipeline))
+    unchanged = all(
+        vars(module).get(name) is value
+        for module, names in zip((torch, torch.cuda), before, strict=True)
+        for name, value in names.items()
+    )
+    return active, refused, messages, unchanged
 
 
 def dispatch_rows(kind, experts):

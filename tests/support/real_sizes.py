@@ -53,8 +53,12 @@ def test_aligned_operators_pass(check, dtype):
 
 
 @pytest.mark.parametrize(
-    "operator", ["linear", "attention", "rms_norm", "elementwise", "softmax", "log_softmax"]
-)
+    "operator",
+    [
+        "linear", "attention", "paged_attention", "rms_norm", "elementwise", "gated", "rotary",
+        "softmax", "log_softmax", "gather_log_probs", "sample",
+    ],
+)  # fmt: skip
 def test_an_operator_that_depends_on_the_batch_is_found(operator):
     with pytest.raises(ContractError, match="not row-invariant"):
         self_check(break_operator(CpuOperators(), operator), CONTRACT)

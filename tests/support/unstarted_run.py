@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.flags import with_flags
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
@@ -51,14 +52,6 @@ def state_after(rollouts_done: int) -> RunState:
 
 
 def changed(config: TrainConfig, **values: Any) -> TrainConfig:
-    """The configuration with other values of some flags, whatever their groups."""
-    for name, value in values.items():
-        if name in {field.name for field in dataclasses.fields(config)}:
-            config = dataclasses.replace(config, **{name: value})
-            continue
-        for field in dataclasses.fields(config):
-            group = getattr(config, field.name)
-            if dataclasses.is_dataclass(group) and hasattr(group, name):
-                new = dataclasses.replace(group, **{name: value})
-                config = dataclasses.replace(config, **{field.name: new})
-    return config
+    """The configuration with other values of some flags, whatever their groups, or of sglang_args."""
+    sglang_args = values.pop("sglang_args", config.sglang_args)
+    return replace(with_flags(config, values), sglang_args=sglang_args)

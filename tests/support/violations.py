@@ -24,11 +24,18 @@ ROW_OPERATORS = (
     "grouped_linear",
     "grouped_partial_linear",
     "attention",
+    "paged_attention",
     "rms_norm",
     "elementwise",
+    "gated",
+    "rotary",
     "softmax",
+    "topk",
     "log_softmax",
+    "gather_log_probs",
+    "sample",
 )
+"""All that a rollout computes with, and `gather_log_probs`, a trainer's `log_softmax`."""
 
 
 def next_up(x: Tensor) -> Tensor:
@@ -48,12 +55,19 @@ def break_operator(operators: Operators, name: str, when: Callable[[int], bool] 
     """Let the operator `name` of `operators` round up for such numbers of rows."""
     right = getattr(operators, name)
 
-    def broken(*args: Any, **kwargs: Any) -> Tensor:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         out = right(*args, **kwargs)
-        return next_up(out) if when(_rows(name, _first_tensor(args))) else out
+        return _next(out) if when(_rows(name, _first_tensor(args))) else out
 
     setattr(operators, name, broken)
     return operators
+
+
+def _next(out: Any) -> Any:
+    """The next larger number; of numbers that count something, such as tokens, the next one."""
+    if isinstance(out, tuple):
+        return tuple(map(_next, out))
+    return next_up(out) if out.is_floating_point() else out + 1
 
 
 def break_gradient(operators: Operators, name: str) -> Operators:
@@ -87,4 +101,6 @@ def _first_tensor(args: tuple[Any, ...]) -> Tensor:
 
 
 def _rows(name: str, x: Tensor) -> int:
-    return len(x) if name == "attention" else x.shape[:-1].numel()
+    if name in ("attention", "paged_attention"):
+        return len(x)
+    return x.shape[-2] if name == "rotary" else x.shape[:-1].numel()

@@ -1,15 +1,17 @@
-"""Miles and slime: `compute_mis_weights_with_cp` is what `--custom-tis-function-path` names there."""
+"""Miles and slime: `compute_mis_weights_with_cp` is what `--custom-tis-function-path` names there.
+
+`keys` translates their keys into our records, `hook` is the function that they call, `metrics` what it
+reports, `context` which tokens a context-parallel rank holds.
+"""
 
 from fallback_correction.adapters.miles.context import Shard, zigzag_shard
 from fallback_correction.adapters.miles.hook import (
-    AGGREGATIONS,
     compute_mis_weights,
     compute_mis_weights_with_cp,
-    correction_config,
 )
+from fallback_correction.adapters.miles.keys import correction_config
 
 __all__ = [
-    "AGGREGATIONS",
     "Shard",
     "compute_mis_weights",
     "compute_mis_weights_with_cp",

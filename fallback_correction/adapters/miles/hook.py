@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from fallback_correction.adapters.miles.context import Shard
+from fallback_correction.adapters.miles.keys import is_fixed, read_keys
 from fallback_correction.adapters.miles.metrics import (
     TokenMetrics,
     bound_metrics,
@@ -52,13 +53,10 @@ from fallback_correction.adapters.miles.metrics import (
     rejection_metrics,
     veto_metrics,
 )
-from fallback_correction.adapters.miles.settings import MisSettings, read_settings
-from fallback_correction.config import Aggregation, CorrectionConfig, RejectionRule, Veto
+from fallback_correction.config import CorrectionSettings
 from fallback_correction.correction import correct
 from fallback_correction.importance_weights import SMALLEST_MEAN
 from fallback_correction.tokens import Gather, TokenBatch, alone
-
-AGGREGATIONS: dict[str, Aggregation] = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 Applied = tuple[Tensor | None, Tensor, TokenMetrics]
 """Weights float32 [N] or None, bool [N] of the tokens to learn from, metrics."""
@@ -83,12 +81,12 @@ def compute_mis_weights(
     Raises ValueError for bad keys, for lists that do not fit, and, with mis_fixed, for
     log-probabilities that are not finite.
     """
-    settings = read_settings(args)
+    settings, fixed = read_keys(args), is_fixed(args)
     batch = _packed(train_log_probs, rollout_log_probs, loss_masks)
     lengths: list[int] = batch.lengths.tolist()
-    if not (settings.use_tis or settings.fixed):
+    if not (settings.use_tis or fixed):
         return None, loss_masks, _split_all(mismatch_token_metrics(batch), lengths)
-    applied = _fixed(settings, batch, gather) if settings.fixed else _as_miles(settings, batch)
+    applied = _fixed(settings, batch, gather) if fixed else _as_miles(settings, batch)
     weights, kept, metrics = applied
     return (
         None if weights is None else _split(weights, lengths),
@@ -136,82 +134,58 @@ def compute_mis_weights_with_cp(
     return pg_loss, masks, {f"mis_{name}": held(values) for name, values in metrics.items()}
 
 
-def correction_config(args: Any) -> CorrectionConfig:
-    """What the keys mean with `mis_fixed`, whether it is set or not. Raises ValueError for bad ones."""
-    return _config(read_settings(args))
-
-
-def _config(settings: MisSettings) -> CorrectionConfig:
-    aggregation = AGGREGATIONS[settings.rs_level]
-    rules: tuple[RejectionRule, ...] = ()
-    if settings.use_rs:
-        lower, upper = settings.rs_lower, settings.rs_upper
-        rules = (RejectionRule(aggregation=aggregation, lower=lower, upper=upper),)
-    return CorrectionConfig(
-        level=settings.tis_level if settings.use_tis else "none",
-        mode=settings.tis_mode,
-        # Truncation has no lower bound, and the fallback 1 / upper may exceed upper.
-        lower=min(settings.tis_lower, settings.tis_upper),
-        upper=settings.tis_upper,
-        rules=rules,
-        veto=None if settings.veto is None else Veto(by="ratio", lower=settings.veto),
-        self_normalize=settings.batch_normalize,
-        rejected_in_denominator=False,
-    )
-
-
-def _fixed(settings: MisSettings, batch: TokenBatch, gather: Gather) -> Applied:
-    """The correction that `correction_config` describes, with Miles' metrics."""
-    correction = correct(batch, _config(settings), gather)
+def _fixed(settings: CorrectionSettings, batch: TokenBatch, gather: Gather) -> Applied:
+    """The correction that the keys mean, with Miles' metrics."""
+    correction = correct(batch, settings.correction(), gather)
     weights, kept = correction.weights, correction.mask
     metrics: TokenMetrics = {}
     if weights is not None:
         bounded, metrics = _bounded(settings, batch)
         metrics["is_ratio_mean_after_tis_rs"] = torch.where(kept, bounded, 0)
-        if settings.batch_normalize:
+        if settings.tis_batch_normalize:
             factor = correction.metrics["correction/batch_norm_factor"]
             metrics["batch_norm_factor"] = torch.full_like(bounded, _divisor(factor))
         metrics |= final_metrics(dataclasses.replace(batch, mask=kept), weights)
     if settings.use_rs:
         metrics |= rejection_metrics(settings, ratios(batch, settings.rs_level))
-    if settings.veto is not None:
-        metrics |= veto_metrics(batch, settings.veto)
+    if settings.rs_veto_threshold is not None:
+        metrics |= veto_metrics(batch, settings.rs_veto_threshold)
     return weights, kept, metrics
 
 
-def _as_miles(settings: MisSettings, batch: TokenBatch) -> Applied:
+def _as_miles(settings: CorrectionSettings, batch: TokenBatch) -> Applied:
     weights, metrics = _bounded(settings, batch)
     kept = batch.mask
     if settings.tis_mode == "mask":
-        kept = kept & _inside(weights, settings.tis_lower, settings.tis_upper)
+        kept = kept & _inside(weights, settings.weight_bounds)
     if settings.use_rs:
         values = ratios(batch, settings.rs_level)
         metrics |= rejection_metrics(settings, values)
-        kept = kept & _inside(values, settings.rs_lower, settings.rs_upper)
-    if settings.use_rs and settings.veto is not None:
-        metrics |= veto_metrics(batch, settings.veto)
+        kept = kept & _inside(values, settings.rejection_bounds)
+    if settings.use_rs and settings.rs_veto_threshold is not None:
+        metrics |= veto_metrics(batch, settings.rs_veto_threshold)
         kept = kept & (metrics["rs_catastrophic_seq_fraction"] == 0)
     metrics["is_ratio_mean_after_tis_rs"] = weights
-    if settings.batch_normalize:
+    if settings.tis_batch_normalize:
         factor = _divisor(_mean_of_call(settings, batch, weights))
         metrics["batch_norm_factor"] = torch.full_like(weights, factor)
         weights = weights / factor
     return weights, kept, metrics | final_metrics(batch, weights)
 
 
-def _bounded(settings: MisSettings, batch: TokenBatch) -> tuple[Tensor, TokenMetrics]:
+def _bounded(settings: CorrectionSettings, batch: TokenBatch) -> tuple[Tensor, TokenMetrics]:
     """Weights within their bounds, or untouched in mode mask: float32 [N], 0 outside the mask."""
     raw = bounded = ratios(batch, settings.tis_level)
     if settings.tis_mode == "truncate":
-        bounded = raw.clamp(max=settings.tis_upper)
+        bounded = raw.clamp(max=settings.tis_upper_bound)
     elif settings.tis_mode == "clip":
-        bounded = raw.clamp(settings.tis_lower, settings.tis_upper)
+        bounded = raw.clamp(*settings.weight_bounds)
     bounded = torch.where(batch.mask, bounded, 0)
     return bounded, bound_metrics(settings, raw, bounded)
 
 
-def _inside(values: Tensor, lower: float, upper: float) -> Tensor:
-    return (values >= lower) & (values <= upper)
+def _inside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return (values >= bounds[0]) & (values <= bounds[1])
 
 
 def _divisor(mean: float) -> float:
@@ -219,7 +193,7 @@ def _divisor(mean: float) -> float:
     return mean if mean > SMALLEST_MEAN else 1.0
 
 
-def _mean_of_call(settings: MisSettings, batch: TokenBatch, weights: Tensor) -> float:
+def _mean_of_call(settings: CorrectionSettings, batch: TokenBatch, weights: Tensor) -> float:
     """Miles' mean: rejected weights count, and a sequence without a token counts as 0."""
     if settings.tis_level == "geometric":
         raise ValueError(

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fallback_correction.adapters.miles.settings import MisSettings
 from fallback_correction.choices import require_choice
-from fallback_correction.config import Veto, WeightLevel
+from fallback_correction.config import CorrectionSettings, Veto, WeightLevel
 from fallback_correction.mismatch_metrics import CLAMP
 from fallback_correction.ratios import clamped
 from fallback_correction.rejection import apply_veto, divergence
@@ -49,9 +48,10 @@ def mismatch_token_metrics(batch: TokenBatch) -> TokenMetrics:
     return of_tokens | {name: batch.spread(x).float() for name, x in of_sequences.items()}
 
 
-def bound_metrics(settings: MisSettings, raw: Tensor, bounded: Tensor) -> TokenMetrics:
+def bound_metrics(settings: CorrectionSettings, raw: Tensor, bounded: Tensor) -> TokenMetrics:
     """The weights before and after their bounds, and which of them the bounds changed."""
-    low, high = (raw < settings.tis_lower).int(), (raw > settings.tis_upper).int()
+    lower, upper = settings.weight_bounds
+    low, high = (raw < lower).int(), (raw > upper).int()
     metrics = {"tis_weight_before_bound": raw, "tis_weight_after_bound": bounded}
     if settings.tis_mode == "truncate":
         return {**metrics, "tis_truncate_fraction": high}
@@ -59,11 +59,12 @@ def bound_metrics(settings: MisSettings, raw: Tensor, bounded: Tensor) -> TokenM
     return {**metrics, f"tis_{name}_fraction_low": low, f"tis_{name}_fraction_high": high}
 
 
-def rejection_metrics(settings: MisSettings, values: Tensor) -> TokenMetrics:
+def rejection_metrics(settings: CorrectionSettings, values: Tensor) -> TokenMetrics:
     """Which ratios lie beyond the bounds of rejection."""
+    lower, upper = settings.rejection_bounds
     return {
-        "rs_mask_fraction_low": (values < settings.rs_lower).int(),
-        "rs_mask_fraction_high": (values > settings.rs_upper).int(),
+        "rs_mask_fraction_low": (values < lower).int(),
+        "rs_mask_fraction_high": (values > upper).int(),
     }
 
 

@@ -1,4 +1,8 @@
-"""verl: `compute_rollout_correction` on plain tensors, and its named presets."""
+"""verl: `compute_rollout_correction` on plain tensors, and its named presets.
+
+`presets` has verl's keys and their named values, `thresholds` reads bounds from the strings that they
+are there, `hook` is the function itself, `metrics` what it reports.
+"""
 
 from fallback_correction.adapters.verl.hook import compute_rollout_correction
 from fallback_correction.adapters.verl.presets import PRESETS, RolloutCorrectionConfig

@@ -13,7 +13,7 @@ LossType = Literal["ppo_clip", "reinforce"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """verl's keys and defaults. Thresholds: see `verl_thresholds`."""
+    """verl's keys and defaults. Strings of thresholds: see `thresholds`."""
 
     rollout_is: Level | None = "sequence"
     rollout_is_threshold: str | float | None = 2.0

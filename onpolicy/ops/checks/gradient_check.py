@@ -19,8 +19,8 @@ from torch import Tensor
 
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.ops.base import AttentionLayout, Operators
-from onpolicy.ops.checks.probe import check_rows, columns_to_check, probe, require_equal
-from onpolicy.ops.checks.self_check import MAX_EXPERTS, ROWS
+from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
+from onpolicy.ops.checks.self_check import MAX_EXPERTS
 from onpolicy.ops.experts import mix_experts
 from onpolicy.ops.log_probs import rows_per_chunk
 from onpolicy.ops.row_parallel import WHOLE, RowParallel

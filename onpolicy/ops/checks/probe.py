@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from onpolicy.compat.process import strict_sums_remedy
 from onpolicy.errors import ContractError
+
+ROWS = 300
+
+Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
+"""Operator, the sizes it ran at, and what it gave."""
 
 
 def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:
@@ -26,12 +32,13 @@ def columns_to_check(n: int, tile: int | None) -> int:
 def require_equal(name: str, shape: tuple[int, ...], case: str, got: Tensor, want: Tensor) -> None:
     """Raise ContractError if an operator gave other bits for a part than for the whole."""
     if not torch.equal(got, want):
+        remedy = strict_sums_remedy() or (
+            "Run without --true-on-policy-mode here, and report the processor and torch version."
+        )
         raise ContractError(
             f"operator={name}, shape={shape}, case={case!r}: {int((got != want).sum())} of "
             f"{want.numel()} values differ from the same ones in a larger call, so this machine's "
-            "kernels are not row-invariant and rollout and training cannot agree bit for bit. If you "
-            "set MKL_CBWR, unset it (onpolicy asks for AUTO,STRICT). Else run without "
-            "--true-on-policy-mode here, and report the processor and torch version."
+            f"kernels are not row-invariant and rollout and training cannot agree bit for bit. {remedy}"
         )
 
 

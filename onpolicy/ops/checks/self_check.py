@@ -10,27 +10,26 @@ are part of what an engine reports: two processes whose operators are each invar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.contract import NumericsContract
-from onpolicy.ops.base import AttentionLayout, Operators
-from onpolicy.ops.checks.probe import check_rows, columns_to_check, probe, require_equal
+from onpolicy.ops.base import Operators
+from onpolicy.ops.checks.attention_check import (
+    attention_inputs,
+    check_attention,
+    check_paged_attention,
+)
+from onpolicy.ops.checks.probe import ROWS, Results, check_rows, columns_to_check, probe
+from onpolicy.ops.checks.rowwise_check import check_rowwise
 from onpolicy.ops.checks.shard_check import check_shards
 from onpolicy.ops.experts import mix_experts
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
-ROWS = 300
 ROW_COUNTS = (1, 2, 7, *range(16, 257, 16), 299)
-FEW_ROW_COUNTS = (1, 2, 7, 64, 299)
-"""For operators that have no matrix product."""
-
-QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
 GPU_ROW_COUNTS = (*ROW_COUNTS, 511, 1024, 2049, 4096)
 """A GPU's GEMM also tells larger numbers of rows apart."""
 
@@ -50,14 +49,11 @@ def self_check(operators: Operators, contract: NumericsContract) -> dict[str, st
     Raises ContractError that names the operator, its shape and the batch at which a row changed.
     """
     with torch.no_grad():
-        digests = _digests(_rowwise(operators, contract))
+        digests = _digests(check_rowwise(operators, contract))
         if contract.device == "cpu" and contract.dtype == "bfloat16":
             # The CPU operators sum in float32 there too, and rounding hides most that a sum does.
             _digests(_products(operators, replace(contract, dtype="float32")))
         return digests | _digests(_products(operators, contract))
-
-
-Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
 
 
 def _digests(results: Results) -> dict[str, str]:
@@ -84,33 +80,12 @@ def _products(operators: Operators, contract: NumericsContract) -> Results:
     if row_parallel.blocks > 1:
         check_shards(operators, contract)
     heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    yield "attention", heads, _check_attention(operators, *heads, dtype, device)
+    inputs = attention_inputs(heads, dtype, device)
+    packed = check_attention(operators, *inputs)
+    yield "attention", heads, packed
+    yield "paged_attention", heads, check_paged_attention(operators, *inputs, packed)
     for sizes in shapes.experts:
         yield "experts", sizes, _check_experts(operators, contract, sizes)
-
-
-def _rowwise(operators: Operators, contract: NumericsContract) -> Results:
-    dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
-    for size in shapes.norm:
-        weight = probe(size, seed=1, device=device).to(dtype)
-        x = probe(ROWS, size, seed=2, device=device).to(dtype)
-        norm = partial(operators.rms_norm, weight=weight, eps=1e-6)
-        yield "rms_norm", (size,), check_rows("rms_norm", (size,), norm, x, FEW_ROW_COUNTS)
-    for function in (F.silu, F.gelu, torch.sigmoid):
-        x = 4 * probe(ROWS, 37, seed=3, device=device).to(dtype)
-        apply = partial(operators.elementwise, function)
-        name = function.__name__
-        yield name, (37,), check_rows(name, (37,), apply, x, FEW_ROW_COUNTS)
-    vocabulary = (shapes.vocab_size,)
-    logits = 4 * probe(ROWS, shapes.vocab_size, seed=4, device=device).to(dtype)
-    softmax = check_rows("softmax", vocabulary, operators.softmax, logits, FEW_ROW_COUNTS)
-    yield "softmax", vocabulary, softmax
-
-    def log_softmax(x: Tensor) -> Tensor:
-        return operators.log_softmax(x, torch.full((len(x), 1), 0.7, device=device))
-
-    log_probs = check_rows("log_softmax", vocabulary, log_softmax, logits, FEW_ROW_COUNTS)
-    yield "log_softmax", vocabulary, log_probs
 
 
 def _check_linear(
@@ -157,34 +132,3 @@ def _check_experts(
 
     x = probe(ROWS, hidden, seed=14, device=device).to(dtype)
     return check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)
-
-
-def _check_attention(
-    operators: Operators,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: str,
-) -> Tensor:
-    lens = (300, 1, 64, 65, 17)
-    total, scale, shape = sum(lens), head_dim**-0.5, (heads, kv_heads, head_dim)
-    q = probe(total, heads, head_dim, seed=8, device=device).to(dtype)
-    k = probe(total, kv_heads, head_dim, seed=9, device=device).to(dtype)
-    v = probe(total, kv_heads, head_dim, seed=10, device=device).to(dtype)
-    whole = AttentionLayout.packed(lens, device)
-    packed = operators.attention(q, k, v, whole, scale)
-    # The last `count` tokens of the longest sequence as queries, the others as a cached prefix.
-    for count in QUERY_COUNTS:
-        layout = AttentionLayout(
-            query_lens=(count,), key_lens=lens[:1], key_rows=whole.key_rows[:1]
-        )
-        rows = slice(lens[0] - count, lens[0])
-        alone = operators.attention(q[rows], k, v, layout, scale)
-        require_equal("attention", shape, f"{count} queries alone", alone, packed[rows])
-    # One decode step of all the sequences at once.
-    ends = torch.tensor(lens, device=device).cumsum(0)
-    layout = AttentionLayout(query_lens=(1,) * len(lens), key_lens=lens, key_rows=whole.key_rows)
-    decode = operators.attention(q[ends - 1], k, v, layout, scale)
-    require_equal("attention", shape, "a decode step", decode, packed[ends - 1])
-    return packed

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.base import AttentionLayout, PagedLayout
 from onpolicy.ops.hopper import flash_attention, gemm
 from onpolicy.ops.hopper.attention import HopperAttention
 from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
@@ -55,3 +55,14 @@ class HopperOperators(TritonOperators):
         if torch.is_grad_enabled():
             return HopperAttention.apply(q, k, v, layout, scale)
         return flash_attention.forward(q, k, v, Pages.of(layout), scale)[0]
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PagedLayout,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return flash_attention.over_pages(q, k, v, layout, scale, out)

@@ -2,7 +2,7 @@
 
 SGLang reads keys through a page table in prefill and in decoding, so training does too, with pages
 of one key: all three then run the same compiled kernels, whose sums over keys go in blocks of one
-width per head size (`capability.FLASH_HEAD_DIMS`). Dense keys would take kernels with other widths
+width per head size (`backends.hopper.FLASH_HEAD_DIMS`). Dense keys would take kernels with other widths
 for some head sizes and lengths; what they would save is the gathering of keys by cp.async.
 `num_splits=1`: a sequence is never cut into parts that are summed apart.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
+from onpolicy.ops.base import PagedLayout
 from onpolicy.ops.hopper.pages import Pages
 
 
@@ -52,3 +53,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scale: float) -> tupl
         return_softmax_lse=True,
     )
     return out, lse
+
+
+def over_pages(
+    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float, out: Tensor | None
+) -> Tensor:
+    """The same for the rollout engine, with the arguments that SGLang's backend gives it.
+
+    The shapes are those of `Operators.paged_attention`; `layout.schedule` may hold
+    `scheduler_metadata` and `cu_seqlens_k_new`.
+    """
+    buffer = {} if out is None else {"out": out}
+    return library().flash_attn_with_kvcache(
+        q=q,
+        k_cache=k,
+        v_cache=v,
+        cache_seqlens=layout.key_lens,
+        page_table=layout.page_table,
+        cu_seqlens_q=layout.query_starts,
+        max_seqlen_q=layout.max_query_len,
+        softmax_scale=scale,
+        causal=True,
+        num_splits=1,
+        **layout.schedule,
+        **buffer,
+    )

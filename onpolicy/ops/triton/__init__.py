@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout
 from onpolicy.ops.triton import activation as activations
+from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
-from onpolicy.ops.triton.attention import Sequences, blockwise_attention
 from onpolicy.ops.triton.attention_backward import TritonAttention
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.linear import TritonLinear, tiled_linear
@@ -45,7 +45,30 @@ class TritonOperators(Operators):
     ) -> Tensor:
         if torch.is_grad_enabled():
             return TritonAttention.apply(q, k, v, layout, scale)
-        return blockwise_attention(q, k, v, Sequences.of(layout), scale)[0]
+        sequences = attentions.Sequences.of(layout)
+        return attentions.blockwise_attention(q, k, v, sequences, scale)[0]
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PagedLayout,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result, _ = attentions.paged_attention(
+            q,
+            k,
+            v,
+            layout.page_table,
+            layout.key_lens,
+            layout.query_starts,
+            layout.max_query_len,
+            scale,
+            layout.page_size,
+        )
+        return result if out is None else out.copy_(result)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return TritonRMSNorm.apply(x, weight, eps)

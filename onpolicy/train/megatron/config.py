@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
@@ -35,12 +34,7 @@ class AlignedConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.hf_config is not None
-        self.activation = ACT2FN[self.hf_config.hidden_act]
-        self.activation_func = self._activate
-
-    def _activate(self, x: Tensor) -> Tensor:
-        assert self.operators is not None
-        return self.operators.elementwise(self.activation, x)
+        self.activation = self.activation_func = ACT2FN[self.hf_config.hidden_act]
 
 
 def make_config(

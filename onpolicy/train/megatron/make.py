@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from onpolicy.compat import megatron_on_cpu
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import MegatronConfig
 from onpolicy.contract import NumericsContract
@@ -35,8 +36,6 @@ def make_megatron_trainer(
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     check(config, hf_config, contract)
     if not torch.cuda.is_available():
-        from onpolicy.compat import megatron_on_cpu
-
         megatron_on_cpu.activate()
     from megatron.core import parallel_state
 

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -45,7 +44,8 @@ from onpolicy.train.megatron.collectives import share_rows
 from onpolicy.train.megatron.config import AlignedConfig, make_config
 from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
 from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
-from onpolicy.train.megatron.moe import AlignedMoeLayer
+from onpolicy.train.megatron.mlp import AlignedMLP
+from onpolicy.train.megatron.moe import AlignedMoeLayer, SparseLayer
 from onpolicy.train.megatron.norm import AlignedNorm
 
 _ROTARY: dict[str, type[nn.Module]] = {
@@ -91,12 +91,6 @@ class PolicyGptModel(GPTModel):
             shares = local.routed_experts.chunk(self.tp_group.size())
             local.routed_experts = shares[self.tp_group.rank()]
         return local
-
-    def _preprocess(  # type: ignore[override]
-        self, *, packed_seq_params: LocalTokens, **inputs: Any
-    ) -> tuple[Any, ...]:
-        *prepared, _ = super()._preprocess(packed_seq_params=packed_seq_params, **inputs)
-        return (*prepared, packed_seq_params.routed_experts)  # in place of a padding mask
 
     def _postprocess(  # type: ignore[override]
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
@@ -148,25 +142,17 @@ def _layer_spec(config: AlignedConfig, layer: int) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
+    sparse = is_sparse(config.hf_config, layer)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=SparseLayer if sparse else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=AlignedNorm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=AlignedNorm,
-            mlp=_mlp_spec(config, layer),
+            mlp=AlignedMoeLayer if sparse else AlignedMLP,
             mlp_bda=get_bias_dropout_add,
         ),
-    )
-
-
-def _mlp_spec(config: AlignedConfig, layer: int) -> ModuleSpec | type:
-    if is_sparse(config.hf_config, layer):
-        return AlignedMoeLayer
-    return ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=AlignedRowLinear),
     )
 
 

@@ -20,14 +20,35 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from onpolicy.models.experts import Choice
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import expert_outputs, mix_outputs
+from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.dispatch import DISPATCH
 from onpolicy.train.megatron.linears import row_parallel
+
+
+class SparseLayer(TransformerLayer):
+    """Megatron's layer, which hands its experts the ones that the rollout took.
+
+    They come with the micro-batch, to every call: of any pipeline stage, and when it is recomputed.
+    """
+
+    mlp: AlignedMoeLayer
+
+    def forward(
+        self, *args: Any, packed_seq_params: LocalTokens, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden_states, context = self._forward_attention(
+            *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        normed = self._forward_pre_mlp_layernorm(hidden_states)
+        output = self.mlp(normed, packed_seq_params.routed_experts)
+        return self._forward_post_mlp(output, hidden_states), context
 
 
 class AlignedMoeLayer(MegatronModule):
@@ -42,16 +63,10 @@ class AlignedMoeLayer(MegatronModule):
         """Megatron's, from 1."""
         self.layer = layer_number - 1
 
-    def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        """[T, 1, H], this rank's tokens, to the same.
-
-        Megatron hands `padding_mask` to the MLPs of all layers, also when it computes them again; here
-        it is `LocalTokens.routed_experts`.
-        """
+    def forward(self, hidden_states: Tensor, routed_experts: Tensor | None) -> tuple[Tensor, None]:
+        """[T, 1, H], this rank's tokens, to the same; experts as in `LocalTokens`."""
         x = hidden_states[:, 0]
-        weights, chosen = self.router(x, self._replay(padding_mask))
+        weights, chosen = self.router(x, self._replay(routed_experts))
         group = parallel_state.get_tensor_model_parallel_group()
         if self.config.sequence_parallel:
             enter = partial(gather_from_sequence_parallel_region, group=group)

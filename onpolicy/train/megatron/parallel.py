@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from onpolicy.compat import megatron_on_cpu
+from onpolicy.errors import ContractError
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.version import require_megatron
@@ -15,13 +17,14 @@ SEED = 1234
 def initialize(layout: MegatronLayout) -> None:
     """Join torchrun's group and make Megatron's groups of it. The layout is checked before.
 
-    On a machine without CUDA the stand-in for its names is loaded if the layout needs it.
+    Raises ContractError where the layout needs CUDA, there is none, and nothing stands in for it.
     """
     require_megatron()
-    if layout.needs_cuda_names and not torch.cuda.is_available():
-        from onpolicy.compat import megatron_on_cpu
-
-        megatron_on_cpu.activate()
+    if layout.needs_cuda_names and not (torch.cuda.is_available() or megatron_on_cpu.is_active()):
+        raise ContractError(
+            "torch.cuda.is_available()=False: Megatron's own code for this layout names CUDA. Call "
+            "onpolicy.compat.megatron_on_cpu.activate() first."
+        )
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

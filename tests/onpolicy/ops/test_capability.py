@@ -1,14 +1,22 @@
 """Which operators a machine can keep, on recorded facts; refusals name the value and the remedy."""
 
 import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
+from onpolicy.config.groups import OperatorsConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops import make_operators
-from onpolicy.ops.capability import Machine, choose_backend, refusal
+from onpolicy.ops.backends import BACKENDS, GPU_BACKENDS, Demand, backend_of
+from onpolicy.ops.capability import choose_backend
+from onpolicy.ops.machine import Machine
 
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
 CPU = Machine(capability=None, packages={"triton": "3.6.0"})
@@ -89,7 +97,8 @@ def test_a_missing_package_never_changes_the_choice(module):
 
 def test_a_package_without_metadata_counts_as_there():
     machine = dataclasses.replace(H200, packages=dict.fromkeys(PACKAGES, "unknown"))
-    assert refusal("hopper", "bfloat16", shapes(), 1, machine) is None
+    demand = Demand(dtype="bfloat16", shapes=shapes(), row_parallel_blocks=1)
+    assert backend_of("hopper").refusal(demand, machine) is None
 
 
 def test_this_machine_is_described_as_it_is():
@@ -104,3 +113,41 @@ def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
     contract = NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=shapes())
     with pytest.raises(ContractError, match=rf"backend={backend}: compute capability=none"):
         make_operators(contract)
+
+
+def test_an_unknown_backend_is_refused_by_name():
+    contract = NumericsContract(backend="tpu", device="cpu", dtype="bfloat16", shapes=shapes())
+    with pytest.raises(ContractError, match=r"backend='tpu'.*cpu, hopper, triton, stock.*version"):
+        make_operators(contract)
+
+
+def test_every_backend_of_a_gpu_can_be_asked_for():
+    choices = get_args(get_type_hints(OperatorsConfig)["operators"])
+    assert {*choices} == {"auto", *(backend.name for backend in GPU_BACKENDS)}
+
+
+def test_the_plugin_has_a_module_for_the_attention_of_every_aligned_backend():
+    for backend in BACKENDS:
+        is_aligned = NumericsContract(
+            backend=backend.name, device="cpu", dtype="bfloat16", shapes=shapes()
+        ).is_aligned
+        assert bool(backend.engine_attention) == is_aligned
+        if is_aligned:
+            spec = importlib.util.find_spec(backend.engine_attention)
+            assert "def install(operators: Operators)" in Path(spec.origin).read_text()
+
+
+def test_the_registry_imports_no_library_of_a_device():
+    script = """if True:
+        import sys
+        from onpolicy.contract import NumericsContract, OperatorShapes
+        from onpolicy.ops import make_operators
+        from onpolicy.ops.capability import choose_backend
+        shapes = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=8, norm=(), vocab_size=9)
+        make_operators(NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=shapes))
+        print(*{"triton", "sgl_kernel", "deep_gemm", "sglang", "transformers"} & {*sys.modules})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []

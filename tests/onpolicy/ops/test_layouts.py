@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, PagedLayout
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.layouts import LAYOUTS, whole
 
@@ -25,6 +25,18 @@ def expert_rows(x, experts):
 def split_in_three(tokens):
     cuts = sorted({0, tokens // 5, tokens // 2, tokens})
     return AttentionLayout.packed(tuple(b - a for a, b in itertools.pairwise(cuts)))
+
+
+def two_to_a_page(tokens):
+    """One sequence, if it has a token, on the pages of a store from the last one on."""
+    lens = torch.tensor([tokens] if tokens else [], dtype=torch.int64)
+    return PagedLayout(
+        page_table=torch.arange(tokens).flip(0).expand(len(lens), -1),
+        page_size=2,
+        key_lens=lens,
+        query_starts=F.pad(lens.cumsum(0), (1, 0)),
+        max_query_len=tokens,
+    )
 
 
 def temperature(x):
@@ -81,6 +93,10 @@ DIFFERENTIABLE = {
     "log_softmax": (lambda x, t: OPERATORS.log_softmax(x, temperature(t)), rows_with_numbers),
 }
 OTHERS = {
+    "paged_attention": (
+        lambda q, k, v: OPERATORS.paged_attention(q, k, v, two_to_a_page(len(q)), 0.3),
+        lambda m, n, k: tuple((m, 2, *s[1:]) if i else s for i, s in enumerate(heads(m, n, k))),
+    ),
     "gather_log_probs": (
         lambda x, t: torch.cat(OPERATORS.gather_log_probs(x, temperature(t), targets(x))),
         rows_with_numbers,

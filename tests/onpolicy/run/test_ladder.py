@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from fallback_correction.config import DiscrepancyConfig, GovernorConfig
 from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.run.ladder import Ladder, first_rung
@@ -19,7 +20,9 @@ def make(governed=True, aligned=False, **fallback):
     config = TrainConfig(
         parity=groups.ParityConfig(true_on_policy_mode=aligned),
         fallback=groups.FallbackConfig(**fallback),
-        governor=groups.GovernorFlags(mismatch_governor=governed, governor_rise_after=1),
+        governor=groups.GovernorFlags(
+            mismatch_governor=governed, limits=GovernorConfig(rise_after=1)
+        ),
     )
     return Ladder(config, STOCK, ALIGNED)
 
@@ -30,7 +33,7 @@ def standing(ladder):
 
 
 EVERYTHING = {
-    "use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "dc_mode": "fixed",
+    "use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "dc": DiscrepancyConfig(mode="fixed"),
     "custom_tis_function_path": "a.b", "rs_statistic": "k3", "rs_upper_bound": 0.01,
 }  # fmt: skip
 
@@ -51,7 +54,7 @@ def test_what_each_rung_has_of_a_run_that_asks_for_everything(rung, corrections,
     ladder.load_state_dict({"rung": rung, "bad": 0, "calm": 0, "falls": 0})
     flags = ladder.fallback
     assert (
-        flags.use_tis, flags.use_rs, flags.rs_veto_threshold, flags.dc_mode,
+        flags.use_tis, flags.use_rs, flags.rs_veto_threshold, flags.dc.mode,
         flags.custom_tis_function_path,
     ) == corrections  # fmt: skip
     assert ladder.lr_scale == lr_scale
@@ -97,7 +100,7 @@ def test_every_rung_adds_to_the_one_below_up_to_aligned_operators():
         ({}, "stock"),
         ({"use_tis": True}, "tis"),
         ({"use_tis": True, "use_rs": True}, "mis"),
-        ({"dc_mode": "fixed"}, "tis"),
+        ({"dc": DiscrepancyConfig(mode="fixed")}, "tis"),
         ({"custom_tis_function_path": "a.b"}, "tis"),
         ({"rs_veto_threshold": 1e-4}, "mis"),
         ({"aligned": True, "use_tis": True}, "aligned"),

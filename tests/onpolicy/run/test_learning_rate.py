@@ -10,8 +10,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fallback_correction.length_decay import LengthDecay, LengthDecaySchedule
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.flags import with_flags
 from onpolicy.errors import ConfigError
-from onpolicy.run.learning_rate import LearningRate, base_factor, length_decay_config
+from onpolicy.run.learning_rate import LearningRate, base_factor
 
 DECAYS = {"lr_schedule": "length-decay", "length_decay_period": 2}
 
@@ -20,7 +21,7 @@ def make_config(steps, **flags):
     """One optimizer step per rollout."""
     return TrainConfig(
         rollout=groups.RolloutConfig(num_rollout=steps),
-        trainer=groups.TrainerConfig(**{"lr": 1.0, **flags}),
+        trainer=with_flags(groups.TrainerConfig(lr=1.0), flags),
     )
 
 
@@ -104,7 +105,10 @@ def test_the_state_of_another_schedule_is_refused(wrote, reads):
     ],
 )
 def test_without_a_surge_the_default_period_is_the_flags(flags, period):
-    assert length_decay_config(groups.TrainerConfig(**flags)).default_period == period
+    rate = make(5, lr_schedule="length-decay", **flags)
+    for _ in range(200):
+        rate.observe(100.0, 0.0)
+    assert rate.decay.period == period
 
 
 def scheduled(config, rollouts):
@@ -112,7 +116,7 @@ def scheduled(config, rollouts):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=config.trainer.lr)
     total = config.rollout.num_rollout * config.steps_per_rollout
     base = LambdaLR(optimizer, lambda step: base_factor(step, config.trainer, total))
-    schedule, decay = base, LengthDecay(length_decay_config(config.trainer))
+    schedule, decay = base, LengthDecay(config.trainer.length_decay)
     if config.trainer.lr_schedule == "length-decay":
         schedule = LengthDecaySchedule(base, optimizer, decay)
     for num_steps, length, governor in rollouts:

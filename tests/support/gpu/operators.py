@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.ops import Operators, make_operators
-from onpolicy.ops.capability import Machine, refusal
+from onpolicy.ops.backends import Demand, backend_of
+from onpolicy.ops.machine import Machine
 
 BACKENDS = ("triton", "hopper")
 
@@ -14,7 +15,8 @@ NO_SHAPES = OperatorShapes(linear=(), heads=32, kv_heads=8, head_dim=128, norm=(
 
 def missing(backend: str, dtype: str = "bfloat16") -> str | None:
     """What this machine lacks for the backend, by name; None if nothing."""
-    return refusal(backend, dtype, NO_SHAPES, 1, Machine.here())
+    demand = Demand(dtype=dtype, shapes=NO_SHAPES, row_parallel_blocks=1)
+    return backend_of(backend).refusal(demand, Machine.here())
 
 
 def make_gpu_operators(backend: str) -> Operators:

@@ -5,12 +5,13 @@ import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops import make_operators
+from onpolicy.ops import Operators, make_operators
+from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny_contract import CONTRACT, SHARED
-from tests.support.violations import break_operator, few, next_up
+from tests.support.violations import ROW_OPERATORS, break_operator, few, next_up
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -38,22 +39,52 @@ def test_digests_tell_different_operators_apart():
     assert differ == {"linear 208x96", "linear with bias 137x96", "linear 600x512", router}
 
 
-@pytest.mark.parametrize(
-    ("operator", "name"),
-    [
-        ("linear", "linear"),
-        ("attention", "attention"),
-        ("elementwise", "silu"),
-        ("rms_norm", "rms_norm"),
-        ("softmax", "softmax"),
-        ("log_softmax", "log_softmax"),
-        ("grouped_linear", "experts"),
-        ("grouped_partial_linear", "experts"),
-    ],
-)
+CONTROLS = {
+    "linear": "linear",
+    "attention": "attention",
+    "paged_attention": "paged_attention",
+    "elementwise": "silu",
+    "gated": "gated",
+    "rotary": "rotary",
+    "rms_norm": "rms_norm",
+    "softmax": "softmax",
+    "topk": "experts",
+    "log_softmax": "log_softmax",
+    "gather_log_probs": "gather_log_probs",
+    "sample": "sample",
+    "grouped_linear": "experts",
+    "grouped_partial_linear": "experts",
+}
+"""Operator: what the check calls it, which tries experts as a whole."""
+
+
+@pytest.mark.parametrize(("operator", "name"), CONTROLS.items())
 def test_an_operator_that_depends_on_the_batch_is_found_and_named(operator, name):
     with pytest.raises(ContractError, match=rf"operator={name}, shape=\(.*not row-invariant"):
         self_check(break_operator(CpuOperators(), operator), CONTRACT)
+
+
+def test_every_operator_of_a_rollout_has_a_control():
+    """The parts of longer sums have theirs in tests/onpolicy/ops/test_row_parallel.py."""
+    assert CONTROLS.keys() == {*ROW_OPERATORS} - {"partial_linear"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_checks_at_start_up_call_every_operator(dtype):
+    called = set()
+
+    class Noted(CpuOperators):
+        def __getattribute__(self, name: str):
+            called.add(name)
+            return super().__getattribute__(name)
+
+    contract = dataclasses.replace(SHARED, dtype=dtype)
+    self_check(Noted(), contract)
+    of_a_backward_pass = {"grad_logits"}
+    public = {name for name in dir(Operators) if not name.startswith("_")}
+    assert public - called == of_a_backward_pass
+    check_gradients(Noted(), contract)
+    assert public <= called
 
 
 def test_sums_are_checked_before_bfloat16_rounds_their_differences_away():

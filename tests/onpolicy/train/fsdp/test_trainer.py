@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.flags import with_flags
 from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingError
 from onpolicy.models.align import replace_operators
 from onpolicy.models.export import export_checkpoint
@@ -38,7 +39,7 @@ def make(checkpoint):
             parity=groups.ParityConfig(true_on_policy_mode=aligned),
         )
         for name, values in changes.items():
-            group = dataclasses.replace(getattr(config, name), **values)
+            group = with_flags(getattr(config, name), values)
             config = dataclasses.replace(config, **{name: group})
         hf_config = load_config(str(checkpoint))
         contract = contract_for(config, hf_config, aligned=aligned)

@@ -15,7 +15,7 @@ from tests.support.megatron_ranks import (
 TENSOR = MegatronLayout(tensor_model_parallel_size=2)
 
 OF_DENSE_MODELS = [
-    "column_linear", "row_linear", "norm", "attention", "rotary", "activation", "output_layer",
+    "column_linear", "row_linear", "norm", "attention", "rotary", "gated", "output_layer",
 ]  # fmt: skip
 OF_EXPERTS = ["router", "experts"]
 

@@ -41,12 +41,14 @@ def make_job(path, layout, dtype="float32"):
     return job if spread else job.with_batches(BATCHES[:1])
 
 
-def test_the_cpu_stand_in_is_loaded_where_it_is_needed_and_says_so(two_ranks, model_of):
+def test_the_cpu_stand_in_is_asked_for_by_name_and_says_so(two_ranks, model_of):
     assert not megatron_on_cpu.is_active()
-    for active, messages in two_ranks.run(
+    for active, refused, messages, unchanged in two_ranks.run(
         stand_in_at_start, Job(path=model_of("qwen3"), batches=[])
     ):
-        assert active == [False, True]
+        assert not active
+        assert "onpolicy.compat.megatron_on_cpu.activate() first" in refused
+        assert unchanged
         assert messages == [
             "No CUDA here: Megatron's CUDA-named calls mean the CPU in this process "
             "(onpolicy/compat/megatron_on_cpu.py)."

@@ -1,4 +1,4 @@
-"""What a correction does, in the field's terms. Mappings from other stacks' keys are in `adapters`.
+"""What a correction does to a batch, in the field's terms: what `correction.correct` applies.
 
 Notation: r = log pi_train - log pi_rollout of a sampled token, rho = exp(r). Every bound here bounds
 rho itself, rollout in the denominator; verl's `*_k1` bounds, for one, bound 1 / rho.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from fallback_correction.choices import require_choices
+from fallback_correction.ranges import MAY_BE_INFINITE, above, at_least, require_ranges
 
 WeightLevel = Literal["token", "sequence", "geometric"]
 Level = Literal["none", "token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 Statistic = Literal["ratio", "k1", "k2", "k3"]
 Aggregation = Literal["token", "sum", "mean", "max"]
+Nonfinite = Literal["error", "reject"]
+VetoBy = Literal["ratio", "rollout_probability"]
+Clamp = Annotated[float | None, above(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class RejectionRule:
 class Veto:
     """Rejects a whole sequence for one token beyond [lower, upper]; looks at values as they are."""
 
-    by: Literal["ratio", "rollout_probability"] = "ratio"
+    by: VetoBy = "ratio"
     """rho, as Miles' code does, or pi_rollout, as its documentation says."""
 
     lower: float = 0.0
@@ -71,8 +75,8 @@ class CorrectionConfig:
     mode: Mode = "truncate"
     """truncate: min(w, upper); clip: into [lower, upper]; mask: reject what lies outside."""
 
-    lower: float = 0.0
-    upper: float = 2.0
+    lower: Annotated[float, at_least(0)] = 0.0
+    upper: Annotated[float, MAY_BE_INFINITE] = 2.0
 
     rules: tuple[RejectionRule, ...] = ()
     """All must keep a token. They need no weights."""
@@ -88,22 +92,17 @@ class CorrectionConfig:
     """Whether rejected tokens count in the denominators of the loss. In m they never do: their
     weights, which may be anything, would decide those of all others."""
 
-    log_ratio_clamp: float | None = 20.0
+    log_ratio_clamp: Clamp = 20.0
     """Log-ratios are cut to +- this before exp; None: never."""
 
-    nonfinite: Literal["error", "reject"] = "error"
+    nonfinite: Nonfinite = "error"
     """A log-probability that is NaN or infinite: stop, or reject it (with its sequence, if anything
     here looks at sequences)."""
 
     def __post_init__(self) -> None:
         require_choices(self)
         require_bounds("lower", self.lower, "upper", self.upper)
-        if not self.lower >= 0:
-            raise ValueError(f"lower={self.lower}: a bound of a ratio is at least 0.")
-        if self.log_ratio_clamp is not None and not self.log_ratio_clamp > 0:
-            raise ValueError(
-                f"log_ratio_clamp={self.log_ratio_clamp}: must be greater than 0. None switches it off."
-            )
+        require_ranges(self)
 
     @property
     def has_weights(self) -> bool:

@@ -1,0 +1,78 @@
+"""How much a disagreement between the engines costs, by arXiv 2606.08779 (DC-GRPO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fallback_correction.choices import require_choices
+from fallback_correction.ranges import FieldError, NotAbove, at_least, require_ranges
+
+Measure = Literal["difference", "ratio", "log"]
+Average = Literal["trajectory", "token"]
+NonNegative = Annotated[float, at_least(0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscrepancyConfig:
+    """Tokens pay lambda times their discrepancy delta. The defaults are the paper's for Qwen3-8B; see
+    also `moe`.
+
+    delta needs pi_train of the policy that took the rollout. In bypass mode nobody recomputes it:
+    refuse that mode, or take the current policy's at the first optimizer step, where they are the
+    same. At a later step delta would measure the update and not the engines.
+    """
+
+    mode: Literal["", "fixed", "margin", "lagrangian"] = "lagrangian"
+    """Subtract lambda times the discrepancy between the engines from every token's advantage. fixed: one
+    lambda (Dual-GRPO, eq. 4). margin: only of a discrepancy above the margin (section 5). lagrangian:
+    lambda moves after every rollout (DC-GRPO, eq. 8 and 11)."""
+
+    measure: Measure = "difference"
+    """|pi_train - pi_rollout|, |rho - 1|, or |log rho| (eq. 2)."""
+
+    lambda_: NonNegative = 0.1
+    """The first lambda, in advantage per unit of discrepancy; 0.05 is the paper's for a mixture of
+    experts."""
+
+    eta: NonNegative = 1.0
+    """lagrangian: step size of lambda."""
+
+    budget: NonNegative = 0.0037
+    """lagrangian: mean discrepancy that is allowed, of the measure `difference`; 0.0050 is the paper's
+    for a mixture of experts."""
+
+    lambda_min: Annotated[float, at_least(0), NotAbove("lambda_max")] = 0.0
+    """lagrangian: smallest lambda."""
+
+    lambda_max: NonNegative = 1.0
+    """lagrangian: largest lambda. The paper bounds lambda without giving the numbers."""
+
+    margin: NonNegative = 0.0
+    """margin: discrepancies up to this, itself included, cost nothing."""
+
+    average: Average = "trajectory"
+    """lagrangian: mean over trajectories of their means (eq. 11), or over all tokens."""
+
+    @staticmethod
+    def off() -> DiscrepancyConfig:
+        """No penalty at all."""
+        return DiscrepancyConfig(mode="")
+
+    @staticmethod
+    def moe() -> DiscrepancyConfig:
+        """The paper's setting for Qwen3-30B-A3B, a mixture of experts."""
+        return DiscrepancyConfig(lambda_=0.05, budget=0.0050)
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_ranges(self)
+        if self.mode == "lagrangian" and not self.lambda_min <= self.lambda_ <= self.lambda_max:
+            rule = f"must lie in [{self.lambda_min}, {self.lambda_max}]"
+            raise FieldError("lambda_", self.lambda_, f"{rule}. Change it or leave it out.")
+        if self.mode == "margin" and not self.margin > 0:
+            rule = "must be above 0 in mode 'margin'. Give one, or take mode 'fixed'."
+            raise FieldError("margin", self.margin, rule)
+        if self.mode in ("fixed", "lagrangian") and self.margin > 0:
+            rule = f"above 0 in mode 'margin' and nowhere else, not in {self.mode!r}"
+            raise FieldError("margin", self.margin, f"{rule}. Change it or leave it out.")

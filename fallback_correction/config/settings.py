@@ -1,0 +1,148 @@
+"""Importance sampling and rejection as a user asks for them, under the names of Miles and slime."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fallback_correction.choices import require_choices
+from fallback_correction.config.correction import (
+    Aggregation,
+    Clamp,
+    CorrectionConfig,
+    Mode,
+    Nonfinite,
+    RejectionRule,
+    Veto,
+    VetoBy,
+    WeightLevel,
+)
+from fallback_correction.ranges import (
+    MAY_BE_INFINITE,
+    FieldError,
+    NotAbove,
+    above,
+    at_least,
+    require_ranges,
+)
+
+APPLIED = CorrectionConfig()
+"""Where the defaults stand of what both records say."""
+
+AGGREGATIONS: dict[WeightLevel, Aggregation] = {
+    "token": "token",
+    "sequence": "sum",
+    "geometric": "mean",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """Every field is a flag of the same name; `correction` says what comes of them all."""
+
+    use_tis: bool = False
+    """Correct an unaligned rollout: weight tokens by the importance ratio pi_train / pi_rollout."""
+
+    use_rs: bool = False
+    """Reject tokens or sequences whose ratio is out of bounds."""
+
+    tis_level: WeightLevel = "token"
+    """Ratio of a token, product over its sequence, or geometric mean over it."""
+
+    rs_level: WeightLevel = "token"
+    """The same for rejection."""
+
+    tis_mode: Mode = APPLIED.mode
+    """Cut weights at the upper bound, at both bounds, or leave out what lies outside."""
+
+    tis_lower_bound: Annotated[float | None, at_least(0), NotAbove("tis_upper_bound")] = None
+    """clip: 1 / --tis-upper-bound if not given; mask: none if not given."""
+
+    tis_upper_bound: Annotated[float, above(0), MAY_BE_INFINITE] = APPLIED.upper
+    """Largest weight. All bounds bound the ratio pi_train / pi_rollout."""
+
+    rs_statistic: Literal["ratio", "k2", "k3"] = "ratio"
+    """What the bounds of rejection bound: the ratio, or with --rs-upper-bound alone a divergence, k2 or
+    k3: of a token, its sum over a sequence, or (geometric) its mean."""
+
+    rs_lower_bound: Annotated[float | None, at_least(0), NotAbove("rs_upper_bound")] = None
+    """--tis-lower-bound if not given, or 1 / --tis-upper-bound."""
+
+    rs_upper_bound: Annotated[float | None, at_least(0), MAY_BE_INFINITE] = None
+    """--tis-upper-bound if not given."""
+
+    rs_veto_threshold: Annotated[float | None, at_least(0)] = None
+    """Reject a whole sequence for one token below it."""
+
+    rs_veto_by: VetoBy = "ratio"
+    """What of that token: its ratio, or the probability that the rollout gave it."""
+
+    tis_batch_normalize: bool = APPLIED.self_normalize
+    """Divide the weights by the mean, over the global batch, of those that are not rejected."""
+
+    rejected_in_denominator: bool = APPLIED.rejected_in_denominator
+    """Count rejected tokens in the denominators of the loss."""
+
+    tis_log_ratio_clamp: Clamp = APPLIED.log_ratio_clamp
+    """Log-ratios are cut to +- this before exp."""
+
+    tis_nonfinite: Nonfinite = APPLIED.nonfinite
+    """What to do with log-probabilities that are NaN or infinite."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_ranges(self)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether anything is asked for."""
+        return self.use_tis or self.use_rs or self.rs_veto_threshold is not None
+
+    @property
+    def weight_bounds(self) -> tuple[float, float]:
+        """Of the weights. Masking bounds below only if asked to, as in MIS (arXiv 2602.01826, eq. 6)."""
+        fallback = 1 / self.tis_upper_bound if self.tis_mode == "clip" else 0.0
+        return _or(self.tis_lower_bound, fallback), self.tis_upper_bound
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """Of the ratio, or of the divergence that takes its place, which has none below."""
+        if self.rs_statistic != "ratio":
+            return -math.inf, _or(self.rs_upper_bound, math.inf)
+        lower = _or(self.tis_lower_bound, 1 / self.tis_upper_bound)
+        return _or(self.rs_lower_bound, lower), _or(self.rs_upper_bound, self.tis_upper_bound)
+
+    def correction(self) -> CorrectionConfig:
+        """What is applied. Raises ValueError for bounds that fall back to contradictory ones."""
+        lower, upper = self.weight_bounds
+        threshold = self.rs_veto_threshold
+        return CorrectionConfig(
+            level=self.tis_level if self.use_tis else "none",
+            mode=self.tis_mode,
+            lower=lower,
+            upper=upper,
+            rules=(self._rejection_rule(),) if self.use_rs else (),
+            veto=None if threshold is None else Veto(by=self.rs_veto_by, lower=threshold),
+            self_normalize=self.tis_batch_normalize,
+            rejected_in_denominator=self.rejected_in_denominator,
+            log_ratio_clamp=self.tis_log_ratio_clamp,
+            nonfinite=self.tis_nonfinite,
+        )
+
+    def _rejection_rule(self) -> RejectionRule:
+        if self.rs_statistic != "ratio" and self.rs_upper_bound is None:
+            raise FieldError(
+                "rs_upper_bound", None, f"rs_statistic={self.rs_statistic} needs one. Give 0.01."
+            )
+        lower, upper = self.rejection_bounds
+        return RejectionRule(
+            statistic=self.rs_statistic,
+            aggregation=AGGREGATIONS[self.rs_level],
+            lower=lower,
+            upper=upper,
+        )
+
+
+def _or(value: float | None, fallback: float) -> float:
+    return fallback if value is None else value

@@ -1,0 +1,45 @@
+"""The flags of `onpolicy train`, in groups, some of which other commands share (see `tools`).
+
+A field's name is the flag's. Imports no torch.
+
+A number's range stands beside it. A record of `fallback_correction` inside a group gives the group its
+fields as flags, under the prefix that stands beside it (`config.flags`).
+"""
+
+from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
+from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
+from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
+from onpolicy.config.groups.outputs import EvalConfig, OutputConfig
+from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
+from onpolicy.config.groups.reward import RewardConfig
+from onpolicy.config.groups.rollout import (
+    CpuConfig,
+    EngineConfig,
+    RolloutConfig,
+    ServerConfig,
+    WeightSyncConfig,
+)
+from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "CpuConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "FallbackConfig",
+    "GovernorFlags",
+    "LossAggregation",
+    "MegatronConfig",
+    "ModelConfig",
+    "OperatorsConfig",
+    "OutputConfig",
+    "ParityConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "ServerConfig",
+    "TrainBackend",
+    "TrainerConfig",
+    "WeightSyncConfig",
+]

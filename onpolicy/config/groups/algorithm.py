@@ -1,0 +1,67 @@
+"""From rewards to the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fallback_correction.ranges import above, at_least
+from onpolicy.config.kinds import NonNegative
+
+LossAggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    advantage_estimator: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "grpo"
+    """How the rewards of a prompt's samples become advantages."""
+
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """Objective: the clipped ratio of tokens or of sequences, clipped weights, or no ratio."""
+
+    eps_clip: NonNegative = 0.2
+    """Lower clip of the PPO ratio: 1 - eps_clip."""
+
+    eps_clip_high: Annotated[float | None, at_least(0)] = None
+    """Upper clip of the PPO ratio: 1 + eps_clip_high; the same as --eps-clip if not given."""
+
+    eps_clip_c: Annotated[float | None, above(1)] = None
+    """Dual clip: with a negative advantage the loss is at most -c times it. Greater than 1."""
+
+    use_opsm: bool = False
+    """Drop tokens of negative advantage in sequences that drifted from the rollout's policy."""
+
+    opsm_delta: NonNegative = 1e-4
+    """Largest mean log-ratio, rollout over current, of a sequence that is kept."""
+
+    loss_aggregation: LossAggregation | None = None
+    """Mean over all tokens of the global batch, or over its sequences of their token means or sums
+    (-norm: over --rollout-max-response-len). Default: token-mean, but seq-mean-token-mean for gspo."""
+
+    filter_equal_rewards: bool = False
+    """Leave out groups whose rewards are all equal: they carry no signal."""
+
+    use_kl_loss: bool = False
+    """Add a KL penalty towards the reference model to the loss."""
+
+    kl_loss_coef: NonNegative = 0.001
+    """Weight of that penalty."""
+
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    """Estimator of that penalty (http://joschu.net/blog/kl-approx.html); low_var_kl is k3 cut at 10
+    nats, since the gradient of k3 grows exponentially."""
+
+    use_unbiased_kl: bool = False
+    """Multiply that estimate by the ratio to the rollout's policy, which makes its gradient unbiased."""
+
+    ref_checkpoint: str = ""
+    """Checkpoint of the reference model; --hf-checkpoint if not given."""

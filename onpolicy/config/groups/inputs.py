@@ -1,0 +1,39 @@
+"""What a run starts from: the checkpoint and the prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    hf_checkpoint: str = ""
+    """Local directory with the Hugging Face checkpoint. Required."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of both engines. Master weights and gradient sums are float32 in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(CheckpointConfig):
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    prompt_data: str = ""
+    """Training prompts: a .jsonl or .parquet file. Required."""
+
+    input_key: str = "prompt"
+    """Field with the prompt: a string, or a list of chat messages."""
+
+    label_key: str = "label"
+    """Field with the reference answer; dots reach into objects, as in reward_model.ground_truth."""
+
+    apply_chat_template: bool = False
+    """Turn prompts into chats with the tokenizer's template."""
+
+    shuffle: bool = True
+    """Visit the prompts in a new order in every epoch, fixed by --seed."""

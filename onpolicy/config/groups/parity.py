@@ -1,0 +1,27 @@
+"""Aligned operators, and what a mismatch leads to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    true_on_policy_mode: bool = False
+    """Run both engines on aligned operators and check that every log-probability agrees bitwise."""
+
+    parity_policy: Literal["fail", "warn", "fallback"] | None = None
+    """On a mismatch: stop before the backward pass, log it, or train on the rollout with the
+    correction that the other flags ask for. Default: fail in the mode above, else warn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorsConfig:
+    row_parallel_blocks: int = 0
+    """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
+    two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
+
+    operators: Literal["auto", "triton", "hopper"] = "auto"
+    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
+    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""

@@ -1,0 +1,100 @@
+"""How samples are drawn, the servers that draw them, and the way of new weights to these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fallback_correction.ranges import Rule, above, at_least, at_most
+from onpolicy.config.kinds import Count, CountOrZero, Engines, HeaderText, Port, Seconds, Threads
+
+NO_LIMIT_IS_MINUS_ONE = Rule(
+    lambda x: x != 0, "must be -1 (no limit) or at least 1. Leave it out for -1."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    num_rollout: Count = 100
+    """Number of rollouts, each followed by training on it."""
+
+    rollout_batch_size: Count = 32
+    """Prompts per rollout."""
+
+    n_samples_per_prompt: Count = 8
+    """Responses sampled for every prompt; they form one group."""
+
+    rollout_max_response_len: Count = 1024
+    """Longest response, in tokens."""
+
+    rollout_temperature: float = 1.0
+    """Divides the logits before sampling, and before log-probabilities are taken on both sides."""
+
+    rollout_top_p: Annotated[float, above(0), at_most(1)] = 1.0
+    """Nucleus sampling; only without --true-on-policy-mode."""
+
+    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE] = -1
+    """Sample from the k likeliest tokens; only without --true-on-policy-mode."""
+
+    rollout_min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Drop tokens less likely than this share of the likeliest; not with --true-on-policy-mode."""
+
+    rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()
+    """Tokens that end a response, besides the checkpoint's end-of-sequence tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuConfig:
+    cpu_threads: Threads = 0
+    """Threads for CPU operators of each process; 0 shares the cores. Changes no result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(CpuConfig):
+    rollout_host: str = "127.0.0.1"
+    """Address that servers listen on. Another than loopback needs --rollout-api-key."""
+
+    rollout_base_port: Port = 0
+    """Port of the first server; 0 takes free ones."""
+
+    rollout_api_key: HeaderText = ""
+    """API key of the servers, or @ and a file that holds it; one is made up for servers that are
+    started without. Command lines can be read by everyone on the host, files need not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ServerConfig):
+    rollout_num_engines: Engines = 1
+    """SGLang servers to start on this host."""
+
+    rollout_server_url: tuple[str, ...] = ()
+    """Use these running servers (started with `onpolicy serve`) instead of starting any."""
+
+    rollout_max_concurrency: Count = 256
+    """Requests in flight per server."""
+
+    rollout_request_timeout: Seconds = 1800.0
+    """Seconds after which a request counts as lost."""
+
+    rollout_start_timeout: Seconds = 600.0
+    """Seconds a server may take to start."""
+
+    rollout_health_timeout: Seconds = 60.0
+    """Seconds without a successful health check after which a server counts as dead; also what a call
+    other than for samples may take, besides a second for every 100 MiB of weights."""
+
+    rollout_max_restarts: CountOrZero = 3
+    """How often dead servers are started again before the run gives up, in all."""
+
+    rollout_weight_format: Literal["", "bf16", "fp8_e4m3", "int8"] = ""
+    """Round the weights of linear layers when they are pushed to the servers, as such a deployment
+    would have them; not under aligned operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig:
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """Way of new weights to the servers: shared memory, torch.distributed, or safetensors files."""
+
+    update_weight_buffer_size: Annotated[int, at_least(1), at_most(1 << 20)] = 512
+    """MiB of weights gathered and sent at a time."""

@@ -1,0 +1,38 @@
+"""The kinds of numbers that flags take: a type and its range, written beside every flag of the kind."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fallback_correction.ranges import Rule, above, at_least, at_most
+
+SMALLEST_TEMPERATURE = 1e-6
+"""SGLang samples greedily below it."""
+
+Count = Annotated[int, at_least(1)]
+CountOrZero = Annotated[int, at_least(0)]
+NonNegative = Annotated[float, at_least(0)]
+Positive = Annotated[float, above(0)]
+Seconds = Annotated[float, above(0), at_most(1e9)]
+
+Seed = Annotated[int, at_least(0), at_most(2**32 - 1)]
+Port = Annotated[int, at_least(0), at_most(65535)]
+Threads = Annotated[int, at_least(0), at_most(4096)]
+Engines = Annotated[int, at_least(1), at_most(1024)]
+Temperature = Annotated[float, at_least(SMALLEST_TEMPERATURE)]
+
+Momentum = Annotated[
+    float, Rule(lambda x: 0 <= x < 1, "must be in [0, 1). Give a value in that range.")
+]
+
+HeaderText = Annotated[
+    str,
+    Rule(
+        lambda x: x.isascii() and x.isprintable(),
+        "goes into an HTTP header. Use printable ASCII characters.",
+    ),
+]
+
+Directory = Annotated[
+    str, Rule(lambda x: x.strip(), "is empty. Give a directory, or leave the flag out.")
+]

@@ -1,0 +1,87 @@
+"""The usual rotary embedding by the operators, in whatever Hugging Face model rotates so.
+
+An attention module calls a function of the file that it comes from. It is recognised by what it
+computes: on a probe it gives exactly the bits of transformers' usual formula. The module then runs its
+own code, in which that function's name means the operator. This is done to one instance: its class, its
+file, and other models in this process stay as they are. Another rotary embedding (interleaved, of
+several axes) stays too, in both engines, and so does a call that the operator was not made for: one
+that rotates a part of each head, or has its axes in another order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, update_wrapper
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onpolicy.ops.base import Operators, rotate
+from onpolicy.ops.checks.probe import probe
+
+Rotary = Callable[..., tuple[Tensor, Tensor]]
+
+
+def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
+    """Make `module`, if its code calls the usual rotary embedding, call `Operators.rotary`."""
+    forward = type(module).forward
+    if "forward" in vars(module) or not isinstance(forward, FunctionType):
+        return
+    called: dict[str, Any] = {
+        name: forward.__globals__.get(name) for name in forward.__code__.co_names
+    }
+    usual = {name: _by_operators(f, module) for name, f in called.items() if is_usual_rotary(f)}
+    if usual:
+        module.operators = operators  # type: ignore[assignment]
+        module.forward = MethodType(_rebound(forward, usual), module)
+
+
+def is_usual_rotary(function: Any) -> bool:
+    """Whether it is a function of (q, k, cos, sin) with the bits of transformers' usual one."""
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        return list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"] and (
+            _has_usual_bits(function)
+        )
+    except (TypeError, ValueError):  # no signature, or one that cannot be kept in a cache
+        return False
+
+
+@cache
+def _has_usual_bits(function: Rotary) -> bool:
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k = (probe(2, heads, 5, 8, seed=heads).to(dtype) for heads in (4, 2))
+        cos, sin = (probe(2, 5, 8, seed=seed).to(dtype) for seed in (5, 6))
+        try:
+            got = function(q, k, cos, sin)
+        except Exception:  # of a function that takes other shapes
+            return False
+        want = rotate(q, cos, sin), rotate(k, cos, sin)
+        if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+            return False
+    return True
+
+
+def _by_operators(own: Rotary, module: Any) -> Rotary:
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+        fits = cos.dim() == 3 and cos.shape[1:] == q.shape[2:] and cos.dtype == q.dtype
+        if rest or named or not fits:
+            return own(q, k, cos, sin, *rest, **named)
+        return module.operators.rotary(q, k, cos, sin)
+
+    return rotary
+
+
+def _rebound(function: FunctionType, names: dict[str, Rotary]) -> FunctionType:
+    """The same code, for which some global names mean something else."""
+    scope = {**function.__globals__, **names}
+    rebound = FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    update_wrapper(rebound, function)
+    return rebound

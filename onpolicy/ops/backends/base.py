@@ -1,0 +1,50 @@
+"""What an entry of the registry of backends says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onpolicy.contract import OperatorShapes
+from onpolicy.ops.base import Operators
+from onpolicy.ops.machine import Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a contract asks of its operators."""
+
+    dtype: str
+    shapes: OperatorShapes
+    row_parallel_blocks: int
+
+
+def _never(demand: Demand, machine: Machine) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One implementation of the operators. An entry imports no library of a device."""
+
+    name: str
+    """What a contract calls it."""
+
+    make: Callable[[int], Operators]
+    """From a number of CPU threads; imports what the operators need."""
+
+    needs_gpu: bool = True
+
+    unfit: Callable[[Demand, Machine], str | None] = _never
+    """Why its kernels do not compute this on such a machine, and what to do; None if they do. Says
+    nothing of packages."""
+
+    modules: tuple[str, ...] = ()
+    """What its kernels are imported from; of `machine.DISTRIBUTIONS`."""
+
+    engine_attention: str = ""
+    """The module of the SGLang plug-in whose `install(operators)` has SGLang attend by them."""
+
+    def refusal(self, demand: Demand, machine: Machine) -> str | None:
+        """Why `machine` cannot keep a contract of this backend, and what to do; None if it can."""
+        return self.unfit(demand, machine) or machine.lacks(self.name, self.modules)

@@ -1,0 +1,33 @@
+"""A dense MLP in place of Megatron's, whose activation and product are separate steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from torch import Tensor
+
+from onpolicy.train.megatron.config import AlignedConfig
+from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
+
+
+class AlignedMLP(MLP):
+    """Two linears, and between them `Operators.gated`, as in the rollout."""
+
+    config: AlignedConfig
+
+    def __init__(self, config: AlignedConfig):
+        super().__init__(
+            config,
+            MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=AlignedRowLinear),
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[T, 1, H] -> the same; under sequence parallelism this rank's tokens."""
+        assert self.config.operators is not None
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        hidden = self.config.operators.gated(self.config.activation, gate, up)
+        return self.linear_fc2(hidden)[0], None

@@ -1,0 +1,78 @@
+"""Puts `Operators.paged_attention` into SGLang's `fa3` backend, on every GPU.
+
+The backend keeps what it is good at, page tables and the metadata of CUDA graphs. The one function
+through which it attends, FlashAttention-3's, is replaced. What the operator does not compute is refused
+by name, not ignored.
+Source: sglang/srt/layers/attention/flashattention_backend.py. Can go when a backend can be given an
+attention function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from onpolicy.errors import ContractError
+from onpolicy.ops import Operators, PagedLayout
+from sglang_patches import registry
+
+MODULE = "sglang.srt.layers.attention.flashattention_backend"
+TARGET = f"{MODULE}.flash_attn_with_kvcache"
+
+SCHEDULE = {"cu_seqlens_k_new", "scheduler_metadata"}
+"""Arguments that say how FlashAttention-3 goes about it, which its own operator hands on."""
+
+IRRELEVANT = {"num_splits", "ver"}
+"""The operators have one way each."""
+
+
+def install(operators: Operators) -> None:
+    def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
+        return attend(operators, *args, **kwargs)
+
+    registry.hook(TARGET, flash_attn_with_kvcache, "replace")
+
+
+def attend(
+    operators: Operators,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """FlashAttention-3's function, as far as its backend calls it for a decoder's own attention.
+
+    q: [T, H, D]; k_cache: [pages, page size, H_kv, D]; v_cache: likewise with D_v. Rows of the
+    result [T, H, D_v] after the last query of `cu_seqlens_q` are not written.
+    """
+    asked = {name: value for name, value in others.items() if value is not None}
+    asked |= {"causal": causal} if not causal else {}
+    asked |= {"window_size": window_size} if tuple(window_size) != (-1, -1) else {}
+    asked |= {"softcap": softcap} if softcap else {}
+    asked |= {"return_softmax_lse": True} if return_softmax_lse else {}
+    if refused := asked.keys() - SCHEDULE - IRRELEVANT:
+        raise ContractError(
+            f"attention with {', '.join(sorted(refused))}: has no aligned operator. Serve this model "
+            "without --true-on-policy-mode, or leave out the --sglang-* flag that asks for it."
+        )
+    layout = PagedLayout(
+        page_table=page_table,
+        page_size=k_cache.shape[1],
+        key_lens=cache_seqlens,
+        query_starts=cu_seqlens_q,
+        max_query_len=max_seqlen_q,
+        schedule={name: asked[name] for name in sorted(SCHEDULE & asked.keys())},
+    )
+    return operators.paged_attention(q, k_cache, v_cache, layout, softmax_scale, out)

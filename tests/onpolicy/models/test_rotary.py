@@ -1,0 +1,151 @@
+"""Rotary embeddings by the operators, where they are the usual one; every other stays as it is."""
+
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GlmConfig,
+    GPTNeoXConfig,
+    OlmoConfig,
+)
+
+from onpolicy.models import rotary
+from onpolicy.models.align import ATTENTION_NAME, align_modules, replace_operators
+from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.ops.cpu import CpuOperators
+from tests.support.tiny import ARCHITECTURES, SIZES
+
+USUAL = sorted(ARCHITECTURES.keys() - {"glm4-moe"})
+OTHERS = {
+    "half of each head": (GlmConfig, {"head_dim": 24, "partial_rotary_factor": 0.5}),
+    "a quarter of each head": (GPTNeoXConfig, {"intermediate_size": 208}),
+    "interleaved": (CohereConfig, {"logit_scale": 1.0}),
+    "angles in float32 in a model that is not": (OlmoConfig, {"dtype": "bfloat16"}),
+    "groups of experts, half of each head": ARCHITECTURES["glm4-moe"],
+}
+
+
+class Counted(CpuOperators):
+    calls = 0
+
+    def rotary(self, *args):
+        self.calls += 1
+        return super().rotary(*args)
+
+
+def make_model(config_class, sizes):
+    torch.manual_seed(0)
+    config = config_class(**{**SIZES, **sizes})
+    dtype = sizes.get("dtype", "float32")
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=getattr(torch, dtype)
+    ).eval()
+
+
+def log_probs(model, operators):
+    tokens = PackedTokens.pack([[5, 9, 3, 40, 7], [8, 2]], [1, 1], 1.0)
+    with torch.no_grad():
+        return PolicyModel(model, operators)(tokens)[0]
+
+
+def without_rotary(monkeypatch, model, operators):
+    """The same, aligned but for the rotary embedding."""
+    with monkeypatch.context() as patch:
+        patch.setattr(rotary, "is_usual_rotary", lambda function: False)
+        align_modules(model, operators)
+    return log_probs(model, operators)
+
+
+@pytest.mark.parametrize("architecture", USUAL)
+def test_every_layer_rotates_by_the_operator_to_the_same_bits(monkeypatch, architecture):
+    own = without_rotary(monkeypatch, make_model(*ARCHITECTURES[architecture]), CpuOperators())
+    operators, model = Counted(), make_model(*ARCHITECTURES[architecture])
+    align_modules(model, operators)
+    assert torch.equal(log_probs(model, operators), own)
+    assert operators.calls == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_rotary_embedding_stays(monkeypatch, other):
+    own = without_rotary(monkeypatch, make_model(*OTHERS[other]), CpuOperators())
+    operators, model = Counted(), make_model(*OTHERS[other])
+    align_modules(model, operators)
+    assert torch.equal(log_probs(model, operators), own)
+    assert operators.calls == 0
+
+
+def test_no_other_model_of_the_process_is_changed():
+    architecture = ARCHITECTURES["qwen3"]
+    before, aligned = make_model(*architecture), make_model(*architecture)
+    module = sys.modules[type(before).__module__]
+    function, forward = module.apply_rotary_pos_emb, module.Qwen3Attention.forward
+    operators = Counted()
+    align_modules(aligned, operators)
+    for model in (before, make_model(*architecture)):
+        log_probs(model, CpuOperators())
+        assert all("forward" not in vars(layer) for layer in model.modules())
+    assert operators.calls == 0
+    assert (module.apply_rotary_pos_emb, module.Qwen3Attention.forward) == (function, forward)
+
+
+def test_a_second_call_changes_nothing_and_operators_can_be_replaced():
+    model = make_model(*ARCHITECTURES["llama"])
+    first, second = Counted(), Counted()
+    align_modules(model, first)
+    align_modules(model, first)
+    log_probs(model, first)
+    assert first.calls == 2
+    replace_operators(model, second)
+    log_probs(model, second)
+    assert (first.calls, second.calls) == (2, 2)
+
+
+def turned_the_other_way(q, k, cos, sin):
+    return rotary.rotate(q, cos, -sin), rotary.rotate(k, cos, -sin)
+
+
+def in_float32(q, k, cos, sin):
+    wide = (rotary.rotate(x.float(), cos.float(), sin.float()) for x in (q, k))
+    return tuple(x.to(q.dtype) for x in wide)
+
+
+def swapped(q, k, cos, sin):
+    return rotary.rotate(k, cos, sin), rotary.rotate(q, cos, sin)
+
+
+def of_other_things(q, k, v, sin):
+    return rotary.rotate(q, v, sin), rotary.rotate(k, v, sin)
+
+
+@pytest.mark.parametrize(
+    "function", [turned_the_other_way, in_float32, swapped, of_other_things, torch.add, int, None]
+)
+def test_a_function_is_recognised_by_its_bits(function):
+    assert not rotary.is_usual_rotary(function)
+
+
+def test_the_usual_one_is_recognised_under_any_name():
+    def anything(q, k, cos, sin):
+        return rotary.rotate(q, cos, sin), rotary.rotate(k, cos, sin)
+
+    assert rotary.is_usual_rotary(anything)
+
+
+def test_a_call_with_the_axes_in_another_order_is_left_to_the_models_own_function():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, cos, sin):
+            return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+
+    globals()["apply_rotary_pos_emb"] = apply_rotary_pos_emb
+    parent, operators = torch.nn.Sequential(Attention()), Counted()
+    align_modules(parent, operators)
+    q, k, angles = torch.rand(1, 5, 3, 8), torch.rand(1, 5, 1, 8), torch.rand(1, 5, 8)
+    got = parent[0](q, k, angles, angles)
+    assert operators.calls == 0
+    want = apply_rotary_pos_emb(q, k, angles, angles, unsqueeze_dim=2)
+    assert all(map(torch.equal, got, want))

@@ -1,0 +1,201 @@
+"""A trainer and its rollout, whose engines die at any call, in memory; tests/e2e kills real ones."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onpolicy.errors import ContractError, EngineError, WeightSyncError
+from onpolicy.train import distributed
+from tests.support.engines_in_memory import Host, make_requests
+from tests.support.ranks import on_ranks
+from tests.support.tiny_policy import ALIGNED, STOCK, make_weights
+from tests.support.trainer_in_memory import make_pair
+
+REQUESTS = make_requests(7)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    distributed.init_process_group()
+    return tmp_path_factory.mktemp("pair")
+
+
+def sampled(pair):
+    """Everything about the responses but what was cached."""
+    return [dataclasses.replace(c, num_cached_tokens=0) for c in pair.generate(REQUESTS)]
+
+
+def two_rounds(pair):
+    """Start, sample from the checkpoint's weights, and from others; what came of it, and digests."""
+    results = []
+    pair.start()
+    for version in range(2):
+        pair.trainer.weights = make_weights(seed=version)
+        pair.push_weights(str(version))
+        results += [sampled(pair), pair.weight_digest, pair.weight_version]
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected(directory):
+    return two_rounds(make_pair(Host(), directory))
+
+
+def test_other_weights_sample_other_responses(expected):
+    assert expected[0] != expected[3] and expected[1] != expected[4]
+    assert {completion.weight_version for completion in expected[3]} == {"1"}
+
+
+CALLS_OF_A_START = 2
+DEATHS = st.lists(
+    st.sets(st.integers(CALLS_OF_A_START + 1, 45), max_size=4), min_size=1, max_size=3
+)
+
+
+@settings(settings.get_profile("few"))
+@given(DEATHS)
+def test_any_deaths_within_the_limit_cost_no_bit(directory, expected, dies_at):
+    """In a push, in a rollout, or while engines start again; they lose the weights every time."""
+    host = Host(*dies_at)
+    limit = sum(map(len, dies_at))
+    pair = make_pair(host, directory, rollout_num_engines=len(dies_at), rollout_max_restarts=limit)
+    assert two_rounds(pair) == expected
+    for engine in host.engines:
+        assert engine.memory.report()["weights"] == pair.weight_digest
+
+
+def test_an_engine_that_dies_in_a_rollout_gets_the_current_weights_not_the_checkpoints(
+    directory, expected
+):
+    host = Host()
+    pair = make_pair(host, directory)
+    pair.start()
+    pair.trainer.weights = make_weights(seed=1)
+    pair.push_weights("1")
+    (engine,) = host.engines
+    engine.dies_at = {engine.calls + 3}
+    assert sampled(pair) == expected[3]
+    assert engine.starts == 2 and pair.weight_version == "1"
+    assert torch.equal(engine.memory.weights["before.weight"], make_weights(1)["before.weight"])
+
+
+CALLS_OF_A_PUSH = {"disk": 3, "tensor": 9}
+
+
+@pytest.mark.parametrize(
+    ("way", "call"), [(way, i + 1) for way, n in CALLS_OF_A_PUSH.items() for i in range(n)]
+)
+def test_a_death_at_any_call_of_a_push_has_it_repeated_to_all(directory, caplog, way, call):
+    host = Host()
+    pair = make_pair(host, directory, weight_sync=way, rollout_num_engines=2)
+    pair.start()
+    engine, other = host.engines
+    engine.dies_at = {engine.calls + call}
+    pair.push_weights("3")
+    assert "pushing the weights of version 3 again" in caplog.text
+    assert (engine.starts, other.starts) == (2, 1)
+    for engine in host.engines:
+        assert engine.report()["weights"] == pair.weight_digest
+        assert engine.memory.version == "3" and not engine.memory.in_session
+
+
+def test_an_engine_that_dies_at_every_push_ends_the_run(directory):
+    host = Host()
+    pair = make_pair(host, directory, rollout_max_restarts=3)
+    pair.start()
+    host.engines[0].dies_at = range(4, 99, 3)
+    with pytest.raises(EngineError, match="--rollout-max-restarts=3 are used up"):
+        pair.push_weights("1")
+    assert host.num_restarts == 3
+
+
+def test_an_error_that_no_engine_died_of_is_raised_from_a_push_and_from_a_rollout(
+    directory, tmp_path
+):
+    host, file = Host(), tmp_path / "file"
+    file.write_text("")
+    pair = make_pair(host, file)
+    pair.start()
+    with pytest.raises(WeightSyncError, match="cannot be written"):
+        pair.push_weights("1")
+    with pytest.raises(ContractError, match="refused a request"):
+        pair.generate([dataclasses.replace(REQUESTS[0], prompt_ids=[10**6])])
+    assert host.num_restarts == 0
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_engine_that_holds_other_bits_ends_the_run_though_none_died(directory, wrong):
+    host = Host()
+    pair = make_pair(host, directory, rollout_num_engines=2)
+    pair.start()
+    host.engines[wrong].memory.flips_a_bit = True
+    with pytest.raises(WeightSyncError, match=host.engines[wrong].url):
+        pair.push_weights("1")
+    assert host.num_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("way", "dies_at"),
+    [("disk", set()), ("disk", {4}), ("disk", {8}), ("tensor", {6})],  # the last between buckets
+)
+def test_every_rank_has_the_completions_the_digest_and_the_version(
+    directory, expected, way, dies_at
+):
+    host = Host(dies_at)
+
+    def run(rank):
+        pair = make_pair(host, directory, weight_sync=way)
+        assert (pair.rollout is None) == (rank > 0)
+        return two_rounds(pair)
+
+    assert on_ranks(3, run) == [expected] * 3
+    assert host.num_restarts == len(dies_at)
+
+
+def test_every_rank_raises_what_rank_zero_met(directory):
+    host = Host(range(3, 99))
+    for error in on_ranks(2, lambda rank: two_rounds(make_pair(host, directory))):
+        assert isinstance(error, EngineError) and "used up" in str(error)
+
+
+def test_engines_of_another_contract_replace_the_old_ones_and_need_weights(directory):
+    host = Host()
+    pair = make_pair(host, directory, STOCK)
+    pair.start()
+    pair.push_weights("0")
+    stock = sampled(pair)
+    pair.use(ALIGNED, pair.config.fallback)
+    old, new = host.engines
+    assert not old.is_running and new.is_running
+    assert new.report()["contract"] == ALIGNED.to_json()
+    assert new.memory.version == "default"
+    pair.push_weights("0")
+    scores = pair.trainer.log_probs(
+        [r.prompt_ids + c.response_ids for r, c in zip(REQUESTS, sampled(pair), strict=True)],
+        [len(r.prompt_ids) for r in REQUESTS],
+        0.75,
+    )
+    assert [row.tolist() for row in scores] == [c.rollout_log_probs for c in sampled(pair)]
+    assert stock != sampled(pair)
+
+
+def test_other_corrections_under_the_same_contract_restart_nothing(directory):
+    host = Host()
+    pair = make_pair(host, directory)
+    pair.start()
+    fallback = dataclasses.replace(pair.config.fallback, use_tis=True)
+    pair.use(ALIGNED, fallback)
+    assert pair.trainer.fallback == fallback
+    assert len(host.engines) == 1 and host.num_restarts == 0
+
+
+def test_stop_ends_every_engine_and_may_come_twice(directory):
+    host = Host()
+    pair = make_pair(host, directory, rollout_num_engines=2)
+    pair.start()
+    for _ in range(2):
+        pair.stop()
+        assert not any(engine.is_running for engine in host.engines)

@@ -1,0 +1,352 @@
+"""The loop and its verbs: whole runs on engines in memory; tests/e2e runs real ones."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onpolicy.errors import EngineError, ParityError
+from onpolicy.outputs.run_hash import RunHash
+from onpolicy.run.run import Run
+from onpolicy.train import distributed
+from onpolicy.types import SampleGroup
+from onpolicy.weights.digest import WeightDigest
+from tests.support.engines_in_memory import Host
+from tests.support.ranks import on_ranks
+from tests.support.run_in_memory import (
+    EVAL_SETS,
+    PROMPTS,
+    ROLLOUTS,
+    even_tokens,
+    records_of,
+    run_in_memory,
+    samples_of,
+)
+from tests.support.tiny_policy import ALIGNED, STOCK, log_probs_of, make_weights
+
+PER_ROLLOUT = 3 * 4
+"""Samples: prompts times samples of each."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def undrawn():
+    """A plot would take most of the time."""
+    distributed.init_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onpolicy.run.journal.plot_run", lambda metrics_file, image: None)
+        yield
+
+
+class Samples(list):
+    """A reward that keeps the samples it is asked for, in their order."""
+
+    def __call__(self, sample):
+        self.append(sample)
+        return even_tokens(sample)
+
+    def of(self, step):
+        return self[step * PER_ROLLOUT : (step + 1) * PER_ROLLOUT]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run with nothing special: its directory, its summary, its samples."""
+    directory, samples = tmp_path_factory.mktemp("plain"), Samples()
+    return directory, run_in_memory(directory, reward=samples), samples
+
+
+VERBS = (
+    "push_weights", "evaluate_if_due", "roll_out", "train", "govern", "record", "save_if_due",
+    "summary",
+)  # fmt: skip
+
+
+def test_the_order_of_the_verbs(tmp_path):
+    said = []
+
+    class Traced(Run):
+        def __getattribute__(self, name):
+            if name in VERBS:
+                said.append(name)
+            return super().__getattribute__(name)
+
+    run_in_memory(tmp_path, make_run=Traced)
+    step = ["evaluate_if_due", "roll_out", "train", "govern", "push_weights", "record"]
+    assert said == [
+        "push_weights",
+        *[*step, "save_if_due"] * ROLLOUTS,
+        "evaluate_if_due",
+        "summary",
+    ]
+
+
+def test_samples_come_from_the_weights_of_all_rollouts_before_the_first_from_the_checkpoints(plain):
+    samples = plain[2]
+    assert len(samples) == ROLLOUTS * PER_ROLLOUT
+    for s in samples.of(0):
+        scores = log_probs_of(make_weights(), s.prompt.prompt_ids, s.response_ids, 1.0)
+        assert s.rollout_log_probs == scores.tolist()
+    for step in range(ROLLOUTS):
+        assert {sample.weight_version for sample in samples.of(step)} == {str(step)}
+
+
+def test_a_rollouts_metrics_are_those_of_its_samples_and_of_the_training_on_them(plain):
+    directory, _, samples = plain
+    records = records_of(directory)
+    assert [record["step"] for record in records] == list(range(ROLLOUTS))
+    for step, record in enumerate(records):
+        ours = samples.of(step)
+        assert record["rollout/raw_reward"] == fmean(sample.reward for sample in ours)
+        lengths = [len(sample.response_ids) for sample in ours]
+        assert record["rollout/response_length"] == fmean(lengths)
+        assert record["parity/num_compared_tokens"] == sum(lengths)
+        assert record["parity/num_mismatched_tokens"] == record["rollout/num_filtered_groups"] == 0
+        assert math.isfinite(record["train/loss"]) and record["train/lr"] == 0.5
+
+
+def test_totals_are_sums_over_rollouts_and_their_first_and_last_rewards(plain):
+    directory, summary, _ = plain
+    records = records_of(directory)
+    compared = sum(record["parity/num_compared_tokens"] for record in records)
+    assert dataclasses.asdict(summary.totals) == {
+        "first_reward": records[0]["rollout/raw_reward"],
+        "last_reward": records[-1]["rollout/raw_reward"],
+        "num_compared_tokens": compared,
+        "num_mismatched_tokens": 0,
+    }
+    assert summary.rollouts == ROLLOUTS
+
+
+def test_the_run_hash_is_a_chain_of_samples_rewards_losses_and_weights(tmp_path):
+    samples, digests = Samples(), []
+
+    class Digesting(Run):
+        def push_weights(self):
+            metrics = super().push_weights()
+            digest = WeightDigest()
+            for name, table in self.engines.trainer.weights.items():
+                digest.add(name, table)
+            digests.append(digest.hexdigest())
+            return metrics
+
+    summary = run_in_memory(tmp_path, reward=samples, make_run=Digesting)
+    expected = RunHash()
+    for step, record in enumerate(records_of(tmp_path)):
+        group = SampleGroup(prompt=PROMPTS[0], samples=samples.of(step))
+        expected.add_step([group], record["train/loss"], digests[step + 1])
+    assert summary.run_hash == expected.value
+    assert len(set(digests)) == len(digests)  # it learns
+
+
+WITHOUT_EFFECT = [
+    {"rollout_num_engines": 3},
+    {"rollout_max_concurrency": 1},
+    {"weight_sync": "tensor"},
+    {"eval_interval": 1},
+    {"log_samples": 0},
+    {"save": "SAVE", "save_interval": 1, "keep_checkpoints": 1},
+]
+
+
+@pytest.mark.parametrize("values", WITHOUT_EFFECT, ids=lambda values: next(iter(values)))
+def test_a_setting_that_decides_no_result_changes_no_bit(plain, tmp_path, values):
+    values = {k: str(tmp_path / "save") if v == "SAVE" else v for k, v in values.items()}
+    summary = run_in_memory(tmp_path, **values)
+    assert (summary.run_hash, summary.totals) == (plain[1].run_hash, plain[1].totals)
+
+
+@pytest.mark.parametrize("values", [{"seed": 1}, {"lr": 0.25}, {"advantage_estimator": "rloo"}])
+def test_a_setting_that_decides_results_changes_the_hash(plain, tmp_path, values):
+    assert run_in_memory(tmp_path, **values).run_hash != plain[1].run_hash
+
+
+@settings(settings.get_profile("few"))
+@given(st.lists(st.sets(st.integers(3, 70), max_size=5), min_size=1, max_size=3))
+def test_engines_that_die_anywhere_in_a_run_change_no_bit(plain, tmp_path_factory, dies_at):
+    directory = tmp_path_factory.mktemp("run")
+    deaths = {
+        "rollout_num_engines": len(dies_at), "rollout_max_restarts": sum(map(len, dies_at)),
+    }  # fmt: skip
+    summary = run_in_memory(directory, Host(*dies_at), **deaths)
+    assert (summary.run_hash, summary.totals) == (plain[1].run_hash, plain[1].totals)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_ends_with_the_summary_of_one_rank(plain, tmp_path, ranks):
+    summaries = on_ranks(ranks, lambda rank: run_in_memory(tmp_path))
+    assert len(summaries) == ranks
+    for summary in summaries:
+        assert dataclasses.replace(summary, run_dir="") == dataclasses.replace(plain[1], run_dir="")
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_evaluation_comes_before_the_first_and_after_each_kth_rollout_and_changes_no_sample(
+    plain, tmp_path, interval
+):
+    run_in_memory(tmp_path, eval_interval=interval)
+    records = records_of(tmp_path)
+    evaluated = [record["step"] for record in records if "eval/avg@k" in record]
+    assert evaluated == list(range(0, ROLLOUTS + 1, interval))
+    assert evaluated == [record["step"] for record in records if "eval/hard/avg@k" in record]
+    assert [r for r in records if "rollout/raw_reward" in r] == records_of(plain[0])
+    for step in evaluated:
+        assert {line["step"] for line in samples_of(tmp_path, f"eval_hard_{step:06d}")} == {step}
+
+
+def test_another_evaluation_set_beside_it_changes_nothing_of_one(tmp_path):
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    run_in_memory(alone, eval_interval=2, eval_sets={"hard": EVAL_SETS["hard"]})
+    run_in_memory(both, eval_interval=2)
+    for step in (0, 2, 4):
+        name = f"eval_hard_{step:06d}"
+        assert samples_of(alone, name) == samples_of(both, name)
+
+
+def test_groups_of_equal_rewards_are_left_out_where_that_is_asked_for(tmp_path):
+    class Half(Samples):
+        def __call__(self, sample):
+            reward = super().__call__(sample)
+            return reward if sample.prompt.index % 2 else 0.25
+
+    every, kept = Half(), Half()
+    run_in_memory(tmp_path / "every", reward=every)
+    run_in_memory(tmp_path / "kept", reward=kept, filter_equal_rewards=True)
+    for directory, samples, filters in (("every", every, False), ("kept", kept, True)):
+        for step, record in enumerate(records_of(tmp_path / directory)):
+            trained = [s for s in samples.of(step) if s.prompt.index % 2 or not filters]
+            num_left_out = (PER_ROLLOUT - len(trained)) / 4
+            assert record["rollout/num_filtered_groups"] == num_left_out
+            lengths = [len(sample.response_ids) for sample in trained]
+            assert record["parity/num_compared_tokens"] == sum(lengths)
+
+
+def test_a_rollout_of_equal_rewards_alone_is_not_trained_on_but_counts(tmp_path, caplog):
+    values = {"filter_equal_rewards": True, "save": str(tmp_path / "save"), "save_interval": 4}
+    summary = run_in_memory(tmp_path, reward=lambda sample: 1.0, **values)
+    records = records_of(tmp_path)
+    assert [record["rollout/num_filtered_groups"] for record in records] == [3.0] * ROLLOUTS
+    assert not any("train/loss" in record for record in records)
+    assert summary.rollouts == ROLLOUTS and summary.totals.num_compared_tokens == 0
+    assert "rollout 3: all groups have equal rewards" in caplog.text
+    assert sorted(file.name for file in (tmp_path / "save").glob("step_*")) == ["step_000004"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_at(step):
+    """A reward that ends the run while it scores that rollout."""
+
+    class Ends(Samples):
+        def __call__(self, sample):
+            if len(self) == step * PER_ROLLOUT + 5:
+                raise Interrupted
+            return super().__call__(sample)
+
+    return Ends()
+
+
+GOVERNED = {
+    "true_on_policy_mode": False,
+    "mismatch_governor": True,
+    "governor_k3": 1e-12,
+    "governor_rise_after": 1,
+    "num_rollout": 6,
+}
+
+
+@pytest.mark.parametrize(
+    "mode", [{"lr_decay_style": "linear"}, GOVERNED], ids=["decaying", "governed"]
+)
+@pytest.mark.parametrize(("step", "save_interval"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
+def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, mode, step, save_interval):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    save = str(broken / "save")
+    values = {**mode, "save": save, "load": save, "save_interval": save_interval}
+    with pytest.raises(Interrupted):
+        run_in_memory(broken, reward=interrupted_at(step), **values)
+    samples = Samples()
+    resumed = run_in_memory(broken, reward=samples, **values)
+    straight = run_in_memory(whole, **mode)
+    assert dataclasses.replace(resumed, run_dir="") == dataclasses.replace(straight, run_dir="")
+    assert records_of(broken) == records_of(whole)
+    first = step // save_interval * save_interval
+    assert len(samples) == (straight.rollouts - first) * PER_ROLLOUT
+    assert {sample.weight_version for sample in samples.of(0)} == {str(first)}
+
+
+def test_samples_are_written_though_training_on_them_fails(tmp_path):
+    """And what the parity check found of each is in them."""
+
+    class OneBitOff(Samples):
+        def __call__(self, sample):
+            if len(self) == 2 * PER_ROLLOUT + 1:
+                values = sample.rollout_log_probs
+                values[1] = torch.nextafter(torch.tensor(values[1]), torch.tensor(0.0)).item()
+            return super().__call__(sample)
+
+    samples = OneBitOff()
+    with pytest.raises(ParityError, match=r"^1 of \d+ tokens"):
+        run_in_memory(tmp_path, reward=samples)
+    lines = samples_of(tmp_path, "rollout_000002")
+    assert [line["num_tokens"] for line in lines] == [len(s.response_ids) for s in samples.of(2)]
+    assert [line["mismatched_tokens"] for line in lines] == [0, 1, *[0] * (PER_ROLLOUT - 2)]
+    assert [record["step"] for record in records_of(tmp_path)] == [0, 1]
+
+
+TAKE_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+@pytest.mark.parametrize("ends_with", [Interrupted, EngineError])
+def test_whatever_ends_a_run_its_engines_end_and_its_directory_is_free(tmp_path, ends_with):
+    by_engine = ends_with is EngineError
+    host = Host(range(20, 999)) if by_engine else Host()
+    reward = even_tokens if by_engine else interrupted_at(1)
+    with pytest.raises(ends_with) as ended:
+        run_in_memory(tmp_path, host, reward)
+    assert host.engines and not any(engine.is_running for engine in host.engines)
+    lock = tmp_path / "run" / ".lock"  # of a process: another one must get it
+    assert subprocess.run([sys.executable, "-c", TAKE_LOCK, lock]).returncode == 0
+    del ended  # which keeps the run, and so its files, up to here
+
+
+def test_a_move_of_the_governor_changes_what_both_engines_run_on(tmp_path):
+    samples, host = Samples(), Host()
+    run_in_memory(tmp_path, host, samples, **GOVERNED)
+    lines = (tmp_path / "run" / "governor.jsonl").read_text().splitlines()
+    moves = [json.loads(line) for line in lines]
+    assert [(move["step"], move["from"], move["to"]) for move in moves] == [
+        (0, "stock", "tis"),
+        (1, "tis", "mis"),
+        (2, "mis", "decay"),
+        (3, "decay", "aligned"),
+    ]
+    records = records_of(tmp_path)
+    assert [record["governor/rung"] for record in records] == [1, 2, 3, 4, 4, 4]
+    assert [record["train/lr"] for record in records] == [0.5, 0.5, 0.5, 0.25, 0.5, 0.5]
+    mismatched = [record["parity/num_mismatched_tokens"] for record in records]
+    assert min(mismatched[:4]) > 0 and mismatched[4:] == [0, 0]
+    stock, aligned = host.engines
+    assert (stock.spec.contract, aligned.spec.contract) == (STOCK, ALIGNED)
+    assert [{s.weight_version for s in samples.of(step)} for step in (3, 4)] == [{"3"}, {"4"}]
+
+
+def test_corrections_of_a_rung_are_the_trainers_from_the_next_rollout_on(tmp_path):
+    seen = []
+
+    class Seeing(Run):
+        def train(self, groups, step):
+            fallback = self.engines.trainer.fallback
+            seen.append((fallback.use_tis, fallback.use_rs))
+            return super().train(groups, step)
+
+    run_in_memory(tmp_path, make_run=Seeing, **GOVERNED)
+    assert seen == [(False, False), (True, False), *[(True, True)] * 4]

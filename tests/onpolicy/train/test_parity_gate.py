@@ -1,0 +1,169 @@
+"""The gate before a backward pass, on ranks that are threads with torch's own collectives."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onpolicy.errors import ParityError
+from onpolicy.train.batch import make_micro_batches
+from onpolicy.train.parity_gate import ParityGate
+from tests.support.ranks import on_ranks
+from tests.support.samples import make_train_sample
+
+LENGTHS = [3, 1, 4, 2, 5]
+NUM_TOKENS = sum(LENGTHS)
+
+
+def float32(value):
+    return torch.tensor(value).item()
+
+
+ROLLOUT = [
+    [float32(-0.1 * (i + 1) - 0.01 * position) for position in range(length)]
+    for i, length in enumerate(LENGTHS)
+]
+
+
+def make_samples(rollout=ROLLOUT):
+    return [
+        make_train_sample([2] * (1 + len(log_probs)), 1, log_probs, advantage=0.0, index=i)
+        for i, log_probs in enumerate(rollout)
+    ]
+
+
+def changed(values, sample, position, value):
+    """The log-probabilities of all samples, one of them with another value."""
+    values = [list(row) for row in values]
+    values[sample][position] = value
+    return values
+
+
+def neighbour(value):
+    return torch.nextafter(torch.tensor(value), torch.tensor(-math.inf)).item()
+
+
+def check_on(num_ranks, train, rollout=ROLLOUT, *, max_tokens=5, fails=True, warns=True):
+    """What each rank has of a gate: (counts of all, mismatched tokens by sample, error or None)."""
+
+    def check(rank):
+        samples = make_samples(rollout)
+        gate = ParityGate(7, fails=fails, warns=warns, remedy="Look at it.")
+        row_of = {id(sample): row for sample, row in zip(samples, train, strict=True)}
+        error = None
+        try:
+            for batch in make_micro_batches(
+                samples,
+                rank=rank,
+                num_ranks=num_ranks,
+                max_tokens=max_tokens,
+                temperature=1.0,
+                device=torch.device("cpu"),
+            ):
+                junk = [math.nan] * len(batch.rollout_log_probs)
+                rows = [junk] if batch.is_filler else [row_of[id(s)] for s in batch.samples]
+                log_probs = [x for row in rows for x in row]
+                gate.check(torch.tensor(log_probs, requires_grad=True), batch)
+        except ParityError as refused:
+            error = str(refused)
+        return gate.reduce(), gate.mismatched_tokens(samples), error
+
+    return on_ranks(num_ranks, check)
+
+
+RANKS = st.integers(1, 7)
+BUDGETS = st.sampled_from([2, 5, 8, 100])
+TOKENS = st.sampled_from([(i, p) for i, n in enumerate(LENGTHS) for p in range(n)])
+
+
+@given(RANKS, BUDGETS)
+def test_the_same_bits_pass_on_any_number_of_ranks_and_fillers_do_not_count(ranks, max_tokens):
+    """With more ranks than samples; what a filler scores is not even a number here."""
+    for counts, by_sample, error in check_on(ranks, ROLLOUT, max_tokens=max_tokens):
+        assert error is None
+        assert (counts.num_compared, counts.num_mismatched) == (NUM_TOKENS, 0)
+        assert by_sample == [0] * len(LENGTHS)
+
+
+@given(RANKS, BUDGETS, TOKENS)
+def test_one_bit_of_one_token_fails_on_every_rank_and_is_named(ranks, max_tokens, token):
+    i, position = token
+    rollout, train = ROLLOUT[i][position], neighbour(ROLLOUT[i][position])
+    outcomes = check_on(ranks, changed(ROLLOUT, i, position, train), max_tokens=max_tokens)
+    (error,) = {error for _, _, error in outcomes}
+    assert error.startswith("1 of ")
+    assert error.endswith(
+        " tokens have another log-probability in training than in the rollout. First: step=7, "
+        f"prompt {i}, sample 0, response position={position}: rollout={rollout!r}, train={train!r}, "
+        "ulp=1. No step was taken. Look at it."
+    )
+    for counts, by_sample, _ in outcomes:
+        assert counts.num_mismatched == 1 and by_sample[i] == 1
+        assert all(not count for j, count in enumerate(by_sample) if j != i)
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "ulp"),
+    [
+        (-0.0, 0.0, None),
+        (0.0, -0.0, None),
+        (-0.5, -0.5, None),
+        (-0.5, neighbour(-0.5), 1),
+        (-1e-45, 0.0, 1),
+        (math.nan, -0.5, 1 << 31),
+        (-0.5, math.nan, 1 << 31),
+        (math.nan, math.nan, 1 << 31),
+        (-math.inf, -math.inf, 1 << 31),
+        (math.inf, math.inf, 1 << 31),
+    ],
+)
+def test_values_are_the_same_if_they_are_one_finite_number(train, rollout, ulp):
+    """Both zeros are one; what is not finite never is, even if both sides have it."""
+    outcomes = check_on(
+        2, changed(ROLLOUT, 3, 1, train), changed(ROLLOUT, 3, 1, rollout), fails=True
+    )
+    for counts, _, error in outcomes:
+        assert counts.num_mismatched == (ulp is not None)
+        assert counts.max_ulp == (ulp or 0)
+        assert (error is not None) == (ulp is not None)
+        assert error is None or "prompt 3, sample 0, response position=1:" in error
+
+
+@given(
+    RANKS,
+    BUDGETS,
+    st.lists(st.sets(st.integers(0, 4)), min_size=len(LENGTHS), max_size=len(LENGTHS)),
+)
+def test_a_gate_that_does_not_fail_counts_every_sample_of_every_rank(ranks, max_tokens, differ):
+    train = [
+        [neighbour(x) if position in wrong else x for position, x in enumerate(row)]
+        for row, wrong in zip(ROLLOUT, differ, strict=True)
+    ]
+    expected = [
+        sum(position < length for position in wrong)
+        for length, wrong in zip(LENGTHS, differ, strict=True)
+    ]
+    for counts, by_sample, error in check_on(ranks, train, max_tokens=max_tokens, fails=False):
+        assert error is None and by_sample == expected
+        assert (counts.num_compared, counts.num_mismatched) == (NUM_TOKENS, sum(expected))
+
+
+def test_what_comes_after_the_micro_batch_that_failed_was_not_compared():
+    wrong = changed(ROLLOUT, 4, 0, -9.0)  # of the longest sample, which comes first
+    ((counts, by_sample, error),) = check_on(1, wrong, max_tokens=6)
+    assert error.startswith("1 of 5 tokens")
+    assert by_sample == [None, None, None, None, 1]
+    assert counts.num_compared == LENGTHS[4]
+
+
+@pytest.mark.parametrize(("warns", "said"), [(True, 1), (False, 0)])
+def test_a_gate_that_warns_says_how_many_tokens_differ_and_goes_on(caplog, warns, said):
+    wrong = changed(ROLLOUT, 0, 1, -9.0)
+    ((_, _, error),) = check_on(1, wrong, fails=False, warns=warns)
+    message = f"step 7: 1 of {NUM_TOKENS} tokens have another log-probability in training"
+    assert error is None and caplog.messages.count(message) == said
+    caplog.clear()
+    check_on(1, ROLLOUT, fails=False, warns=warns)
+    assert not caplog.messages

@@ -1,0 +1,97 @@
+"""A push to engines in memory, by files and by shared memory; tests/e2e pushes to real ones."""
+
+import pytest
+import torch
+
+from onpolicy.config.groups import EngineConfig
+from onpolicy.errors import EngineError, WeightSyncError
+from onpolicy.rollout.base import SamplingJob
+from onpolicy.rollout.client import EngineLostError
+from onpolicy.weights.digest import WeightDigest
+from onpolicy.weights.push import push_weights
+from onpolicy.weights.transports import make_transport
+from tests.support.engines_in_memory import Host, make_requests
+from tests.support.tiny_policy import make_weights
+
+TRAINED = make_weights(seed=1)
+BUCKETS = [[item] for item in TRAINED.items()]
+
+
+def digest_of(weights):
+    digest = WeightDigest()
+    for name, tensor in weights.items():
+        digest.add(name, tensor)
+    return digest.hexdigest()
+
+
+@pytest.fixture(params=["disk", "tensor"])
+def push(request, tmp_path):
+    """Pushes to engines, of trained weights unless told otherwise."""
+    transport = make_transport(request.param, tmp_path)
+
+    def push_to(engines, buckets=BUCKETS, version="7"):
+        return push_weights(buckets, engines, transport, version)
+
+    yield push_to
+    assert list(tmp_path.iterdir()) == []  # whatever became of the push
+
+
+@pytest.fixture
+def engines():
+    host = Host()
+    group = host.make_group(EngineConfig(rollout_num_engines=3))
+    group.launch()
+    return host.engines
+
+
+def test_every_engine_holds_the_bits_and_the_digest_is_theirs(push, engines):
+    assert push(engines) == digest_of(TRAINED)
+    for engine in engines:
+        assert engine.report()["weights"] == digest_of(TRAINED)
+        assert engine.memory.version == "7" and not engine.memory.in_session
+        assert all(torch.equal(engine.memory.weights[name], TRAINED[name]) for name in TRAINED)
+
+
+def test_weights_that_differ_in_one_bit_have_another_digest(push, engines):
+    other = {name: table.clone() for name, table in TRAINED.items()}
+    other["before.weight"].view(torch.int32)[3, 4] ^= 1
+    assert push(engines, [list(other.items())]) != digest_of(TRAINED)
+
+
+def test_what_an_engine_has_cached_of_older_weights_is_gone(push, engines):
+    group = Host().make_group(EngineConfig())
+    requests = make_requests(5)
+    for engine in group.servers:
+        engine.start()
+    before = group.generate(SamplingJob(requests))
+    push(group.clients)
+    after = group.generate(SamplingJob(requests))
+    assert [completion.num_cached_tokens for completion in after] == [0] * len(requests)
+    assert all(
+        a.rollout_log_probs != b.rollout_log_probs for a, b in zip(after, before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_one_engine_with_one_other_bit_is_an_error_that_names_it(push, engines, wrong):
+    engines[wrong].memory.flips_a_bit = True
+    message = rf"^{engines[wrong].url}: weights=\w{{16}} after push 7, the trainer's are \w{{16}}:"
+    with pytest.raises(WeightSyncError, match=message):
+        push(engines)
+
+
+def test_a_push_after_one_that_broke_replaces_all_of_it(push, engines):
+    def breaks():
+        yield BUCKETS[1]
+        raise EngineError("broken")
+
+    with pytest.raises(EngineError, match="broken"):
+        push(engines, breaks(), version="6")
+    assert push(engines) == digest_of(TRAINED)
+    assert {engine.report()["weights"] for engine in engines} == {digest_of(TRAINED)}
+
+
+def test_an_engine_that_is_gone_is_an_error_and_the_others_are_waited_for(push, engines):
+    engines[1].stop()
+    with pytest.raises(EngineLostError, match=engines[1].url):
+        push(engines)

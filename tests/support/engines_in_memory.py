@@ -1,0 +1,258 @@
+"""SGLang servers without processes or HTTP: what `SglangGroup` starts and talks to, in memory.
+
+An engine samples from the weights that were pushed to it. It can be told in which of its calls it is
+to die: then its weights and its prefix cache are gone, as those of a process, and whoever waits for
+it learns that it is lost; or to hang: then it answers nothing. When it is started again it has the
+checkpoint's weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import pickle
+import random
+import threading
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from onpolicy.config.groups import EngineConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ContractError, EngineError
+from onpolicy.rollout.client import EngineLostError
+from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.types import Completion, FinishReason, Request, SamplingParams
+from onpolicy.weights.digest import WeightDigest
+from tests.support.tiny_policy import ALIGNED, END, VOCAB_SIZE, make_weights, sample, score
+
+SELF_CHECK = {"table": "00c0ffee"}
+"""Digests of the operators that engines and trainer in memory share."""
+
+
+class Memory:
+    """What a server's process holds, and loses when it ends."""
+
+    def __init__(self, contract: NumericsContract):
+        self.contract = contract
+        self.weights, self.version = make_weights(), "default"
+        self.prefixes: dict[tuple[float, ...], Tensor] = {}
+        self.in_session = self.hangs = self.flips_a_bit = False
+        self._received = WeightDigest()
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "contract": self.contract.to_json(),
+            "self_check": SELF_CHECK if self.contract.is_aligned else {},
+            "weights": self._received.hexdigest(),
+            "has_update_sessions": True,
+            "tp_size": 1,
+        }
+
+    def post(self, path: str, body: Mapping[str, Any]) -> None:
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            opens = path == "/begin_weight_update"
+            if opens == self.in_session:
+                raise EngineError(f"{path}: HTTP 400: in_session={self.in_session}")
+            self.in_session = opens
+        elif path == "/update_weights_from_disk":
+            for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+                self._load(load_file(file), body["weight_version"])
+        else:
+            assert path == "/update_weights_from_tensor"
+            (handles,) = body["serialized_named_tensors"]
+            self._load(dict(pickle.loads(base64.b64decode(handles))), body["weight_version"])
+
+    def _load(self, weights: Mapping[str, Tensor], version: str) -> None:
+        for name, tensor in weights.items():
+            if self.flips_a_bit:
+                tensor = tensor.clone()
+                tensor.view(torch.int32)[0, 0] ^= 1
+                self.flips_a_bit = False
+            self._received.add(name, tensor)
+            self.weights[name] = tensor.clone()
+        self.version = version
+
+    def next_token(self, request: Request, response: list[int]) -> tuple[int, float]:
+        """A token and its log-probability; the first one's may come from the prefix cache."""
+        context, temperature = [*request.prompt_ids, *response], request.params.temperature
+        scores = self.prefixes.get((temperature, *context))
+        if scores is None:
+            rounds = not self.contract.is_aligned
+            scores = score(self.weights, context, temperature, is_rounded=rounds)
+        if not response:
+            self.prefixes[temperature, *context] = scores
+        token = sample(scores, request.sampling_seed, len(response))
+        return token, scores[token].item()
+
+
+class Engine:
+    """A server (`EngineServer`) and its client (`EngineClient`): the engine behind one URL.
+
+    Its calls are counted from 1 on over all its lives, and its starts are calls too.
+    """
+
+    def __init__(self, spec: EngineSpec, port: int, log_file: Path):
+        self.spec, self.port, self.log_file = spec, port, log_file
+        self.dies_at: Container[int] = ()
+        self.hangs_at: Container[int] = ()
+        self.url = f"http://memory:{port}"
+        self.calls = self.starts = 0
+        self.answered: Counter[str] = Counter()
+        """How often which request was answered, in all lives."""
+        self.memory: Memory | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        return self.memory is not None
+
+    def start(self) -> None:
+        self.memory, self.starts = Memory(self.spec.contract), self.starts + 1
+
+    def wait_until_healthy(self, timeout: float) -> None:
+        with contextlib.suppress(EngineLostError), self._call():
+            return
+        raise EngineError(f"the engine at {self.url} ended with exit code 1 before it was ready.")
+
+    def stop(self) -> None:
+        self.memory = None
+
+    def log_tail(self, lines: int = 12) -> str:
+        return f"    died in call {self.calls}"
+
+    @contextlib.contextmanager
+    def _call(self, waits: bool = False) -> Iterator[Memory]:
+        """One call, in the memory of the process that takes it. `waits`: whatever it takes."""
+        with self._lock:
+            self.calls += 1
+            if self.calls in self.dies_at:
+                self.memory = None
+            if (memory := self.memory) is None:
+                raise EngineLostError(f"{self.url} is gone.")
+            memory.hangs |= self.calls in self.hangs_at
+            if memory.hangs and not waits:
+                raise EngineLostError(f"{self.url}: no answer.")
+            yield memory
+
+    async def generate(self, session: aiohttp.ClientSession, request: Request) -> Completion:
+        if max(request.prompt_ids) >= VOCAB_SIZE:
+            raise ContractError(f"{self.url}/generate refused a request (HTTP 400)")
+        with self._call(waits=True) as memory:
+            prefix = (request.params.temperature, *request.prompt_ids)
+            num_cached = len(request.prompt_ids) * (prefix in memory.prefixes)
+        response: list[int] = []
+        log_probs: list[float] = []
+        params = request.params
+        ends = () if params.ignore_eos else params.stop_token_ids
+        while len(response) < params.max_new_tokens and not {*response[-1:]} & {*ends}:
+            await asyncio.sleep(0)  # others take their turn, and the engine may die in it
+            while memory.hangs:
+                await asyncio.sleep(1.0)
+            if self.memory is not memory:
+                raise EngineLostError(f"{self.url} is gone.")
+            token, log_prob = memory.next_token(request, response)
+            response.append(token)
+            log_probs.append(log_prob)
+        stopped = bool({*response[-1:]} & {*ends})
+        self.answered[repr(request)] += 1
+        return Completion(
+            response_ids=response,
+            rollout_log_probs=log_probs,
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            weight_version=memory.version,
+            num_cached_tokens=num_cached,
+        )
+
+    async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
+        if self.memory is None:
+            raise EngineLostError(f"{self.url} is gone.")
+        return not self.memory.hangs
+
+    def patience(self, num_bytes: int) -> float:
+        return 1.0
+
+    def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]:
+        with self._call() as memory:
+            memory.post(path, body)
+        return {"success": True}
+
+    def report(self) -> dict[str, Any]:
+        with self._call() as memory:
+            return memory.report()
+
+    def flush_cache(self) -> None:
+        with self._call() as memory:
+            memory.prefixes.clear()
+
+
+class Host:
+    """Where engines run: makes servers, and clients for their URLs.
+
+    `dies_at`: for the first servers that it makes, the calls in which they die.
+    """
+
+    def __init__(self, *dies_at: Container[int]):
+        self.engines: list[Engine] = []
+        self._dies_at = list(dies_at)
+
+    def make_server(self, spec: EngineSpec, port: int, log_file: Path) -> Engine:
+        engine = Engine(spec, port or 30000 + len(self.engines), log_file)
+        if self._dies_at:
+            engine.dies_at = self._dies_at.pop(0)
+        self.engines.append(engine)
+        return engine
+
+    def make_client(self, url: str, *_: Any) -> Engine:
+        return next(engine for engine in self.engines if engine.url == url)
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(max(engine.starts - 1, 0) for engine in self.engines)
+
+    @property
+    def answered(self) -> Counter[str]:
+        """How often each request was answered, by whichever engine."""
+        return sum((engine.answered for engine in self.engines), Counter())
+
+    def make_group(
+        self, config: EngineConfig, contract: NumericsContract = ALIGNED, logs: Path = Path("logs")
+    ) -> SglangGroup:
+        """A group of servers here, not started yet."""
+        spec = EngineSpec(
+            hf_checkpoint="",
+            contract=contract,
+            host="memory",
+            api_key="",
+            seed=0,
+            num_threads=1,
+            max_concurrency=config.rollout_max_concurrency,
+            cache_tokens=0,
+            trust_remote_code=False,
+            sglang_args=(),
+        )
+        make: dict[str, Any] = {"make_server": self.make_server, "make_client": self.make_client}
+        return SglangGroup(config, spec, logs, **make)
+
+
+def make_requests(count: int, seed: int = 0, max_new_tokens: int = 6) -> list[Request]:
+    """Different ones, whose responses end by themselves or at the limit."""
+    params = SamplingParams(temperature=0.75, max_new_tokens=max_new_tokens, stop_token_ids=(END,))
+    chance = random.Random(seed)
+    return [
+        Request(
+            prompt_ids=[chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(1, 5))],
+            sampling_seed=sampling_seed(seed, i),
+            params=params,
+        )
+        for i in range(count)
+    ]

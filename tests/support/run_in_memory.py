@@ -1,0 +1,116 @@
+"""Whole runs on engines in memory, with the run's own loop, files, checkpoints and governor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen3Config
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.outputs.metrics import read_jsonl
+from onpolicy.rollout.prompts import PromptSource
+from onpolicy.run.inputs import Inputs
+from onpolicy.run.ladder import Ladder
+from onpolicy.run.loop import train
+from onpolicy.run.run import Run
+from onpolicy.types import Prompt, RunSummary, Sample
+from tests.support.engines_in_memory import Host
+from tests.support.tiny import make_tokenizer
+from tests.support.tiny_policy import ALIGNED, END, STOCK
+from tests.support.trainer_in_memory import pair_maker
+from tests.support.unstarted_run import changed
+
+ROLLOUTS = 4
+PROMPTS = [Prompt(index=i, prompt_ids=[i + 2, 9 - i], label="x", text="ab") for i in range(5)]
+EVAL_SETS = {"": PROMPTS[:2], "hard": PROMPTS[3:]}
+
+Reward = Callable[[Sample], float]
+
+
+def even_tokens(sample: Sample) -> float:
+    """A reward that samples of one prompt differ in."""
+    return sum(token % 2 == 0 for token in sample.response_ids) / len(sample.response_ids)
+
+
+class ScorerInMemory:
+    """Scores in this process (`Scorer`)."""
+
+    def __init__(self, reward: Reward):
+        self.reward = reward
+
+    def score(self, samples: Sequence[Sample]) -> dict[str, float]:
+        for sample in samples:
+            sample.reward = self.reward(sample)
+        return {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+
+    def close(self) -> None:
+        pass
+
+
+def make_config(directory: Path, **values: Any) -> TrainConfig:
+    """Aligned, in `directory`, with other values of some flags."""
+    checkpoint = directory / "checkpoint"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "config.json").write_text("{}")
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
+        rollout=groups.RolloutConfig(
+            num_rollout=ROLLOUTS,
+            rollout_batch_size=3,
+            n_samples_per_prompt=4,
+            rollout_max_response_len=6,
+        ),
+        trainer=groups.TrainerConfig(lr=0.5),
+        parity=groups.ParityConfig(true_on_policy_mode=True),
+        sync=groups.WeightSyncConfig(weight_sync="disk"),
+        output=groups.OutputConfig(run_dir=str(directory / "run")),
+    )
+    return changed(config, **values)
+
+
+def make_inputs(config: TrainConfig, eval_sets: dict[str, list[Prompt]]) -> Inputs:
+    return Inputs(
+        hf_config=Qwen3Config(num_hidden_layers=1, hidden_size=8, vocab_size=16),
+        ladder=Ladder(config, STOCK, ALIGNED),
+        tokenizer=make_tokenizer(),
+        prompts=PromptSource(PROMPTS, config.seed, shuffle=True),
+        eval_sets=eval_sets,
+        stop_token_ids=(END,),
+    )
+
+
+def run_in_memory(
+    directory: Path,
+    host: Host | None = None,
+    reward: Reward = even_tokens,
+    make_run: Callable[..., Run] = Run,
+    eval_sets: dict[str, list[Prompt]] = EVAL_SETS,
+    **values: Any,
+) -> RunSummary:
+    """What a run ends with. `values`: of the configuration."""
+    config = make_config(directory, **values)
+    make: Any = partial(
+        make_run,
+        make_engines=pair_maker(host or Host()),
+        make_scorer=lambda config: ScorerInMemory(reward),
+    )
+    return train(config, make_inputs(config, eval_sets), make)
+
+
+def records_of(directory: Path) -> list[dict[str, Any]]:
+    """What a run logged, less what depends on the time it took and on what was cached."""
+    dropped = ("perf/", "rollout/num_cached_tokens")
+    return [
+        {name: value for name, value in record.items() if not name.startswith(dropped)}
+        for record in read_jsonl(directory / "run" / "metrics.jsonl")
+    ]
+
+
+def samples_of(directory: Path, name: str) -> list[dict[str, Any]]:
+    """The samples that a run wrote of one rollout or evaluation."""
+    file = directory / "run" / "samples" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,0 +1,124 @@
+"""A trainer of the tiny policy, and the pair that it forms with engines in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.config.groups import FallbackConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ParityError
+from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.engines import EnginePair
+from onpolicy.train import distributed
+from onpolicy.train.base import Trainer
+from onpolicy.train.packing import split_evenly
+from onpolicy.types import Sample, TrainSample
+from onpolicy.weights.digest import WeightBucket
+from tests.support.engines_in_memory import SELF_CHECK, Host
+from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
+
+
+class TrainerInMemory(Trainer):
+    """Raises the logits of tokens with a positive advantage; every rank holds and trains all."""
+
+    def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
+        self.config, self.contract, self.fallback = config, contract, config.fallback
+        self.weights = make_weights()
+        self._use(contract)
+
+    def _use(self, contract: NumericsContract) -> None:
+        self.contract = contract
+        self.self_check = SELF_CHECK if contract.is_aligned else {}
+
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+        self._use(contract)
+        self.fallback = fallback
+
+    def train(
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
+    ) -> dict[str, float]:
+        self.mismatched_tokens = [None] * len(samples)
+        scores = [self._score(trained.sample) for trained in samples]
+        found = [
+            compare_log_probs(train, torch.tensor(trained.sample.rollout_log_probs))[0]
+            for train, trained in zip(scores, samples, strict=True)
+        ]
+        self.mismatched_tokens = [counts.num_mismatched for counts in found]
+        total = sum(found, ParityCounts())
+        if self.contract.is_aligned and total.num_mismatched:
+            raise ParityError(f"{total.num_mismatched} of {total.num_compared} tokens differ")
+        for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
+            for i in part:
+                self._learn(samples[i].sample, rate * samples[i].advantage)
+        gains = [
+            trained.advantage * float(train.mean())
+            for trained, train in zip(samples, scores, strict=True)
+        ]
+        return {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **total.metrics()}
+
+    def _score(self, sample: Sample) -> Tensor:
+        temperature = self.config.rollout.rollout_temperature
+        prompt, response = sample.prompt.prompt_ids, sample.response_ids
+        return log_probs_of(self.weights, prompt, response, temperature)
+
+    def _learn(self, sample: Sample, size: float) -> None:
+        tokens, start = sample.token_ids, len(sample.prompt.prompt_ids)
+        for distance, table in enumerate(self.weights.values(), start=1):
+            for end in range(max(start, distance), len(tokens)):
+                table[tokens[end - distance], tokens[end]] += size
+
+    def log_probs(
+        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+    ) -> list[Tensor]:
+        return [
+            log_probs_of(self.weights, tokens[:end], tokens[end:], temperature)
+            for tokens, end in zip(sequences, prompt_lens, strict=True)
+        ]
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        for name, table in self.weights.items():
+            assert distributed.gather_data(name) == [name] * distributed.data_size()
+            yield [(name, table.clone())]
+
+    def save(self, directory: Path) -> None:
+        if distributed.rank() == 0:
+            save_file(self.weights, directory / "weights.safetensors")
+
+    def load(self, directory: Path) -> None:
+        self.weights = load_file(directory / "weights.safetensors")
+
+
+def pair_maker(host: Host) -> Callable[[TrainConfig, Any, NumericsContract, Path], EnginePair]:
+    """Makes, as `EnginePair` does, a trainer and servers on the host."""
+
+    def make_rollout(
+        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path
+    ) -> SglangGroup:
+        return host.make_group(config.engine, contract, logs)
+
+    return partial(EnginePair, make_rollout=make_rollout, make_trainer=TrainerInMemory)
+
+
+def make_pair(
+    host: Host,
+    directory: Path,
+    contract: NumericsContract = ALIGNED,
+    weight_sync: Literal["disk", "tensor"] = "disk",
+    **engine: Any,
+) -> EnginePair:
+    """A pair that is not started yet. `engine`: of `EngineConfig`."""
+    config = TrainConfig(
+        engine=groups.EngineConfig(**engine),
+        parity=groups.ParityConfig(true_on_policy_mode=contract.is_aligned),
+        sync=groups.WeightSyncConfig(weight_sync=weight_sync),
+    )
+    return pair_maker(host)(config, None, contract, directory)
