@@ -23,6 +23,11 @@ settings.register_profile("few", settings.get_profile("onpolicy"), max_examples=
 settings.load_profile("onpolicy")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts servers takes minutes a file: it comes first, so that all workers end together."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny untied Qwen3."""
