@@ -1,4 +1,4 @@
-"""Which corrections mean something together; what would not be applied as it says is refused."""
+"""Which flags of corrections go together; a combination that would not do what it says is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAVE_ONE_OUT = "Leave one of the two out."
 
 
 def validate(config: TrainConfig) -> None:
-    """Raise ConfigError for the first combination that means nothing."""
+    """Raise ConfigError for the first combination that cannot be applied."""
     for flag, value, is_broken, rule, remedy in (*_rejection(config), *_kl(config)):
         if is_broken:
             raise ConfigError(f"--{flag}={value}: {rule}. {remedy}")
@@ -37,7 +37,7 @@ def _rejection(config: TrainConfig) -> list[_RuleBroken]:
          f"rejection would keep from {low:g} to {high:g}, by the weights' bounds where none is given",
          "Give --rs-lower-bound and --rs-upper-bound."),
         ("rs-upper-bound", None, may_reject and is_divergence and flags.rs_upper_bound is None,
-         f"--rs-statistic {statistic} needs it, since the bounds of ratios are none of a divergence",
+         f"--rs-statistic {statistic} needs it, since bounds of a ratio do not bound a divergence",
          "Give one; verl's is 0.01 for the mean k3 of a sequence."),
         ("rs-lower-bound", flags.rs_lower_bound, is_divergence and flags.rs_lower_bound is not None,
          f"--rs-statistic {statistic} grows on both sides of a ratio of 1, and has an upper bound only",

@@ -78,7 +78,7 @@ class TrainConfig:
 
     @property
     def may_align(self) -> bool:
-        """Whether the run can come to run on aligned operators."""
+        """Whether the run starts on aligned operators, or its governor may move it to them."""
         governor = self.governor
         climbs = governor.mismatch_governor and governor.limits.highest == "aligned"
         return self.parity.true_on_policy_mode or climbs
