@@ -11,7 +11,7 @@ from onpolicy.config import groups, secrets, sglang_flags, tensor_parallel
 from onpolicy.config.flags import SGLANG_ARGS, flag_values
 from onpolicy.config.kinds import Seed
 
-Flat = tyro.conf.OmitArgPrefixes
+Flat: Any = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
