@@ -14,6 +14,7 @@ from sglang_patches import (
     cpu_sizes,
     determinism,
     experts,
+    forks,
     harmful_requests,
     linear,
     lm_head,
@@ -44,6 +45,7 @@ def load() -> None:
     status.install()
     weights.install()
     if contract.device == "cpu":
+        forks.install()
         cpu_sizes.install()
         routed_experts.install()
     if contract.is_aligned:

@@ -16,6 +16,7 @@ import sys
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError
+from onpolicy.system.garbage import collect_rarely
 from sglang_patches import guard, registry
 from sglang_patches.shared_names import DIRECTORY_VARIABLE
 
@@ -36,6 +37,9 @@ def main(argv: list[str]) -> None:
 
 
 def serve(argv: list[str]) -> None:
+    collect_rarely()
+    # Else SGLang's dumper of tensors imports it, and wandb with it, where they are installed.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

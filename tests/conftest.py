@@ -13,6 +13,9 @@ import pytest
 from hypothesis import settings
 
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
+from onpolicy.system.garbage import collect_rarely
+
+collect_rarely()  # thousands of tests are objects that stay
 
 # Deterministic, and never a failure because a shared machine is slow.
 settings.register_profile("onpolicy", deadline=None, derandomize=True, max_examples=80)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError, OnPolicyError
+from onpolicy.system.garbage import collect_rarely
 from onpolicy.system.ranks import is_first_on_host
 
 COMMANDS = {
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"onpolicy: unknown command {arguments[0]!r}.\n\n{_usage()}", file=sys.stderr)
         return 2
     prepare_process()
+    collect_rarely()
     command = importlib.import_module(f"onpolicy.cli.{arguments[0]}")
     try:
         exit_code: int = command.main(arguments[1:])

@@ -1,7 +1,9 @@
-"""Which flags of corrections go together; a combination that would not do what it says is refused."""
+"""Which corrections mean something together; what would not be applied as it says is refused."""
 
 from __future__ import annotations
 
+from onpolicy.config.flags import flag_values, spelled
+from onpolicy.config.groups import FallbackConfig
 from onpolicy.config.train import TrainConfig
 from onpolicy.errors import ConfigError
 
@@ -13,13 +15,49 @@ _LEAVE_ONE_OUT = "Leave one of the two out."
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError for the first combination that cannot be applied."""
-    for flag, value, is_broken, rule, remedy in (*_rejection(config), *_kl(config)):
+    rows = (*_what_the_run_does(config), *_rejection(config), *_kl(config), *_bypass(config))
+    for name, value, is_broken, rule, remedy in rows:
         if is_broken:
-            raise ConfigError(f"--{flag}={value}: {rule}. {remedy}")
-    if config.fallback.use_rollout_logprobs:
-        for flag, value, is_broken, rule, remedy in _bypass(config):
-            if is_broken:
-                raise ConfigError(f"--{flag}={value}: with --use-rollout-logprobs {rule}. {remedy}")
+            raise ConfigError(f"{spelled(name)}={value}: {rule}. {remedy}")
+
+
+def _what_the_run_does(config: TrainConfig) -> list[_RuleBroken]:
+    """A correction that nothing would apply, or that contradicts what else is asked for."""
+    flags, governed = config.fallback, config.governor.mismatch_governor
+    aligned = config.parity.true_on_policy_mode and not governed
+    falls_back = config.parity_policy == "fallback"
+    asked = _corrections_asked_for(flags)
+    weight_format = config.engine.rollout_weight_format
+    return [
+        *((name, value, aligned and not falls_back,
+           "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
+           "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.")
+          for name, value in asked.items()),
+        ("parity_policy", "fallback", falls_back and not config.may_align,
+         "without aligned operators every rollout is corrected anyway",
+         "Add --true-on-policy-mode, or give --use-tis without it."),
+        ("parity_policy", "fallback", falls_back and not asked,
+         "needs a correction to fall back to",
+         "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path."),
+        ("rollout_weight_format", weight_format, bool(weight_format) and aligned,
+         "with --true-on-policy-mode the servers hold the trainer's weights, bit for bit",
+         _LEAVE_ONE_OUT),
+        ("use_rollout_routing_replay", True, flags.use_rollout_routing_replay and aligned,
+         "with --true-on-policy-mode both engines choose the same experts",
+         _LEAVE_ONE_OUT),
+        ("mismatch_governor", True, governed and bool(config.engine.rollout_server_url),
+         "with --rollout-server-url it cannot start servers under another contract",
+         _LEAVE_ONE_OUT),
+        ("mismatch_governor", True, governed and flags.use_rollout_logprobs,
+         "with --use-rollout-logprobs the loss corrects the rollout, on every rung",
+         _LEAVE_ONE_OUT),
+    ]  # fmt: skip
+
+
+def _corrections_asked_for(flags: FallbackConfig) -> dict[str, object]:
+    names = ("use_tis", "use_rs", "rs_veto_threshold", "dc_mode", "custom_tis_function_path")
+    values = flag_values(flags)
+    return {name: values[name] for name in names if values[name]}
 
 
 def _rejection(config: TrainConfig) -> list[_RuleBroken]:
@@ -30,16 +68,16 @@ def _rejection(config: TrainConfig) -> list[_RuleBroken]:
     low, high = flags.rejection_bounds
     lowest, largest = flags.weight_bounds
     return [
-        ("tis-upper-bound", largest, (flags.use_tis or governed) and not custom and lowest > largest,
+        ("tis_upper_bound", largest, (flags.use_tis or governed) and not custom and lowest > largest,
          f"--tis-mode clip bounds below by 1 / --tis-upper-bound = {lowest:g} if nothing else is given",
          "Give --tis-lower-bound."),
-        ("rs-lower-bound", flags.rs_lower_bound, may_reject and not custom and low > high,
+        ("rs_lower_bound", flags.rs_lower_bound, may_reject and not custom and low > high,
          f"rejection would keep from {low:g} to {high:g}, by the weights' bounds where none is given",
          "Give --rs-lower-bound and --rs-upper-bound."),
-        ("rs-upper-bound", None, may_reject and is_divergence and flags.rs_upper_bound is None,
+        ("rs_upper_bound", None, may_reject and is_divergence and flags.rs_upper_bound is None,
          f"--rs-statistic {statistic} needs it, since bounds of a ratio do not bound a divergence",
          "Give one; verl's is 0.01 for the mean k3 of a sequence."),
-        ("rs-lower-bound", flags.rs_lower_bound, is_divergence and flags.rs_lower_bound is not None,
+        ("rs_lower_bound", flags.rs_lower_bound, is_divergence and flags.rs_lower_bound is not None,
          f"--rs-statistic {statistic} grows on both sides of a ratio of 1, and has an upper bound only",
          "Leave it out."),
     ]  # fmt: skip
@@ -49,10 +87,10 @@ def _kl(config: TrainConfig) -> list[_RuleBroken]:
     algorithm, flags = config.algorithm, config.fallback
     kind = algorithm.kl_loss_type
     return [
-        ("kl-loss-type", kind, algorithm.use_unbiased_kl and kind == "k2",
+        ("kl_loss_type", kind, algorithm.use_unbiased_kl and kind == "k2",
          "the mean of k2 is not the KL, so --use-unbiased-kl would not make it unbiased",
          "Use k1, k3 or low_var_kl, or leave --use-unbiased-kl out."),
-        ("rejected-in-kl", True, flags.rejected_in_kl and not flags.rejected_in_denominator,
+        ("rejected_in_kl", True, flags.rejected_in_kl and not flags.rejected_in_denominator,
          "with --no-rejected-in-denominator rejected tokens are no part of any mean", _LEAVE_ONE_OUT),
     ]  # fmt: skip
 
@@ -61,22 +99,27 @@ def _bypass(config: TrainConfig) -> list[_RuleBroken]:
     """What the loss of one micro-batch cannot do, or has done already."""
     flags, loss = config.fallback, config.algorithm.policy_loss
     has_ratio, custom = loss != "reinforce", bool(flags.custom_tis_function_path)
-    corrects = flags.use_tis or flags.use_rs or flags.rs_veto_threshold is not None or custom
+    corrects = flags.corrects or custom
     uses_weights = flags.use_tis and not custom
     recompute = "Leave --use-rollout-logprobs out: then they are computed before the loss."
-    return [
-        ("use-tis", True, uses_weights and has_ratio,
+    rows = [
+        ("use_tis", True, uses_weights and has_ratio,
          f"the ratio of --policy-loss {loss} is pi / pi_rollout, and weights would count it twice",
          "Leave --use-tis out (--use-rs may stay), or use --policy-loss reinforce, which has no ratio."),
-        ("policy-loss", loss, not (has_ratio or corrects or config.is_always_aligned),
+        ("policy_loss", loss, not (has_ratio or corrects or config.is_always_aligned),
          "nothing would correct the rollout, since reinforce has no ratio",
          "Add --use-tis or --use-rs, or leave --use-rollout-logprobs out if that is meant."),
-        ("tis-batch-normalize", True, uses_weights and flags.tis_batch_normalize,
+        ("tis_batch_normalize", True, uses_weights and flags.tis_batch_normalize,
          "weights come from the loss's own log-probabilities, micro-batch by micro-batch, before their "
          "mean over the global batch is known", recompute),
-        ("rejected-in-denominator", False, not (flags.rejected_in_denominator or custom),
+        ("rejected_in_denominator", False, not (flags.rejected_in_denominator or custom),
          "tokens are rejected micro-batch by micro-batch, before it is known how many of the global "
          "batch are left", recompute),
-        ("dc-mode", flags.dc.mode, bool(flags.dc.mode),
+        ("dc_mode", flags.dc.mode, bool(flags.dc.mode),
          "pi_train is not known before the loss, and advantages are made there", recompute),
+    ]  # fmt: skip
+    return [
+        (name, value, flags.use_rollout_logprobs and is_broken,
+         f"with --use-rollout-logprobs {rule}", remedy)
+        for name, value, is_broken, rule, remedy in rows
     ]  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onpolicy.config import addresses, corrections, groups, secrets, settings, sglang_flags
+from onpolicy.config import addresses, corrections, secrets, settings, sglang_flags
 from onpolicy.config.eval_sets import eval_sets
-from onpolicy.config.flags import flag_values, spelled
+from onpolicy.config.flags import spelled
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.train import TrainConfig
@@ -22,7 +22,6 @@ def validate(config: TrainConfig) -> None:
     _require_sampling(config)
     _require_companions(config)
     _require_engines(config)
-    _require_corrections(config)
     corrections.validate(config)
     settings.require_known(config.output.allow_changed_settings, config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
@@ -125,52 +124,6 @@ def _require_companions(config: TrainConfig) -> None:
                 "does nothing without the other. Give both, or neither."
             )
     eval_sets(config.eval.eval_prompt_data)
-
-
-def _require_corrections(config: TrainConfig) -> None:
-    """Corrections that nothing would apply, or that contradict each other, are refused."""
-    flags, governed = config.fallback, config.governor.mismatch_governor
-    aligned = config.parity.true_on_policy_mode and not governed
-    falls_back = config.parity_policy == "fallback"
-    asked = _corrections_asked_for(flags)
-    for name, value in asked.items():
-        if aligned and not falls_back:
-            _refuse(
-                name,
-                value,
-                "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
-                "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.",
-            )
-    weight_format = config.engine.rollout_weight_format
-    conflicts = [
-        ("parity_policy", "fallback", falls_back and not config.may_align,
-         "without aligned operators every rollout is corrected anyway",
-         "Add --true-on-policy-mode, or give --use-tis without it."),
-        ("parity_policy", "fallback", falls_back and not asked,
-         "needs a correction to fall back to",
-         "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path."),
-        ("rollout_weight_format", weight_format, weight_format and aligned,
-         "with --true-on-policy-mode the servers hold the trainer's weights, bit for bit",
-         "Leave one of the two out."),
-        ("use_rollout_routing_replay", True, flags.use_rollout_routing_replay and aligned,
-         "with --true-on-policy-mode both engines choose the same experts",
-         "Leave one of the two out."),
-        ("mismatch_governor", True, governed and config.engine.rollout_server_url,
-         "with --rollout-server-url it cannot start servers under another contract",
-         "Leave one of the two out."),
-        ("mismatch_governor", True, governed and flags.use_rollout_logprobs,
-         "with --use-rollout-logprobs the loss corrects the rollout, on every rung",
-         "Leave one of the two out."),
-    ]  # fmt: skip
-    for name, value, is_broken, rule, remedy in conflicts:
-        if is_broken:
-            _refuse(name, value, rule, remedy)
-
-
-def _corrections_asked_for(flags: groups.FallbackConfig) -> dict[str, object]:
-    names = ("use_tis", "use_rs", "rs_veto_threshold", "dc_mode", "custom_tis_function_path")
-    values = flag_values(flags)
-    return {name: values[name] for name in names if values[name]}
 
 
 def _require_engines(config: TrainConfig) -> None:

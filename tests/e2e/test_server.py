@@ -57,6 +57,7 @@ def test_it_reports_its_contract_self_check_and_patches(engines, client):
     assert {
         "attention backend torch_native",
         "sampler backend pytorch",
+        "sglang.srt.entrypoints.engine._set_envs_and_config",
         "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
         "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
     } <= set(report["patches"])

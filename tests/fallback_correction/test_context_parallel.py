@@ -5,12 +5,12 @@ import struct
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
 from fallback_correction.context_parallel import ContextShard
 from fallback_correction.correction import correct
 from fallback_correction.tokens import TokenBatch
+from tests.support.forked_ranks import run_on_ranks
 
 LENGTHS = [13, 1, 0, 64, 7]
 LEVELS = ["none", "token", "sequence", "geometric"]
@@ -90,7 +90,7 @@ def one_rank(rank, folder):
 def ranks(tmp_path_factory):
     """What the two processes found."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(one_rank, (folder,), nprocs=2)
+    run_on_ranks(one_rank, (folder,), 2)
     return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
 
 

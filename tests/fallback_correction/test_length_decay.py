@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 from benchmarks.surge_detector import surge
 from fallback_correction.length_decay import LengthDecay, LengthDecayConfig, LengthDecaySchedule
 from fallback_correction.surge_detector import SurgeDetectorConfig
+from tests.support.forked_ranks import run_on_ranks
 
 
 def level(n=300):
@@ -396,7 +397,7 @@ def run_rank(rank, directory):
 
 
 def test_rank_0_decides_for_all_ranks(tmp_path):
-    torch.multiprocessing.spawn(run_rank, (tmp_path,), nprocs=2)
+    run_on_ranks(run_rank, (tmp_path,), 2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert [metrics["lr_decay/scale"] for _, metrics, _ in first] == scales(LENGTHS)

@@ -101,6 +101,11 @@ def test_the_exit_code_is_the_servers(start, body, code):
     assert start(body, lines=0)[0].wait(20) == code
 
 
+def test_a_server_that_ended_is_not_waited_for_because_of_the_processes_it_forked(start):
+    forks = "if os.fork() == 0:\n    time.sleep(1000)\nsys.exit(3)"
+    assert start(forks, lines=0)[0].wait(20) == 3
+
+
 def test_temporary_files_lie_in_a_directory_for_the_server_alone(start, tmp_path):
     body = """
     import tempfile

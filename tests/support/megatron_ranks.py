@@ -7,7 +7,6 @@ anew for every layout.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import socket
 import traceback
 import warnings
@@ -26,6 +25,7 @@ from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train.megatron.layout import MegatronLayout
+from tests.support.forked_ranks import CONTEXT
 from tests.support.processes import end_with_parent
 
 TEMPERATURE = 0.7
@@ -35,14 +35,13 @@ class Ranks:
     """Some processes that form a gloo group and run what they are sent."""
 
     def __init__(self, count):
-        context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._pipes, self._processes = [], []
         for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, port, theirs))
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, count, port, theirs))
             process.start()
             theirs.close()  # so that a rank that dies ends our wait for it
             self._pipes.append(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,5 +52,6 @@ def state_after(rollouts_done: int) -> RunState:
 
 
 def changed(config: TrainConfig, **values: Any) -> TrainConfig:
-    """The configuration with other values of some flags, whatever their groups."""
-    return with_flags(config, values)
+    """The configuration with other values of some flags, whatever their groups, or of sglang_args."""
+    sglang_args = values.pop("sglang_args", config.sglang_args)
+    return replace(with_flags(config, values), sglang_args=sglang_args)

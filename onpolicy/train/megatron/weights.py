@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
-from onpolicy.train.megatron.state_reader import CheckpointReader
 from onpolicy.train.megatron.weight_map import Part, WeightMap, is_expert
+from onpolicy.train.megatron.weight_reader import CheckpointReader
 from onpolicy.weights.digest import WeightBucket
 
 

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.stock import StockOperators
+from tests.support.forked_ranks import run_on_ranks
 from tests.support.invariance import require_row_invariance
 
 OPERATORS = CpuOperators(1)
@@ -72,7 +72,7 @@ def rounding_parts(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_k_give_the_bits_of_one_rank(ranks, tmp_path):
-    mp.spawn(compare_with_one_rank, (ranks, tmp_path / "rendezvous"), nprocs=ranks)
+    run_on_ranks(compare_with_one_rank, (ranks, tmp_path / "rendezvous"), ranks)
 
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 40))

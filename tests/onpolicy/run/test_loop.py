@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from statistics import fmean
 
 import pytest
@@ -300,15 +302,20 @@ def test_samples_are_written_though_training_on_them_fails(tmp_path):
     assert [record["step"] for record in records_of(tmp_path)] == [0, 1]
 
 
+TAKE_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
 @pytest.mark.parametrize("ends_with", [Interrupted, EngineError])
 def test_whatever_ends_a_run_its_engines_end_and_its_directory_is_free(tmp_path, ends_with):
     by_engine = ends_with is EngineError
     host = Host(range(20, 999)) if by_engine else Host()
     reward = even_tokens if by_engine else interrupted_at(1)
-    with pytest.raises(ends_with):
+    with pytest.raises(ends_with) as ended:
         run_in_memory(tmp_path, host, reward)
     assert host.engines and not any(engine.is_running for engine in host.engines)
-    run_in_memory(tmp_path)
+    lock = tmp_path / "run" / ".lock"  # of a process: another one must get it
+    assert subprocess.run([sys.executable, "-c", TAKE_LOCK, lock]).returncode == 0
+    del ended  # which keeps the run, and so its files, up to here
 
 
 def test_a_move_of_the_governor_changes_what_both_engines_run_on(tmp_path):
