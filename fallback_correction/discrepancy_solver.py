@@ -129,9 +129,11 @@ def _policy(
     def at(nu: float) -> Vector:
         step = slope * (gain - nu)
         if measure == "log":
-            return mu * np.exp(-lambertw(np.maximum(-step, _BRANCH_POINT)).real)
-        # The KKT projection onto the simplex: the multiplier of an action at 0 is -(mu + step).
-        return np.maximum(mu + step, 0)
+            policy: Vector = mu * np.exp(-lambertw(np.maximum(-step, _BRANCH_POINT)).real)
+        else:
+            # The KKT projection onto the simplex: the multiplier of an action at 0 is -(mu + step).
+            policy = np.maximum(mu + step, 0)
+        return policy
 
     low = gain.min()
     if measure == "log":

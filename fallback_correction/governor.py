@@ -70,7 +70,8 @@ class Governor:
     @property
     def calm_needed(self) -> int:
         """Calm rollouts before the next fall."""
-        return self.config.fall_after * min(2**self._falls, LONGEST_CALM)
+        rollouts: int = self.config.fall_after * min(2**self._falls, LONGEST_CALM)
+        return rollouts
 
     @property
     def lr_scale(self) -> float:

@@ -37,9 +37,11 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
         registry.require_active()  # every model process comes by here before it can serve
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+        pool: type = MHATokenToKVPool
+        return pool
 
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-        return PagedTokenToKVPoolAllocator
+        allocator: type = PagedTokenToKVPoolAllocator
+        return allocator

@@ -28,7 +28,8 @@ def row_parallel(contract: NumericsContract) -> RowParallel:
 
 def rank() -> int:
     """This process's rank in the tensor-parallel group."""
-    return _group().rank_in_group
+    rank: int = _group().rank_in_group
+    return rank
 
 
 def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
@@ -52,7 +53,8 @@ def report_of_all_ranks(report: dict[str, Any]) -> dict[str, Any]:
     group = _group()
     reports: list[dict[str, Any]] = [{}] * group.world_size
     dist.all_gather_object(reports, report, group=group.cpu_group)
-    return agreed(reports)
+    agreed_report: dict[str, Any] = agreed(reports)
+    return agreed_report
 
 
 def agreed(values: Sequence[Any]) -> Any:

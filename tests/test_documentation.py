@@ -56,13 +56,16 @@ def upstream():
 
 
 def missing_files(text, document, names):
-    """Paths that `text` mentions and nothing has: of the root, of onpolicy/, or beside `document`."""
+    """Paths that `text` mentions and nothing has: of the root, of onpolicy/, or beside `document`.
+
+    NAME in a path stands for any.
+    """
     roots = (ROOT / "onpolicy", *upstream(), *document.parents)
     folders = {path.rstrip("./") for path in FOLDER.findall(text)}
     for path in sorted(set(FILE.findall(text)) | folders):
         if path in NOT_OURS or path.startswith(ELSEWHERE) or path in names:
             continue
-        if not any(next(root.glob(path), None) for root in roots):
+        if not any(next(root.glob(path.replace("NAME", "*")), None) for root in roots):
             yield path
 
 

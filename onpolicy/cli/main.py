@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     collect_rarely()
     command = importlib.import_module(f"onpolicy.cli.{arguments[0]}")
     try:
-        return command.main(arguments[1:])
+        exit_code: int = command.main(arguments[1:])
+        return exit_code
     except ConfigError as error:
         if is_first_on_host():
             print(f"\nConfigError: {error}", file=sys.stderr)

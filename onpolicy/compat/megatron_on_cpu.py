@@ -80,8 +80,8 @@ def activate() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
             module.torch = ours  # type: ignore[attr-defined]
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
-    Tensor.type = _type_name(Tensor.type)  # type: ignore[assignment,method-assign]
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    Tensor.type = _type_name(Tensor.type)  # type: ignore[method-assign]
     _replace_random_state()
 
 

@@ -14,7 +14,7 @@ _LEAVE_ONE_OUT = "Leave one of the two out."
 
 
 def validate(config: TrainConfig) -> None:
-    """Raise ConfigError for the first combination that means nothing."""
+    """Raise ConfigError for the first combination that cannot be applied."""
     rows = (*_what_the_run_does(config), *_rejection(config), *_kl(config), *_bypass(config))
     for name, value, is_broken, rule, remedy in rows:
         if is_broken:
@@ -75,7 +75,7 @@ def _rejection(config: TrainConfig) -> list[_RuleBroken]:
          f"rejection would keep from {low:g} to {high:g}, by the weights' bounds where none is given",
          "Give --rs-lower-bound and --rs-upper-bound."),
         ("rs_upper_bound", None, may_reject and is_divergence and flags.rs_upper_bound is None,
-         f"--rs-statistic {statistic} needs it, since the bounds of ratios are none of a divergence",
+         f"--rs-statistic {statistic} needs it, since bounds of a ratio do not bound a divergence",
          "Give one; verl's is 0.01 for the mean k3 of a sequence."),
         ("rs_lower_bound", flags.rs_lower_bound, is_divergence and flags.rs_lower_bound is not None,
          f"--rs-statistic {statistic} grows on both sides of a ratio of 1, and has an upper bound only",

@@ -72,7 +72,8 @@ def require_known(names: Sequence[str], config: TrainConfig) -> None:
 
 def _only_goes_on(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """A longer run is the same run, unless its learning rate goes by its length."""
-    return now["num_rollout"] > was["num_rollout"] and now["lr_decay_style"] == "constant"
+    longer: bool = now["num_rollout"] > was["num_rollout"] and now["lr_decay_style"] == "constant"
+    return longer
 
 
 def _text(value: Any) -> str:

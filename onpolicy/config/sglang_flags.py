@@ -106,7 +106,7 @@ def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
     try:
-        size = parser.parse_known_args(sglang_args)[0].tp_size
+        size: int = parser.parse_known_args(sglang_args)[0].tp_size
     except argparse.ArgumentError as error:
         raise ConfigError(
             f"{PREFIX}tp-size: {error.message}. Give a number of devices, such as 2."

@@ -6,7 +6,7 @@ What `onpolicy train` has too comes from its groups.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -14,7 +14,7 @@ from fallback_correction.ranges import at_least
 from onpolicy.config import groups, sglang_flags, tensor_parallel
 from onpolicy.config.kinds import Count, Directory, Engines, Seed, Temperature
 
-Flat = tyro.conf.OmitArgPrefixes
+Flat: Any = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)

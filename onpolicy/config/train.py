@@ -11,7 +11,7 @@ from onpolicy.config import groups, secrets, sglang_flags, tensor_parallel
 from onpolicy.config.flags import SGLANG_ARGS, flag_values
 from onpolicy.config.kinds import Seed
 
-Flat = tyro.conf.OmitArgPrefixes
+Flat: Any = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class TrainConfig:
 
     @property
     def may_align(self) -> bool:
-        """Whether the run can come to run on aligned operators."""
+        """Whether the run starts on aligned operators, or its governor may move it to them."""
         governor = self.governor
         climbs = governor.mismatch_governor and governor.limits.highest == "aligned"
         return self.parity.true_on_policy_mode or climbs

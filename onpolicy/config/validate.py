@@ -35,7 +35,7 @@ def _refuse(flag: str, value: object, rule: str, remedy: str) -> None:
 
 
 MAX_SAMPLES = 10_000_000
-"""Samples of a rollout at most: one process holds all of them."""
+"""Most samples of a rollout: one process holds all of them."""
 
 
 def _require_batch_sizes(config: TrainConfig) -> None:

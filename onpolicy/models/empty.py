@@ -19,9 +19,10 @@ def empty_causal_lm(
     """
     try:
         with init_empty_weights():
-            return AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code, **settings
             )
+            return model
     except Exception as error:  # whatever a model's own code raises for impossible sizes
         raise ConfigError(
             f"model_type={config.model_type}: transformers cannot build a causal language model from "

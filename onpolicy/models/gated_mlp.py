@@ -41,7 +41,8 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _gated(x: Tensor, gate_proj: Any, up_proj: Any, act_fn: Any, down_proj: Any) -> Tensor:
-    return down_proj(act_fn(gate_proj(x)) * up_proj(x))
+    out: Tensor = down_proj(act_fn(gate_proj(x)) * up_proj(x))
+    return out
 
 
 def gate_by_operators(mlp: Any, operators: Operators) -> None:
@@ -51,4 +52,5 @@ def gate_by_operators(mlp: Any, operators: Operators) -> None:
 
 def _forward(mlp: Any, x: Tensor) -> Tensor:
     activation = getattr(mlp.act_fn, "activation", mlp.act_fn)
-    return mlp.down_proj(mlp.operators.gated(activation, mlp.gate_proj(x), mlp.up_proj(x)))
+    out: Tensor = mlp.down_proj(mlp.operators.gated(activation, mlp.gate_proj(x), mlp.up_proj(x)))
+    return out

@@ -62,7 +62,9 @@ def load_config(
 
 def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # whatever its validators raise
         raise ConfigError(
             f"{flag}={path}: transformers cannot read its config.json "

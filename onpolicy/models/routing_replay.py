@@ -59,4 +59,4 @@ def replay_routing(model: nn.Module, replay: RoutingReplay | None) -> None:
             experts = next(m for m in block.children() if isinstance(m, AlignedExperts))
             layer = int(re.findall(r"layers\.(\d+)", name)[-1])
             choice = replay and partial(replay.choose, layer, len(experts.gate_up_proj))
-            block.replayed_choice = choice  # type: ignore[assignment]
+            block.replayed_choice = choice

@@ -21,7 +21,7 @@ def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[st
     Returns views of `tensor` under the checkpoint's names. Raises ConfigError if the checkpoint
     holds something that is no part of `tensor`.
     """
-    stored = revert_weight_conversion(model, {name: tensor})
+    stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     memory = tensor.untyped_storage().data_ptr()
     if any(view.untyped_storage().data_ptr() != memory for view in stored.values()):
         raise ConfigError(

@@ -89,7 +89,8 @@ class PagedLayout:
                 key_lens=tuple(self.key_lens.tolist()),
                 key_rows=rows.flatten(1),
             )
-        return self.plans[AttentionLayout]
+        layout: AttentionLayout = self.plans[AttentionLayout]
+        return layout
 
 
 class Operators(ABC):

@@ -32,7 +32,10 @@ def token_log_probs(
     the gradient of `hidden` is this rank's part of a sum over the ranks.
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
-    return _TokenLogProbs.apply(operators, hidden, weight, bias, targets, temperature, vocabulary)
+    result: tuple[Tensor, Tensor] = _TokenLogProbs.apply(
+        operators, hidden, weight, bias, targets, temperature, vocabulary
+    )
+    return result
 
 
 def rows_per_chunk(vocab_size: int) -> int:

@@ -41,4 +41,5 @@ class VocabParallel:
         if self.group is None:
             return logits
         padding = columns * self.ranks - self.size
-        return F.pad(logits, (0, padding)).split(columns, dim=1)[self.group.rank()]
+        out: Tensor = F.pad(logits, (0, padding)).split(columns, dim=1)[self.group.rank()]
+        return out

@@ -27,4 +27,7 @@ def check_label(label: str) -> None:
 
 
 def _parse_label(label: str) -> list[Any]:
-    return parse(label, parsing_timeout=None) or parse(f"${label}$", parsing_timeout=None)
+    expressions: list[Any] = parse(label, parsing_timeout=None) or parse(
+        f"${label}$", parsing_timeout=None
+    )
+    return expressions

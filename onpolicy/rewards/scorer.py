@@ -180,7 +180,8 @@ def _made_up(prompt: Prompt) -> Sample:
 def _result(job: Any, seconds: float | None = None) -> dict[str, float] | Failure | None:
     """What the worker says of a sample; None if the sample's time ran out."""
     try:
-        return job.result(seconds)
+        outcome: dict[str, float] | Failure | None = job.result(seconds)
+        return outcome
     except FutureTimeout:
         late = Failure(reason=f"was not imported after {seconds} seconds")
         return None if job.done() else late

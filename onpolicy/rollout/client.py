@@ -107,7 +107,7 @@ class EngineClient:
         answer = _json(response)
         if not answer.get("internal_states"):
             raise EngineError(f"{self.url}/server_info: HTTP {response.status_code}: {answer}")
-        report = answer["internal_states"][0].get("onpolicy")
+        report: dict[str, Any] | None = answer["internal_states"][0].get("onpolicy")
         if report is None:
             raise ContractError(
                 f"{self.url}: its scheduler did not load the onpolicy plug-in, so it carries no "

@@ -8,7 +8,8 @@ import requests
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ConfigError
-from onpolicy.rollout.server import free_port, require_free_port
+from onpolicy.rollout.server import require_free_port
+from onpolicy.system.network import free_port
 
 SECONDS = (10.0, 60.0)
 """To connect, and to answer: a server that is sampling for another run answers late."""

@@ -39,7 +39,7 @@ def require_context(config: TrainConfig, hf_config: PretrainedConfig) -> int:
         "--eval-max-response-len": config.eval.eval_max_response_len or 0,
     }
     flag, longest = max(lengths.items(), key=lambda item: item[1])
-    room = hf_config.max_position_embeddings - CONTEXT_MARGIN - longest
+    room: int = hf_config.max_position_embeddings - CONTEXT_MARGIN - longest
     if room <= 0:
         raise ConfigError(
             f"{flag}={longest}: with {CONTEXT_MARGIN} tokens that SGLang keeps free it "

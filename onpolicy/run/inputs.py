@@ -92,7 +92,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
 
 def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
-    """Every contract that the run can come to, and its corrections.
+    """Every contract that the run may be moved to, and its corrections.
 
     Raises ConfigError for a contract that cannot be kept, and for corrections that cannot be made.
     """

@@ -43,4 +43,5 @@ def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int
     itemsize = torch.empty(0, dtype=getattr(torch, contract.dtype)).element_size()
     shapes = contract.shapes
     per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
-    return max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
+    tokens: int = max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
+    return tokens

@@ -86,7 +86,7 @@ def verify(config: VerifyConfig) -> Report:
 
 
 def _longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
-    longest = hf_config.max_position_embeddings - CONTEXT_MARGIN - config.max_new_tokens
+    longest: int = hf_config.max_position_embeddings - CONTEXT_MARGIN - config.max_new_tokens
     if longest < SHORTEST_PROMPT:
         raise ConfigError(
             f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of "
@@ -99,11 +99,12 @@ def passes(report: Report, config: VerifyConfig) -> bool:
     """Whether the report is what the mode promises, on paths that were really taken."""
     if not config.true_on_policy_mode:
         return True
-    return (
+    passed: bool = (
         report["num_mismatched_tokens"] == 0
         and report["num_compared_tokens"] == 2 * config.num_prompts * config.max_new_tokens
         and report["num_cached_tokens"] > 0
     )
+    return passed
 
 
 def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Prompt]:

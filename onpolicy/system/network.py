@@ -43,7 +43,8 @@ def free_port(host: str) -> int:
     while True:
         try:
             with listen(host, random.SystemRandom().randrange(20000, 32000)) as listener:
-                return listener.getsockname()[1]
+                port: int = listener.getsockname()[1]
+                return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

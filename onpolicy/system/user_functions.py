@@ -29,7 +29,7 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
     if not file or not name or (colon and not file.endswith(".py")) or path.endswith(".py"):
         raise ConfigError(f"{flag}={path}: names no function. {FORMS}")
     module = _import(lambda: _load_file(Path(file)) if colon else _load_module(file), path, flag)
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         place = getattr(module, "__file__", file)
         raise ConfigError(f"{flag}={path}: {place} has no {name!r}. {FORMS}")

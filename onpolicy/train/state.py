@@ -40,7 +40,7 @@ def load_state(directory: Path, read: Callable[[Path], None]) -> dict[str, Any]:
     sharded = directory / _SHARDED
     try:
         IndexReader(sharded).read_metadata()  # what DCP cannot read it reports at great length
-        numbers = json.loads((directory / _NUMBERS).read_text())
+        numbers: dict[str, Any] = json.loads((directory / _NUMBERS).read_text())
         read(sharded)
     except (OSError, ValueError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(

@@ -55,7 +55,7 @@ class CpuOperators(Operators):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out = AlignedLinear.apply(rows, weight, bias, self.pool, out_dtype, blocks)
+            out: Tensor = AlignedLinear.apply(rows, weight, bias, self.pool, out_dtype, blocks)
         else:
             out = tiled_linear(self.pool, rows, weight, bias, out_dtype, blocks)
         return out.view(*x.shape[:-1], weight.shape[0])
@@ -72,7 +72,8 @@ class CpuOperators(Operators):
         self, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
     ) -> Tensor:
         if torch.is_grad_enabled():
-            return AlignedGroupedLinear.apply(x, weight, offsets, self.pool, out_dtype)
+            out: Tensor = AlignedGroupedLinear.apply(x, weight, offsets, self.pool, out_dtype)
+            return out
         return tiled_grouped_linear(self.pool, x, weight, offsets, out_dtype)
 
     @on_whole_tensors
@@ -80,7 +81,8 @@ class CpuOperators(Operators):
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
     ) -> Tensor:
         if torch.is_grad_enabled():
-            return AlignedAttention.apply(q, k, v, layout, scale, self.pool)
+            out: Tensor = AlignedAttention.apply(q, k, v, layout, scale, self.pool)
+            return out
         return blockwise_attention(self.pool, q, k, v, layout, scale)
 
     @on_whole_tensors

@@ -175,7 +175,8 @@ def _chunks(layout: AttentionLayout, shape: _Shape, num_threads: int) -> list[_C
     key = (shape, num_threads)
     if key not in layout.plans:
         layout.plans[key] = [_Chunk(layout, s, shape) for s in _plan(layout, shape, num_threads)]
-    return layout.plans[key]
+    chunks: list[_Chunk] = layout.plans[key]
+    return chunks
 
 
 def _plan(layout: AttentionLayout, shape: _Shape, num_threads: int) -> list[list[int]]:

@@ -43,7 +43,7 @@ class HopperOperators(TritonOperators):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out = HopperLinear.apply(rows, weight, bias, out_dtype)
+            out: Tensor = HopperLinear.apply(rows, weight, bias, out_dtype)
         else:
             out = deep_gemm_linear(rows, weight, bias, out_dtype)
         return out.view(*x.shape[:-1], weight.shape[0])
@@ -53,7 +53,8 @@ class HopperOperators(TritonOperators):
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if torch.is_grad_enabled():
-            return HopperAttention.apply(q, k, v, layout, scale)
+            out: Tensor = HopperAttention.apply(q, k, v, layout, scale)
+            return out
         return flash_attention.forward(q, k, v, Pages.of(layout), scale)[0]
 
     def paged_attention(

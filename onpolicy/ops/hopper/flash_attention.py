@@ -31,7 +31,8 @@ def library() -> ModuleType:
             "Install the version of sglang-kernel that the installed SGLang asks for (pip install "
             "-e '.[gpu]'), or choose --operators triton."
         ) from error
-    return flash_attn
+    module: ModuleType = flash_attn
+    return module
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scale: float) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ def over_pages(
     `scheduler_metadata` and `cu_seqlens_k_new`.
     """
     buffer = {} if out is None else {"out": out}
-    return library().flash_attn_with_kvcache(
+    result: Tensor = library().flash_attn_with_kvcache(
         q=q,
         k_cache=k,
         v_cache=v,
@@ -78,3 +79,4 @@ def over_pages(
         **layout.schedule,
         **buffer,
     )
+    return result

@@ -103,7 +103,7 @@ def flash_attention_2(
 ) -> Grads:
     """By PyTorch; see `backward`."""
     with _deterministic_algorithms():
-        return torch.ops.aten._flash_attention_backward(
+        gradients: Grads = torch.ops.aten._flash_attention_backward(
             grad,
             q,
             k,
@@ -120,6 +120,7 @@ def flash_attention_2(
             unused=torch.empty(0, device=q.device),
             scale=scale,
         )
+        return gradients
 
 
 @contextmanager

@@ -37,7 +37,8 @@ def library() -> ModuleType:
         ) from error
     if hasattr(deep_gemm, "use_deterministic_algorithms"):
         deep_gemm.use_deterministic_algorithms(True)
-    return deep_gemm
+    module: ModuleType = deep_gemm
+    return module
 
 
 def fits(weight: Tensor) -> bool:

@@ -37,7 +37,8 @@ class Pages:
         """Of `layout`, worked out once for all layers of a model."""
         if Pages not in layout.plans:
             layout.plans[Pages] = _pages(layout)
-        return layout.plans[Pages]
+        pages: Pages = layout.plans[Pages]
+        return pages
 
 
 def _pages(layout: AttentionLayout) -> Pages:

@@ -44,7 +44,8 @@ class TritonOperators(Operators):
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
     ) -> Tensor:
         if torch.is_grad_enabled():
-            return TritonAttention.apply(q, k, v, layout, scale)
+            out: Tensor = TritonAttention.apply(q, k, v, layout, scale)
+            return out
         sequences = attentions.Sequences.of(layout)
         return attentions.blockwise_attention(q, k, v, sequences, scale)[0]
 
@@ -71,27 +72,32 @@ class TritonOperators(Operators):
         return result if out is None else out.copy_(result)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return TritonRMSNorm.apply(x, weight, eps)
+        out: Tensor = TritonRMSNorm.apply(x, weight, eps)
+        return out
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
 
     def gated(self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
         if activations.is_silu(activation):
-            return activations.TritonSiluAndMul.apply(gate, up)
+            out: Tensor = activations.TritonSiluAndMul.apply(gate, up)
+            return out
         return super().gated(activation, gate, up)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary.TritonRotary.apply(q, k, cos, sin)
+        out: tuple[Tensor, Tensor] = rotary.TritonRotary.apply(q, k, cos, sin)
+        return out
 
     def softmax(self, x: Tensor) -> Tensor:
-        return log_probs.TritonSoftmax.apply(x)
+        out: Tensor = log_probs.TritonSoftmax.apply(x)
+        return out
 
     def topk(self, probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return topk(probabilities, k)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        return log_probs.TritonLogSoftmax.apply(logits, temperature)
+        out: Tensor = log_probs.TritonLogSoftmax.apply(logits, temperature)
+        return out
 
     def gather_log_probs(
         self, logits: Tensor, temperature: Tensor, targets: Tensor
@@ -110,7 +116,7 @@ class TritonOperators(Operators):
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
-        out = TritonLinear.apply(rows, weight, bias, out_dtype)
+        out: Tensor = TritonLinear.apply(rows, weight, bias, out_dtype)
     else:
         out = tiled_linear(rows, weight, bias, out_dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -118,5 +124,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
 
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled():
-        return TritonGroupedLinear.apply(x, weight, offsets, out_dtype)
+        out: Tensor = TritonGroupedLinear.apply(x, weight, offsets, out_dtype)
+        return out
     return tiled_grouped_linear(x, weight, offsets, out_dtype)

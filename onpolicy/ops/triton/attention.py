@@ -59,7 +59,8 @@ class Sequences:
                 query_starts=starts.to(device),
                 max_query_len=max(layout.query_lens),
             )
-        return layout.plans[Sequences]
+        sequences: Sequences = layout.plans[Sequences]
+        return sequences
 
     def arguments(self) -> tuple[Any, ...]:
         """What every attention kernel takes first."""

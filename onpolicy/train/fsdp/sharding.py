@@ -111,7 +111,8 @@ def _read_checkpoint(path: str, trust_remote_code: bool) -> dict[str, Tensor]:
                 f"{path}: {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[:10]}. The weights "
                 "do not belong to the config.json beside them."
             )
-    return loaded.state_dict()
+    tensors: dict[str, Tensor] = loaded.state_dict()
+    return tensors
 
 
 def _require_all_weights(model: PolicyModel, weights: dict[str, Tensor], path: str) -> None:

@@ -92,7 +92,7 @@ class PolicyGptModel(GPTModel):
             local.routed_experts = shares[self.tp_group.rank()]
         return local
 
-    def _postprocess(  # type: ignore[override]
+    def _postprocess(
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         if not self.post_process:
@@ -167,7 +167,9 @@ def build_model(
 
     `initialize` (`parallel.py`) comes before, `load_hf_weights` (`weights.py`) after.
     """
-    return PolicyGptModel(make_config(hf_config, contract, operators, layout)).to(device)
+    model = PolicyGptModel(make_config(hf_config, contract, operators, layout))
+    model.to(device)
+    return model
 
 
 def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | tuple[Tensor, Tensor]:
@@ -179,4 +181,7 @@ def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | tuple[Tens
     that every one of them computes. `model` may be wrapped, as by DistributedDataParallel.
     """
     local = get_attr_wrapped_model(model, "localize")(batch)
-    return model(local.tokens, local.positions, None, packed_seq_params=local)
+    result: Tensor | tuple[Tensor, Tensor] = model(
+        local.tokens, local.positions, None, packed_seq_params=local
+    )
+    return result

@@ -72,7 +72,7 @@ def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -
 
         return packed_forward(model, batch), finish
 
-    return get_forward_backward_func()(
+    results: list[Scores] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=enumerate(batches),
         model=[model],
@@ -81,3 +81,4 @@ def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -
         micro_batch_size=1,
         forward_only=loss is None,
     )
+    return results

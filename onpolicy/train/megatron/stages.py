@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 def count() -> int:
     """Stages of the pipeline."""
-    return parallel_state.get_pipeline_model_parallel_world_size()
+    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+    return stages
 
 
 def config_of(model: nn.Module) -> AlignedConfig:
@@ -50,4 +51,5 @@ def share_object(value: T) -> T:
 
 
 def _last() -> int:
-    return parallel_state.get_pipeline_model_parallel_last_rank()
+    rank: int = parallel_state.get_pipeline_model_parallel_last_rank()
+    return rank

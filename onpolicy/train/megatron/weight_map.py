@@ -152,7 +152,8 @@ class WeightMap:
     @property
     def _head_dim(self) -> int:
         c = self.config
-        return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        head_dim: int = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return head_dim
 
     @property
     def _heads(self) -> tuple[tuple[str, int], ...]:

@@ -150,7 +150,8 @@ def _collect(bucket: dict[str, Tensor], held: list[_Held], parameters: dict[str,
 
 
 def _unwrap(model: nn.Module) -> PolicyGptModel:
-    return unwrap_model(model)
+    unwrapped: PolicyGptModel = unwrap_model(model)
+    return unwrapped
 
 
 def _weight_map(policy: PolicyGptModel) -> WeightMap:

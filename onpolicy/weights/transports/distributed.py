@@ -152,7 +152,8 @@ def _own_address(engines: Sequence[Engine]) -> str:
     """The address under which the first engine's host reaches this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((urlsplit(engines[0].url).hostname, 9))
-        return probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _store(address: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
