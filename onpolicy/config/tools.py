@@ -142,11 +142,14 @@ class ServeConfig:
         return "--skip-tokenizer-init" not in self.sglang_args
 
     def count_row_parallel_blocks(self) -> int:
-        """Blocks of every sum that ranks share. Raises ConfigError for a degree that cannot align."""
+        """Blocks of every sum that ranks share; a stock engine's sums are its own.
+
+        Raises ConfigError for a degree that cannot align.
+        """
+        aligned = self.true_on_policy_mode
+        degree = sglang_flags.tensor_parallel_size(self.sglang_args) if aligned else 1
         return tensor_parallel.count_blocks(
-            self.operators.row_parallel_blocks,
-            {"--sglang-tp-size": sglang_flags.tensor_parallel_size(self.sglang_args)},
-            aligned=self.true_on_policy_mode,
+            self.operators.row_parallel_blocks, {"--sglang-tp-size": degree}, aligned=aligned
         )
 
 

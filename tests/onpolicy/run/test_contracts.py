@@ -57,3 +57,13 @@ def test_every_command_makes_the_same_contract_of_the_same_flags(checkpoint):
     contracts = [contract_for(config, hf_config, aligned=True) for config in configs]
     assert len({made.fingerprint for made in contracts}) == 1
     assert (contracts[0].dtype, contracts[0].row_parallel_blocks) == ("float32", 2)
+
+
+def test_a_stock_run_finds_a_stock_server_of_any_degree_under_its_own_contract(checkpoint):
+    hf_config = load_config(str(checkpoint))
+    path = ["--hf-checkpoint", str(checkpoint)]
+    serve = parse(ServeConfig, [*path, "--no-true-on-policy-mode", "--sglang-tp-size", "2"], "x")
+    contracts = [
+        contract_for(c, hf_config, aligned=False) for c in (serve, parse(TrainConfig, path, "x"))
+    ]
+    assert contracts[0].fingerprint == contracts[1].fingerprint
