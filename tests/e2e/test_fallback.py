@@ -70,11 +70,11 @@ def test_reinforce_in_bypass_is_weighted_by_the_losss_own_log_probs(start, tmp_p
 ONE_BIT_OFF_AT_STEP_1 = """
 from onpolicy.train.fsdp.trainer import FsdpTrainer
 train = FsdpTrainer.train
-def train_with_another_softmax(self, samples, step):
+def train_with_another_softmax(self, samples, step, rates):
     log_softmax = self.operators.log_softmax
     if step == 1:
         self.operators.log_softmax = lambda x, t: log_softmax(x, t) * (1 + 2**-23)
-    result = train(self, samples, step)
+    result = train(self, samples, step, rates)
     self.operators.log_softmax = log_softmax
     return result
 FsdpTrainer.train = train_with_another_softmax

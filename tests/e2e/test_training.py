@@ -198,11 +198,11 @@ ONE_BIT_OFF = """
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train.fsdp.trainer import FsdpTrainer
 train = FsdpTrainer.train
-def train_with_another_softmax(self, samples, step):
+def train_with_another_softmax(self, samples, step, rates):
     if step == 1:
         log_softmax = self.operators.log_softmax
         self.operators.log_softmax = lambda x, t: log_softmax(x, t) * (1 + 2**-23)
-    return train(self, samples, step)
+    return train(self, samples, step, rates)
 FsdpTrainer.train = train_with_another_softmax
 """
 
