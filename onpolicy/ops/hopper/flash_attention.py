@@ -2,7 +2,7 @@
 
 SGLang reads keys through a page table in prefill and in decoding, so training does too, with pages
 of one key: all three then run the same compiled kernels, whose sums over keys go in blocks of one
-width per head size (`backends.hopper.FLASH_HEAD_DIMS`). Dense keys would take kernels with other widths
+width per head size (`FLASH_HEAD_DIMS`). Dense keys would take kernels with other widths
 for some head sizes and lengths; what they would save is the gathering of keys by cp.async.
 `num_splits=1`: a sequence is never cut into parts that are summed apart.
 """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.backends.hopper import GEMM_COLUMNS
+from onpolicy.ops.backends.hopper_limits import GEMM_COLUMNS
 
 ALIGNMENT = 8
 """bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
