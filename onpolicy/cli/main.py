@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 
 from onpolicy.compat.process import prepare_process
@@ -18,6 +19,9 @@ COMMANDS = {
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "report": "one HTML page with the curves of several runs over each other",
 }
+
+PATIENCE = 10.0
+"""Seconds that the first rank of a host has for saying what is wrong with the inputs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if is_first_on_host():
             print(f"\nConfigError: {error}", file=sys.stderr)
+        else:  # torchrun ends all ranks with the first that ends: that must be the one that says it
+            time.sleep(PATIENCE)
         return 2
     except OnPolicyError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
