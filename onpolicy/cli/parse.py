@@ -69,7 +69,12 @@ def _parsed(
 
     try:
         return tyro.cli(
-            config_class, args=arguments, prog=prog, return_unknown_args=True, registry=registry
+            config_class,
+            args=arguments,
+            prog=prog,
+            return_unknown_args=True,
+            registry=registry,
+            config=(tyro.conf.OmitArgPrefixes,),  # a flag does not begin with the name of its group
         )
     except _Refused as refused:
         raise refused.args[0] from None

@@ -6,15 +6,13 @@ What `onpolicy train` has too comes from its groups.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from fallback_correction.ranges import at_least
 from onpolicy.config import groups, sglang_flags, tensor_parallel
 from onpolicy.config.kinds import Count, Directory, Engines, Seed, Temperature
-
-Flat: Any = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +24,10 @@ class VerifyConfig:
     shapes. Exit code 0 with true-on-policy mode only if not one token differs.
     """
 
-    model: Annotated[groups.ModelConfig, Flat] = field(default_factory=groups.ModelConfig)
-    operators: Annotated[groups.OperatorsConfig, Flat] = field(
-        default_factory=groups.OperatorsConfig
-    )
-    megatron: Annotated[groups.MegatronConfig, Flat] = field(default_factory=groups.MegatronConfig)
-    cpu: Annotated[groups.CpuConfig, Flat] = field(default_factory=groups.CpuConfig)
+    model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
+    operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
+    megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
+    cpu: groups.CpuConfig = field(default_factory=groups.CpuConfig)
 
     num_prompts: Count = 32
     """Prompts in each of the two rounds."""
@@ -77,11 +73,9 @@ class BenchConfig:
     what: Annotated[Literal["rollout", "step"], tyro.conf.Positional]
     """What to measure."""
 
-    model: Annotated[groups.CheckpointConfig, Flat] = field(default_factory=groups.CheckpointConfig)
-    operators: Annotated[groups.OperatorsConfig, Flat] = field(
-        default_factory=groups.OperatorsConfig
-    )
-    cpu: Annotated[groups.CpuConfig, Flat] = field(default_factory=groups.CpuConfig)
+    model: groups.CheckpointConfig = field(default_factory=groups.CheckpointConfig)
+    operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
+    cpu: groups.CpuConfig = field(default_factory=groups.CpuConfig)
 
     repetitions: Count = 5
     """Measurements of each kind, after one that is thrown away."""
@@ -118,11 +112,9 @@ class ServeConfig:
     It serves runs with --rollout-server-url, and text: /v1/completions, /v1/chat/completions, /generate.
     """
 
-    model: Annotated[groups.ModelConfig, Flat] = field(default_factory=groups.ModelConfig)
-    operators: Annotated[groups.OperatorsConfig, Flat] = field(
-        default_factory=groups.OperatorsConfig
-    )
-    server: Annotated[groups.ServerConfig, Flat] = field(default_factory=groups.ServerConfig)
+    model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
+    operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
+    server: groups.ServerConfig = field(default_factory=groups.ServerConfig)
 
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones."""

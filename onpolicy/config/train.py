@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
@@ -11,32 +11,26 @@ from onpolicy.config import groups, secrets, sglang_flags, tensor_parallel
 from onpolicy.config.flags import SGLANG_ARGS, flag_values
 from onpolicy.config.kinds import Seed
 
-Flat: Any = tyro.conf.OmitArgPrefixes
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Reinforcement learning of a language model, bit for bit on-policy."""
 
-    model: Annotated[groups.ModelConfig, Flat] = field(default_factory=groups.ModelConfig)
-    data: Annotated[groups.DataConfig, Flat] = field(default_factory=groups.DataConfig)
-    rollout: Annotated[groups.RolloutConfig, Flat] = field(default_factory=groups.RolloutConfig)
-    engine: Annotated[groups.EngineConfig, Flat] = field(default_factory=groups.EngineConfig)
-    reward: Annotated[groups.RewardConfig, Flat] = field(default_factory=groups.RewardConfig)
-    algorithm: Annotated[groups.AlgorithmConfig, Flat] = field(
-        default_factory=groups.AlgorithmConfig
-    )
-    fallback: Annotated[groups.FallbackConfig, Flat] = field(default_factory=groups.FallbackConfig)
-    trainer: Annotated[groups.TrainerConfig, Flat] = field(default_factory=groups.TrainerConfig)
-    megatron: Annotated[groups.MegatronConfig, Flat] = field(default_factory=groups.MegatronConfig)
-    parity: Annotated[groups.ParityConfig, Flat] = field(default_factory=groups.ParityConfig)
-    operators: Annotated[groups.OperatorsConfig, Flat] = field(
-        default_factory=groups.OperatorsConfig
-    )
-    governor: Annotated[groups.GovernorFlags, Flat] = field(default_factory=groups.GovernorFlags)
-    sync: Annotated[groups.WeightSyncConfig, Flat] = field(default_factory=groups.WeightSyncConfig)
-    eval: Annotated[groups.EvalConfig, Flat] = field(default_factory=groups.EvalConfig)
-    output: Annotated[groups.OutputConfig, Flat] = field(default_factory=groups.OutputConfig)
+    model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
+    data: groups.DataConfig = field(default_factory=groups.DataConfig)
+    rollout: groups.RolloutConfig = field(default_factory=groups.RolloutConfig)
+    engine: groups.EngineConfig = field(default_factory=groups.EngineConfig)
+    reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
+    algorithm: groups.AlgorithmConfig = field(default_factory=groups.AlgorithmConfig)
+    fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
+    trainer: groups.TrainerConfig = field(default_factory=groups.TrainerConfig)
+    megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
+    parity: groups.ParityConfig = field(default_factory=groups.ParityConfig)
+    operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
+    governor: groups.GovernorFlags = field(default_factory=groups.GovernorFlags)
+    sync: groups.WeightSyncConfig = field(default_factory=groups.WeightSyncConfig)
+    eval: groups.EvalConfig = field(default_factory=groups.EvalConfig)
+    output: groups.OutputConfig = field(default_factory=groups.OutputConfig)
 
     seed: Seed = 0
     """Decides the order of prompts and every sampled token."""

@@ -79,7 +79,7 @@ class EnginePair:
         distributed.run_on_rank_zero(connect)
 
     def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        """Change contract, correction and rate between rollouts; new servers need a push afterwards."""
+        """Change contract and correction between rollouts; new servers need a push afterwards."""
         changes = contract != self.contract
         self.contract = contract
         if changes and self.rollout is not None:
