@@ -12,17 +12,16 @@ in this model alone, each only where the replacement is known to mean the same:
 - the rotary embedding that an attention module calls (`models/rotary.py`);
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
-Attention goes through transformers' attention interface under the name `onpolicy`.
+Attention goes through transformers' attention interface (`models/attention.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from onpolicy.models.experts import AlignedExperts, has_usual_experts, route_by_operators
@@ -32,11 +31,6 @@ from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-
-ATTENTION_NAME = "onpolicy"
-
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scale) -> [T, H, D_v], the layout bound in."""
 
 
 class AlignedLinear(nn.Linear):
@@ -143,23 +137,3 @@ def _rms_norm_eps(module: nn.Module) -> float | None:
     rows = x.float()
     rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
     return eps if torch.equal(got, probe_weight * rows.to(x.dtype)) else None
-
-
-def _attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    attention_function: AttentionFunction,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D_v] out."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_function(q, k, v, scale)[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention_forward)

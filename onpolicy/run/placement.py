@@ -41,7 +41,7 @@ def share_of_cores(processes: int) -> int:
 def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     """Tokens whose keys and values fit CACHE_BYTES."""
     itemsize = torch.empty(0, dtype=getattr(torch, contract.dtype)).element_size()
-    shapes = contract.shapes
-    per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
+    per_layer = max(x.kv_heads * (x.head_dim + x.value_dim) for x in contract.shapes.attention)
+    per_token = hf_config.num_hidden_layers * per_layer * itemsize
     tokens: int = max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
     return tokens
