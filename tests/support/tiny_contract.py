@@ -21,6 +21,7 @@ CONTRACT = NumericsContract(
         linear=((208, 96, False), (137, 96, True), (600, 512, False)),
         attention=(ATTENTION, LATENT, *WINDOWS),
         norm=(48, 96),
+        layer_norm=(96,),
         vocab_size=137,
         experts=((6, 72, 96, 2),),
     ),
