@@ -63,7 +63,7 @@ def test_experts_are_filled_and_the_rest_has_the_models_own_names(path):
     loaded = {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()}
     separate = {n for n in loaded if ".experts." in n and n not in left}  # in the checkpoint
     assert left.keys() - {"lm_head.weight"} == loaded.keys() - separate
-    assert bool(separate) == ("gpt_oss" != model.model.config.model_type)
+    assert bool(separate) == (model.model.config.model_type != "gpt_oss")
     for name, tensor in whole.state_dict().items():
         assert torch.equal(left.get(f"model.{name}", loaded[f"model.{name}"]), tensor), name
 

@@ -165,8 +165,7 @@ OTHER_ATTENTION = "which transformers cannot run with another attention function
 REFUSED = {
     "mistral-window": "sliding_window=24, smaller than the longest context 256",
     **dict.fromkeys(("gemma2", "gemma3", "olmo3", "cohere2", "exaone4", "gpt-oss"), NO_WINDOWS),
-    "granite": "logits_scaling=3.0: logits are scaled differently by the two engines",
-    "cohere": "logit_scale=0.3: logits are scaled differently by the two engines",
+    "phi": "a bias in the output projection",
     "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts that",
     "nemotron": OTHER_ATTENTION,
     "qwen3-next": "which has linear attention or state-space layers",

@@ -81,12 +81,11 @@ def test_supported_architectures_are_alignable(architecture, tmp_path):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*sliding"),
         ({"sliding_window": 64}, "sliding_window=64, smaller than the longest context 256"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
-        ({"logit_scale": 0.5}, "logit_scale=0.5"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
             "quantization_config=mxfp4: only weights",
         ),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
     ],
 )
 def test_what_cannot_be_aligned_is_refused_with_its_value_and_a_way_out(
