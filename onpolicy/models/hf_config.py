@@ -149,8 +149,8 @@ def _num_experts(config: PretrainedConfig) -> str:
 def _problems_of_experts(model: PreTrainedModel, num_experts: str) -> list[str]:
     if classes := unusual_experts(model):
         return [
-            f"{num_experts} in {', '.join(classes)}: only experts of two parameters, gate_up_proj "
-            "[E, 2 I, H] with the gate first and down_proj [E, H, I], have an aligned operator"
+            f"{num_experts} in {', '.join(classes)}: only experts that transformers holds in "
+            "gate_up_proj and down_proj, with or without biases, have an aligned operator"
         ]
     if not any(has_usual_experts(module) for module in model.modules()):
         return [f"{num_experts}: none of its modules is known to hold experts"]

@@ -28,6 +28,7 @@ try:
     from triton.runtime import interpreter
 
     import onpolicy.ops.triton  # noqa: F401
+    import onpolicy.weights.xxh3_kernels  # noqa: F401
 finally:
     del os.environ["TRITON_INTERPRET"]
 

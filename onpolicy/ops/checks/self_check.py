@@ -26,7 +26,7 @@ from onpolicy.ops.checks.attention_check import (
 from onpolicy.ops.checks.probe import ROWS, Results, check_rows, columns_to_check, probe
 from onpolicy.ops.checks.rowwise_check import check_rowwise
 from onpolicy.ops.checks.shard_check import check_shards
-from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, 2, 7, *range(16, 257, 16), 299)
@@ -124,11 +124,11 @@ def _check_experts(
     gate_up = probe(few, 2 * intermediate, hidden, seed=12, device=device).div_(hidden**0.5)
     down = probe(few, hidden, intermediate, seed=13, device=device).div_(intermediate**0.5)
     weights = gate_up.to(dtype), down.to(dtype)
-    row_parallel = RowParallel(contract.row_parallel_blocks)
+    gate, row_parallel = gated_halves(operators, F.silu), RowParallel(contract.row_parallel_blocks)
 
     def layer(x: Tensor) -> Tensor:
         scores, chosen = operators.topk(operators.softmax(operators.linear(x, router)), k)
-        return mix_experts(operators, x, chosen % few, scores, *weights, F.silu, row_parallel)
+        return mix_experts(operators, x, chosen % few, scores, *weights, gate, row_parallel)
 
     x = probe(ROWS, hidden, seed=14, device=device).to(dtype)
     return check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)

@@ -8,12 +8,8 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
-    MiniMaxM2Config,
-    OlmoeConfig,
-    Qwen2MoeConfig,
 )
 
 from onpolicy.errors import ConfigError, ContractError
@@ -22,40 +18,20 @@ from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
-from tests.support.tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
+from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 72}
-ROUTERS = {
-    # A shared expert behind a gate, with a sigmoid of the block's own.
-    "qwen2-moe": (
-        Qwen2MoeConfig,
-        {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56},
-    ),
-    "olmoe": (OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 72}),
-    # The block keeps the correction and gives it to its router.
-    "minimax-m2": (
-        MiniMaxM2Config,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72, "head_dim": 16},
-    ),
-    # float32 scores, routing in the block.
-    "deepseek-v3": (
-        DeepseekV3Config,
-        {
-            **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
-            "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 48,
-            "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-            "num_key_value_heads": 4,
-        },
-    ),
-    **{name: ARCHITECTURES[name] for name in EXPERT_ARCHITECTURES},
-}  # fmt: skip
+ROUTERS = (
+    "qwen2-moe",  # a shared expert behind a gate, with a sigmoid of the block's own
+    "olmoe",
+    "minimax-m2",  # the block keeps the correction and gives it to its router
+    "deepseek-v3",  # float32 scores, routing in the block
+    *EXPERT_ARCHITECTURES,
+)
 
 
 @pytest.fixture(scope="module", params=ROUTERS)
 def path(request, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, request.param, ROUTERS[request.param])
-        return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
 
 def blocks_of(model):
