@@ -17,6 +17,7 @@ from sglang_patches import (
     experts,
     forks,
     harmful_requests,
+    layer_attention,
     linear,
     lm_head,
     model,
@@ -54,6 +55,7 @@ def load() -> None:
         determinism.install(contract)
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
+        layer_attention.install()
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)
