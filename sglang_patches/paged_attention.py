@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops import Operators, PagedLayout
+from onpolicy.ops import Operators, PagedLayout, Scores
 from sglang_patches import registry
 
 MODULE = "sglang.srt.layers.attention.flashattention_backend"
@@ -75,4 +75,4 @@ def attend(
         max_query_len=max_seqlen_q,
         schedule={name: asked[name] for name in sorted(SCHEDULE & asked.keys())},
     )
-    return operators.paged_attention(q, k_cache, v_cache, layout, softmax_scale, out)
+    return operators.paged_attention(q, k_cache, v_cache, layout, Scores(softmax_scale), None, out)

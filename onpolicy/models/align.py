@@ -10,15 +10,13 @@ in this model alone, each only where the replacement is known to mean the same:
 - the rotary embedding that an attention module calls (`models/rotary.py`);
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
-Attention goes through transformers' attention interface under the name `onpolicy`.
+Attention goes through transformers' attention interface (`models/attention.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from onpolicy.models.embedding import is_known_embedding
@@ -35,11 +33,6 @@ from onpolicy.models.rotary import rotate_by_operators
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-
-ATTENTION_NAME = "onpolicy"
-
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scale) -> [T, H, D_v], the layout bound in."""
 
 
 class AlignedLinear(nn.Linear):
@@ -132,23 +125,3 @@ def unaligned_modules(model: nn.Module) -> list[str]:
 
 
 _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}
-
-
-def _attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    attention_function: AttentionFunction,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D_v] out."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_function(q, k, v, scale)[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention_forward)

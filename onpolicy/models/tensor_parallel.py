@@ -122,10 +122,12 @@ def _problems(
             f"{', '.join(styles)}, and SGLang's transformers backend cannot share them out. Use "
             "--sglang-tp-size 1 and leave the blocks out."
         )
-    for name, heads in (("heads", shapes.heads), ("kv_heads", shapes.kv_heads)):
-        if heads % tp_size:
+    counts = {f"heads={kind.heads}": kind.heads for kind in shapes.attention}
+    counts |= {f"kv_heads={kind.kv_heads}": kind.kv_heads for kind in shapes.attention}
+    for name, count in counts.items():
+        if count % tp_size:
             yield (
-                f"--sglang-tp-size={tp_size}: does not divide {name}={heads}, which ranks share "
+                f"--sglang-tp-size={tp_size}: does not divide {name}, which ranks share "
                 "equally (SGLang's transformers backend keeps no copies). Choose a divisor."
             )
     inner = {f"in_features={k}": k for _, k, _ in shapes.row_linear}

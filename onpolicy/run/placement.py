@@ -50,7 +50,8 @@ def cache_tokens(
 
 def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     """Bytes of a token's keys and values in all layers."""
-    shapes = contract.shapes
     itemsize = getattr(torch, contract.dtype).itemsize
-    size: int = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
+    kinds = contract.shapes.attention
+    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
+    size: int = hf_config.num_hidden_layers * per_layer * itemsize
     return size

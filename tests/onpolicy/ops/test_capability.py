@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onpolicy.config.groups import OperatorsConfig
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import BACKENDS, GPU_BACKENDS, Demand, backend_of
@@ -26,10 +26,14 @@ L40 = Machine(capability=(8, 9), packages=PACKAGES)
 B200 = Machine(capability=(10, 0), packages=PACKAGES)
 
 
+def attention(head_dim):
+    return AttentionShape(heads=1, kv_heads=1, head_dim=head_dim, value_dim=head_dim)
+
+
 def shapes(head_dim=128, vocabulary=151936):
     return OperatorShapes(
-        linear=((4096, 2560, False), (vocabulary, 2560, False)), heads=1, kv_heads=1,
-        head_dim=head_dim, norm=(), vocab_size=vocabulary,
+        linear=((4096, 2560, False), (vocabulary, 2560, False)),
+        attention=(attention(head_dim),), norm=(), vocab_size=vocabulary,
     )  # fmt: skip
 
 
@@ -147,7 +151,7 @@ def test_the_registry_imports_no_library_of_a_device():
         from onpolicy.contract import NumericsContract, OperatorShapes
         from onpolicy.ops import make_operators
         from onpolicy.ops.capability import choose_backend
-        shapes = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=8, norm=(), vocab_size=9)
+        shapes = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=9)
         make_operators(NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=shapes))
         print(*{"triton", "sgl_kernel", "deep_gemm", "sglang", "transformers"} & {*sys.modules})
     """

@@ -43,7 +43,9 @@ def test_a_cache_holds_a_whole_context_and_at_most_its_memory(checkpoint):
     config = TrainConfig(model=groups.ModelConfig(dtype="float32"))
     small = contract_for(config, hf_config, aligned=False)
     assert cache_tokens(hf_config, small) == 1 << 17
-    shapes = dataclasses.replace(small.shapes, kv_heads=1 << 10, head_dim=1 << 10)
+    (kind,) = small.shapes.attention
+    wide = dataclasses.replace(kind, kv_heads=1 << 10, head_dim=1 << 10, value_dim=1 << 10)
+    shapes = dataclasses.replace(small.shapes, attention=(wide,))
     large = dataclasses.replace(small, shapes=shapes)
     per_token = 2 * hf_config.num_hidden_layers * (1 << 20) * 4
     expected = max(hf_config.max_position_embeddings, CACHE_BYTES // per_token)
