@@ -73,6 +73,13 @@ def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedCo
             f"({in_one_line(error)}). Choose a checkpoint that transformers "
             f"{transformers.__version__} knows, or download it again."
         ) from error
+    if config.get_text_config() is not config:
+        architecture = (config.architectures or [config.model_type])[0]
+        raise ConfigError(
+            f"{flag}={path}: architecture={architecture} is made of several models "
+            f"({', '.join(config.sub_configs)}), and onpolicy trains causal language models. Choose a "
+            "checkpoint of a language model alone (*ForCausalLM), such as the one this was built on."
+        )
     for name in SIZES:
         size = getattr(config, name, None)
         if not isinstance(size, int) or size < 1:
@@ -109,6 +116,11 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
     model_class = getattr(transformers, architecture, None)
     if not architecture.endswith("ForCausalLM"):
         problems.append("which is not a causal language model (*ForCausalLM)")
+    elif getattr(model_class, "_is_stateful", False):
+        problems.append(
+            "which has linear attention or state-space layers: a prompt and a decoded token go "
+            "through different formulas, whose bits differ"
+        )
     elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
         problems.append("which transformers cannot run with another attention function")
     if kinds := sorted(set(value("layer_types") or ()) - {"full_attention"}):
@@ -126,7 +138,13 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
         )
     if value("clip_qkv") is not None:
         problems.append(f"clip_qkv={value('clip_qkv')}: transformers clips what a gradient needs")
-    for name in ("attn_logit_softcapping", "quantization_config"):
+    if quantization := value("quantization_config"):
+        method = getattr(quantization, "get", lambda _: None)("quant_method")
+        problems.append(
+            f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
+            "aligned operators; let transformers save it dequantized"
+        )
+    for name in ("attn_logit_softcapping",):
         if value(name):
             problems.append(f"{name}={value(name)}: has no aligned operator")
     return problems
@@ -139,7 +157,7 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 def _num_experts(config: PretrainedConfig) -> str:
     """The configuration's number of experts as `name=value`, empty for a dense model."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if getattr(config, name, None):
             return f"{name}={getattr(config, name)}"
     return ""
@@ -163,8 +181,8 @@ def _problems_of_model(model: PreTrainedModel, config: PretrainedConfig) -> list
 def _problems_of_experts(model: PreTrainedModel, num_experts: str) -> list[str]:
     if classes := unusual_experts(model):
         return [
-            f"{num_experts} in {', '.join(classes)}: only experts of two parameters, gate_up_proj "
-            "[E, 2 I, H] with the gate first and down_proj [E, H, I], have an aligned operator"
+            f"{num_experts} in {', '.join(classes)}: only experts that transformers holds in "
+            "gate_up_proj and down_proj, with or without biases, have an aligned operator"
         ]
     if not any(has_usual_experts(module) for module in model.modules()):
         return [f"{num_experts}: none of its modules is known to hold experts"]

@@ -21,7 +21,7 @@ from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.ops.base import AttentionLayout, Operators
 from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.checks.self_check import MAX_EXPERTS
-from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.experts import gated_halves, mix_experts
 from onpolicy.ops.log_probs import rows_per_chunk
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
@@ -113,10 +113,12 @@ def _check_experts(
     weights = probe(ROWS, k, seed=29)
     chosen = (torch.arange(ROWS)[:, None] + torch.arange(k)) % few
 
+    gate = gated_halves(operators, F.silu)
+
     def of_rows(rows: Tensor) -> Tensor:
         def layer(x: Tensor) -> Tensor:
             return mix_experts(
-                operators, x, chosen[rows], weights[rows], gate_up, down, F.silu, row_parallel
+                operators, x, chosen[rows], weights[rows], gate_up, down, gate, row_parallel
             )
 
         return _gradient(layer, x[rows], grad[rows])

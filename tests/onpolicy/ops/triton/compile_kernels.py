@@ -27,6 +27,7 @@ from triton.runtime import driver, jit
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators, attention, linear
+from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
 
 OPERATORS = TritonOperators()
 MMA = re.compile(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n\d+k(\d+)")
@@ -78,6 +79,7 @@ def launch_all(dtype: torch.dtype) -> None:
     launch_experts(tensor, training)
     launch_attention(tensor, training, dtype)
     if dtype != torch.float32:  # it makes no difference to what follows
+        launch_hashes()
         for size in (128, 7168):
             for round_last in (False, True):
                 x, weight = training(300, size), training(size)
@@ -108,6 +110,12 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
         attention.paged_attention(
             tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, 0.1, page_size=64
         )
+
+
+def launch_hashes() -> None:
+    words = partial(torch.empty, device="meta", dtype=torch.int64)
+    sums = [add_up_blocks(words(128 * blocks), words(24)) for blocks in (1, 5000)]
+    chain_blocks(sums, words(2, 24), words(8))
 
 
 def launch_elementwise(tensor: Any, training: Any) -> None:
