@@ -17,6 +17,7 @@ from sglang_patches import (
     experts,
     forks,
     harmful_requests,
+    head_sizes,
     linear,
     lm_head,
     model,
@@ -61,6 +62,7 @@ def load() -> None:
         request_seeds.install()
         parallel_samples.install()
         experts.install()
+        head_sizes.install(contract)
         buffers.install()
         model.install(operators, contract)
     registry.started(contract)

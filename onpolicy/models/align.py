@@ -117,11 +117,17 @@ def unaligned_modules(model: nn.Module) -> list[str]:
         {
             type(module).__name__
             for module in model.modules()
-            if (is_norm(module) or {name for name, _ in module.named_parameters(recurse=False)})
+            if (
+                is_norm(module)
+                or {name for name, _ in module.named_parameters(recurse=False)} - SINKS
+            )
             and not (type(module) is nn.Linear or norm_kind(module) or is_known_embedding(module))
             and module not in routing
         }
     )
 
+
+SINKS = {"sinks"}
+"""What an attention module calls the parameter that it hands to its attention function."""
 
 _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}

@@ -159,12 +159,9 @@ MORE_ARCHITECTURES = {
 
 ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 
-NO_WINDOWS = r"layer_types=\['sliding_attention'\]: only full attention has an aligned operator"
 OTHER_ATTENTION = "which transformers cannot run with another attention function"
 
 REFUSED = {
-    "mistral-window": "sliding_window=24, smaller than the longest context 256",
-    **dict.fromkeys(("gemma2", "gemma3", "olmo3", "cohere2", "exaone4", "gpt-oss"), NO_WINDOWS),
     "phi": "a bias in the output projection",
     "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts that",
     "nemotron": OTHER_ATTENTION,
