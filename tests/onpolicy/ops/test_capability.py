@@ -20,7 +20,7 @@ from onpolicy.ops.machine import Machine
 
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
 CPU = Machine(capability=None, packages={"triton": "3.6.0"})
-H200 = Machine(capability=(9, 0), packages=PACKAGES)
+H200 = Machine(capability=(9, 0), packages=PACKAGES, cuda_toolkit="/usr/local/cuda")
 A100 = Machine(capability=(8, 0), packages=PACKAGES)
 L40 = Machine(capability=(8, 9), packages=PACKAGES)
 B200 = Machine(capability=(10, 0), packages=PACKAGES)
@@ -77,6 +77,10 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("triton", "bfloat16", 128, B200, r"compute capability=10.0"),
         ("auto", "bfloat16", 128, without(H200, "deep_gemm"), r"deep_gemm .*sgl-deep-gemm.*\[gpu\]"),
         ("auto", "bfloat16", 128, without(H200, "sgl_kernel"), r"sgl_kernel .*package sglang-kernel"),
+        (
+            "auto", "bfloat16", 128, dataclasses.replace(H200, cuda_toolkit=None),
+            r"--operators=auto: no CUDA toolkit \(nvcc\).*deep_gemm.*CUDA_HOME.*--operators triton",
+        ),
         ("auto", "bfloat16", 128, without(A100, "triton"), r"triton is missing.*pip install"),
         (
             "triton", "bfloat16", 128,
