@@ -69,6 +69,11 @@ class EngineSpec:
         return {flag: secrets.reveal(flag, value) for flag, value in given.items()}
 
     @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of the server."""
+        return tensor_parallel_size(self.sglang_args)
+
+    @property
     def needed_tokens(self) -> int:
         """What the cache of any engine must hold, whoever started it: one sequence."""
         return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
