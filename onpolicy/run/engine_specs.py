@@ -17,6 +17,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.colocation import require_shareable
 from onpolicy.run.placement import cache_tokens, require_gpus, share_of_cores
 from onpolicy.train import distributed
 
@@ -31,14 +32,17 @@ def make_rollout_group(
 def rollout_spec(
     config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
-    """What each of the rollout's servers is. Raises ConfigError if the host has too few GPUs."""
+    """What each of the rollout's servers is. Raises ConfigError if GPUs are too few or too small."""
     engine = config.engine
     if contract.device == "cuda":
         require_gpus(config)
+    if engine.colocate:
+        require_shareable(config, contract)
     return replace(
         _spec(config, engine, engine.rollout_num_engines, hf_config, contract),
         max_concurrency=engine.rollout_max_concurrency,
-        first_gpu=distributed.local_world_size(),
+        first_gpu=0 if engine.colocate else distributed.local_world_size(),
+        shares_gpus=engine.colocate,
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
     )

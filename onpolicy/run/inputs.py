@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.eval_sets import eval_sets
+from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
@@ -27,6 +28,7 @@ from onpolicy.run.input_checks import (
     require_weights,
 )
 from onpolicy.run.ladder import Ladder
+from onpolicy.run.push_checks import require_transport
 from onpolicy.run.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
@@ -60,7 +62,8 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     logger.info("reading %s and the prompts", path)
     hf_config = load_config(path, trust)
-    require_addresses(config.engine, config.engine.rollout_api_key)
+    key = reveal("--rollout-api-key", config.engine.rollout_api_key)
+    require_addresses(config.engine, key)
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
 
@@ -87,6 +90,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
         )
         require_weights(config, hf_config)
+        require_transport(config, ladder.contract)
         flags.require_passed()
     return inputs
 

@@ -6,7 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.secrets import reveal
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -22,11 +23,13 @@ from onpolicy.outputs.directory import versions
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.reach import require_addresses
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.input_checks import check_layout
+from onpolicy.run.push_checks import require_transport
 from onpolicy.train import distributed
 from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
@@ -43,6 +46,8 @@ def check_inputs(config: VerifyConfig) -> None:
     """Raise ConfigError for whatever `verify` could not run; starts nothing."""
     train_config = make_train_config(config)
     check_layout(train_config)
+    key = reveal("--rollout-api-key", config.servers.rollout_api_key)
+    require_addresses(train_config.engine, key)
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     _longest_prompt(config, hf_config)
@@ -50,6 +55,7 @@ def check_inputs(config: VerifyConfig) -> None:
     spec = rollout_spec(train_config, hf_config, contract)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
         require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
+        require_transport(train_config, contract)
         flags.require_passed()
 
 
@@ -123,7 +129,9 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Pr
 def make_train_config(config: VerifyConfig) -> TrainConfig:
     """A run of one rollout with this command's flags."""
     sglang_args = config.sglang_args
-    if not any(arg.startswith("--chunked-prefill-size") for arg in sglang_args):
+    starts_servers = not config.servers.rollout_server_url
+    chunked = any(arg.startswith("--chunked-prefill-size") for arg in sglang_args)
+    if starts_servers and not chunked:
         sglang_args = (*sglang_args, "--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE))
     return TrainConfig(
         model=config.model,
@@ -133,9 +141,7 @@ def make_train_config(config: VerifyConfig) -> TrainConfig:
             n_samples_per_prompt=1,
             rollout_temperature=config.temperature,
         ),
-        engine=groups.EngineConfig(
-            rollout_num_engines=config.rollout_num_engines, cpu_threads=config.cpu.cpu_threads
-        ),
+        engine=groups.EngineConfig(**asdict(config.servers)),
         trainer=groups.TrainerConfig(train_backend=config.train_backend, max_tokens_per_gpu=999),
         megatron=config.megatron,
         parity=groups.ParityConfig(

@@ -211,3 +211,11 @@ def test_stop_ends_every_engine_and_may_come_twice():
     for _ in range(2):
         group.stop()
         assert not any(engine.is_running for engine in host.engines)
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_servers_that_share_gpus_are_up_before_the_trainer_loads(monkeypatch, colocate):
+    waited = []
+    monkeypatch.setattr(Engine, "wait_until_healthy", lambda self, timeout: waited.append(timeout))
+    Host().make_group(EngineConfig(colocate=colocate, rollout_num_engines=2)).launch()
+    assert len(waited) == 2 * colocate
