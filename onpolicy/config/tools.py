@@ -21,7 +21,8 @@ class VerifyConfig:
 
     Samples with a real SGLang server (prompts share prefixes, prefill is chunked), trains one step,
     pushes the changed weights, samples again, and scores everything with the trainer in other batch
-    shapes. A server of --rollout-server-url is left with the changed weights. Exit code 0 with true-on-policy mode only if not one token differs.
+    shapes. A server of --rollout-server-url is left with the changed weights. Exit code 0 with
+    true-on-policy mode only if not one token differs.
     """
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
