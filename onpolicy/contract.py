@@ -39,6 +39,9 @@ class OperatorShapes:
 
     vocab_size: int
 
+    layer_norm: tuple[int, ...] = ()
+    """Like `norm`, of layer norms."""
+
     row_linear: tuple[tuple[int, int, bool], ...] = ()
     """Like `linear`, those that sum over K by `row_parallel_blocks`; empty when that is 1."""
 
@@ -92,6 +95,7 @@ class NumericsContract:
             shapes = record.pop("shapes")
             shapes["linear"] = tuple(map(tuple, shapes["linear"]))
             shapes["norm"] = tuple(shapes["norm"])
+            shapes["layer_norm"] = tuple(shapes["layer_norm"])
             shapes["row_linear"] = tuple(map(tuple, shapes["row_linear"]))
             shapes["experts"] = tuple(map(tuple, shapes["experts"]))
             return NumericsContract(shapes=OperatorShapes(**shapes), **record)

@@ -13,6 +13,7 @@ from sglang_patches import (
     buffers,
     cpu_sizes,
     determinism,
+    embedding,
     experts,
     forks,
     harmful_requests,
@@ -54,6 +55,7 @@ def load() -> None:
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         lm_head.install(operators)
+        embedding.install()
         sampler.install(operators, contract)
         requests.install()
         request_seeds.install()

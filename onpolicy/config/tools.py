@@ -21,8 +21,9 @@ class VerifyConfig:
 
     Samples with a real SGLang server (prompts share prefixes, prefill is chunked), trains one step,
     pushes the changed weights, samples again, and scores everything with the trainer in other batch
-    shapes. A server of --rollout-server-url is left with the changed weights. Exit code 0 with
-    true-on-policy mode only if not one token differs.
+    shapes. Says what memory and time it takes before it starts, and refuses what cannot fit. A server
+    of --rollout-server-url is left with the changed weights. Exit code 0 with true-on-policy mode only
+    if not one token differs.
     """
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
@@ -32,6 +33,10 @@ class VerifyConfig:
 
     num_prompts: Count = 32
     """Prompts in each of the two rounds."""
+
+    max_prompt_len: Annotated[int | None, at_least(8)] = None
+    """Tokens of the longest prompt; if not given 1,024, or what the model's context leaves. The others
+    are of random lengths below it."""
 
     max_new_tokens: Count = 64
     """Tokens sampled for every prompt."""

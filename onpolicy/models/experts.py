@@ -145,6 +145,9 @@ def route_by_operators(block: Any, operators: Operators) -> None:
     for child in block.children():
         if isinstance(child, AlignedExperts) or not list(child.parameters(recurse=False)):
             child.forward = _outside(child.forward)
+        if isinstance(child, AlignedExperts) and not hasattr(block, "num_experts"):
+            # DeepSeek-V2's routing by groups reads it and does not set it (transformers 5.12.1).
+            block.num_experts = expert_sizes(child)[0]
 
 
 def _outside(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,10 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.align import unaligned_modules
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import has_usual_experts, unusual_experts
+from onpolicy.models.logits import logits_rule
 from onpolicy.models.weight_files import stored_shapes
 from onpolicy.system.reading import read_json_object
 
@@ -71,6 +73,13 @@ def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedCo
             f"({in_one_line(error)}). Choose a checkpoint that transformers "
             f"{transformers.__version__} knows, or download it again."
         ) from error
+    if config.get_text_config() is not config:
+        architecture = (config.architectures or [config.model_type])[0]
+        raise ConfigError(
+            f"{flag}={path}: architecture={architecture} is made of several models "
+            f"({', '.join(config.sub_configs)}), and onpolicy trains causal language models. Choose a "
+            "checkpoint of a language model alone (*ForCausalLM), such as the one this was built on."
+        )
     for name in SIZES:
         size = getattr(config, name, None)
         if not isinstance(size, int) or size < 1:
@@ -90,8 +99,8 @@ def require_alignable(
     """
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     problems = _problems(config, architecture, max_context_len)
-    if experts := _num_experts(config):
-        problems += _problems_of_experts(empty_causal_lm(config, trust_remote_code), experts)
+    if not problems:
+        problems = _problems_of_model(empty_causal_lm(config, trust_remote_code), config)
     for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
@@ -107,6 +116,11 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
     model_class = getattr(transformers, architecture, None)
     if not architecture.endswith("ForCausalLM"):
         problems.append("which is not a causal language model (*ForCausalLM)")
+    elif getattr(model_class, "_is_stateful", False):
+        problems.append(
+            "which has linear attention or state-space layers: a prompt and a decoded token go "
+            "through different formulas, whose bits differ"
+        )
     elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
         problems.append("which transformers cannot run with another attention function")
     if kinds := sorted(set(value("layer_types") or ()) - {"full_attention"}):
@@ -122,14 +136,17 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
         problems.append(
             f"rope_type={rope['rope_type']}: its angles depend on the other sequences of a batch"
         )
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "quantization_config"):
+    if value("clip_qkv") is not None:
+        problems.append(f"clip_qkv={value('clip_qkv')}: transformers clips what a gradient needs")
+    if quantization := value("quantization_config"):
+        method = getattr(quantization, "get", lambda _: None)("quant_method")
+        problems.append(
+            f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
+            "aligned operators; let transformers save it dequantized"
+        )
+    for name in ("attn_logit_softcapping",):
         if value(name):
             problems.append(f"{name}={value(name)}: has no aligned operator")
-    for name in ("logit_scale", "logits_scaling"):
-        if value(name) not in (None, 1, 1.0):
-            problems.append(
-                f"{name}={value(name)}: logits are scaled differently by the two engines"
-            )
     return problems
 
 
@@ -140,10 +157,25 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 def _num_experts(config: PretrainedConfig) -> str:
     """The configuration's number of experts as `name=value`, empty for a dense model."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if getattr(config, name, None):
             return f"{name}={getattr(config, name)}"
     return ""
+
+
+def _problems_of_model(model: PreTrainedModel, config: PretrainedConfig) -> list[str]:
+    experts = _num_experts(config)
+    problems = _problems_of_experts(model, experts) if experts else []
+    if classes := unaligned_modules(model):
+        problems.append(f"{', '.join(classes)}: has no aligned operator")
+    head: Any = model.get_output_embeddings()
+    if head.bias is not None:
+        problems.append(
+            "a bias in the output projection: SGLang's transformers backend leaves it out"
+        )
+    if logits_rule(model) is None:
+        problems.append("what its forward pass does to logits has no aligned operator")
+    return problems
 
 
 def _problems_of_experts(model: PreTrainedModel, num_experts: str) -> list[str]:

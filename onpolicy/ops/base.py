@@ -169,8 +169,20 @@ class Operators(ABC):
         return result if out is None else out.copy_(result)
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`weight * (x / rms(x))`, the quotient rounded to x's dtype first: [..., D] -> [..., D]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
+        """`weight * (x / rms(x))`, the quotient rounded to x's dtype first: [..., D] -> [..., D].
+
+        With `round_last` only the product is rounded to it, and `weight` may be float32 as well.
+        """
+
+    @abstractmethod
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """`weight * ((x - mean(x)) / std(x)) + bias` in float32, then rounded: [..., D] -> [..., D].
+
+        weight, bias: [D]; left out if they are None.
+        """
 
     @abstractmethod
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

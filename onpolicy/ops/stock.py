@@ -63,8 +63,15 @@ class StockOperators(Operators):
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
+        if round_last:
+            return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)

@@ -16,9 +16,15 @@ CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
+MEMORY_FRACTION = "0.95"
+
+MAX_CONCURRENCY = 256
 
 CONTEXT_MARGIN = 2
 """Tokens that SGLang keeps free at the end of the context."""
+
+CACHE_MARGIN = 8
+"""Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
 
 
 COLOCATED_FRACTION = 0.4
@@ -36,11 +42,14 @@ class EngineSpec:
     api_key: str
     seed: int
     num_threads: int
-    max_concurrency: int = 256
+    max_concurrency: int = MAX_CONCURRENCY
     """Requests in flight."""
 
-    cache_tokens: int
-    """Size of the key/value cache of a CPU engine."""
+    cache_tokens: int = 0
+    """Size of the key/value cache that is asked for; 0 takes what the GPU has room for."""
+
+    longest_sequence: int = 0
+    """Tokens of the longest prompt and response that must fit the cache; 0: not known."""
 
     first_gpu: int = 0
     """The first of the GPUs of this engine, where there are any."""
@@ -66,6 +75,11 @@ class EngineSpec:
         """The secrets among those flags."""
         given = secrets.split(self.sglang_args)[1]
         return {flag: secrets.reveal(flag, value) for flag, value in given.items()}
+
+    @property
+    def needed_tokens(self) -> int:
+        """What the cache of any engine must hold, whoever started it: one sequence."""
+        return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
 
     @property
     def admin_api_key(self) -> str:
@@ -113,8 +127,9 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
         "--device", "cpu",
         "--attention-backend", "torch_native",
         "--disable-overlap-schedule",
-        # SGLang sizes its cache by the whole machine's memory; on a CPU others live there too.
-        "--mem-fraction-static", "0.1",
+        # A share of the memory that is free for weights and cache; the next flag says how much of
+        # it the cache takes. Where that is not there, the server reports less, and is refused.
+        "--mem-fraction-static", MEMORY_FRACTION,
         "--max-total-tokens", str(spec.cache_tokens),
     ]  # fmt: skip
 

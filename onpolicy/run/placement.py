@@ -11,6 +11,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.train import distributed
 
 CACHE_BYTES = 2 << 30
@@ -49,10 +50,18 @@ def share_of_cores(processes: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
-def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
-    """Tokens whose keys and values fit CACHE_BYTES."""
-    itemsize = torch.empty(0, dtype=getattr(torch, contract.dtype)).element_size()
+def cache_tokens(
+    hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
+) -> int:
+    """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
+    CACHE_BYTES, and one in any case."""
+    one = longest_sequence + CACHE_MARGIN
+    return max(one, min(requests * one, CACHE_BYTES // token_bytes(hf_config, contract)))
+
+
+def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Bytes of a token's keys and values in all layers."""
     shapes = contract.shapes
-    per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
-    tokens: int = max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
-    return tokens
+    itemsize = getattr(torch, contract.dtype).itemsize
+    size: int = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
+    return size

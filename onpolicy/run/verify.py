@@ -20,8 +20,9 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
+from onpolicy.outputs.progress import Phases
 from onpolicy.parity import ParityCounts, compare_log_probs
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.reach import require_addresses
 from onpolicy.rollout.seeds import sampling_seed
@@ -35,22 +36,37 @@ from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
 logger = logging.getLogger(__name__)
 
-CHUNKED_PREFILL_SIZE = 48
 LEARNING_RATE = 1e-3
+
+LONGEST_PROMPT = 1024
+"""Tokens of the longest prompt, unless --max-prompt-len says otherwise or the context is shorter."""
+
 SHORTEST_PROMPT = 8
+"""What the context must leave for a prompt."""
+
+CHUNKS = 5
+"""Prefill chunks that the longest prompt takes."""
+
+SHORTEST_CHUNK = 16
+
+TRAINED = 8
+"""Samples of the step between the rounds: all weights change, however few they are."""
+
+SCORED_AT_ONCE = 8
+"""Samples that the trainer scores before it says how far it is."""
 
 Report = dict[str, Any]
 
 
 def check_inputs(config: VerifyConfig) -> None:
     """Raise ConfigError for whatever `verify` could not run; starts nothing."""
-    train_config = make_train_config(config)
+    model = config.model
+    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
+    longest = longest_prompt(config, hf_config)
+    train_config = make_train_config(config, longest)
     check_layout(train_config)
     key = reveal("--rollout-api-key", config.servers.rollout_api_key)
     require_addresses(train_config.engine, key)
-    model = config.model
-    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
-    _longest_prompt(config, hf_config)
     contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
     spec = rollout_spec(train_config, hf_config, contract)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
@@ -62,21 +78,37 @@ def check_inputs(config: VerifyConfig) -> None:
 def verify(config: VerifyConfig) -> Report:
     """Run both rounds and return the report; collective over the trainer's ranks."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
-    train_config = make_train_config(config)
+    longest = longest_prompt(config, hf_config)
+    train_config = make_train_config(config, longest)
     contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
-    prompts = make_prompts(config, hf_config.vocab_size, _longest_prompt(config, hf_config))
-    engines = EnginePair(train_config, hf_config, contract, Path(config.run_dir))
+    prompts = make_prompts(config, hf_config.vocab_size, longest)
+    engines = EnginePair(
+        train_config,
+        hf_config,
+        contract,
+        Path(config.run_dir),
+        longest_sequence=longest + config.max_new_tokens,
+    )
+    phases = Phases()
+    engines.on_progress = lambda done, _: phases.advance(done)
     counts, num_cached = ParityCounts(), 0
     try:
         engines.start()
         for round_number in (0, 1):
+            phases.begin(f"round {round_number + 1} of 2: pushing the trainer's weights")
             engines.push_weights(str(round_number))
+            phases.begin(f"round {round_number + 1} of 2: sampling", config.num_prompts)
             samples = _sample(engines, prompts, config, round_number)
             num_cached += sum(sample.num_cached_tokens for sample in samples)
-            counts += _score(engines, samples, config)
+            phases.begin(f"round {round_number + 1} of 2: scoring", config.num_prompts)
+            counts += _score(engines, samples, config, phases)
             if round_number == 0:
-                engines.trainer.train(_train_samples(samples), step=0, rates=[LEARNING_RATE])
+                trained = samples[:TRAINED]
+                num_tokens = sum(len(sample.token_ids) for sample in trained)
+                phases.begin(f"one step on {len(trained)} of the samples, {num_tokens} tokens")
+                engines.trainer.train(_train_samples(trained), step=0, rates=[LEARNING_RATE])
     finally:
+        phases.close()
         engines.stop()
     return {
         "num_compared_tokens": counts.num_compared,
@@ -91,14 +123,29 @@ def verify(config: VerifyConfig) -> Report:
     }
 
 
-def _longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
-    longest: int = hf_config.max_position_embeddings - CONTEXT_MARGIN - config.max_new_tokens
-    if longest < SHORTEST_PROMPT:
+def longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
+    """Tokens of the longest prompt. Raises ConfigError if the context is too short for it."""
+    context = hf_config.max_position_embeddings
+    room: int = context - CONTEXT_MARGIN - config.max_new_tokens
+    if room < SHORTEST_PROMPT:
         raise ConfigError(
-            f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of "
-            f"{hf_config.max_position_embeddings}. Lower it."
+            f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of {context}. "
+            "Lower it."
         )
-    return longest
+    if config.max_prompt_len is None:
+        return min(LONGEST_PROMPT, room)
+    if config.max_prompt_len > room:
+        raise ConfigError(
+            f"--max-prompt-len={config.max_prompt_len}: with --max-new-tokens {config.max_new_tokens} "
+            f"and {CONTEXT_MARGIN} tokens that SGLang keeps free it does not fit the model's context of "
+            f"{context}. At most {room} fit."
+        )
+    return config.max_prompt_len
+
+
+def chunk_size(longest: int) -> int:
+    """Tokens of a prefill chunk, so that the longest prompt takes several."""
+    return max(SHORTEST_CHUNK, -(-longest // CHUNKS))
 
 
 def passes(report: Report, config: VerifyConfig) -> bool:
@@ -126,23 +173,32 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Pr
     return prompts
 
 
-def make_train_config(config: VerifyConfig) -> TrainConfig:
-    """A run of one rollout with this command's flags."""
+def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
+    """A run of one rollout with this command's flags, on prompts of up to `longest` tokens."""
     sglang_args = config.sglang_args
     starts_servers = not config.servers.rollout_server_url
     chunked = any(arg.startswith("--chunked-prefill-size") for arg in sglang_args)
     if starts_servers and not chunked:
-        sglang_args = (*sglang_args, "--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE))
+        sglang_args = (*sglang_args, "--chunked-prefill-size", str(chunk_size(longest)))
+    sequence = longest + config.max_new_tokens
     return TrainConfig(
         model=config.model,
         rollout=groups.RolloutConfig(
             num_rollout=1,
             rollout_batch_size=config.num_prompts,
             n_samples_per_prompt=1,
+            rollout_max_response_len=config.max_new_tokens,
             rollout_temperature=config.temperature,
         ),
-        engine=groups.EngineConfig(**asdict(config.servers)),
-        trainer=groups.TrainerConfig(train_backend=config.train_backend, max_tokens_per_gpu=999),
+        engine=groups.EngineConfig(
+            **asdict(config.servers),
+            rollout_max_concurrency=min(MAX_CONCURRENCY, config.num_prompts),
+        ),
+        trainer=groups.TrainerConfig(
+            train_backend=config.train_backend,
+            max_tokens_per_gpu=max(999, 2 * sequence - 1),
+            activation_checkpointing=True,
+        ),
         megatron=config.megatron,
         parity=groups.ParityConfig(
             true_on_policy_mode=config.true_on_policy_mode, parity_policy="warn"
@@ -178,15 +234,21 @@ def _sample(
     ]
 
 
-def _score(engines: EnginePair, samples: Sequence[Sample], config: VerifyConfig) -> ParityCounts:
+def _score(
+    engines: EnginePair, samples: Sequence[Sample], config: VerifyConfig, phases: Phases
+) -> ParityCounts:
     """Compare with the trainer's log-probabilities, computed in an order and packing of its own."""
     shuffled = list(samples)
     random.Random(config.seed).shuffle(shuffled)
-    train = engines.trainer.log_probs(
-        [sample.token_ids for sample in shuffled],
-        [len(sample.prompt.prompt_ids) for sample in shuffled],
-        config.temperature,
-    )
+    train: list[torch.Tensor] = []
+    for first in range(0, len(shuffled), SCORED_AT_ONCE):
+        part = shuffled[first : first + SCORED_AT_ONCE]
+        train += engines.trainer.log_probs(
+            [sample.token_ids for sample in part],
+            [len(sample.prompt.prompt_ids) for sample in part],
+            config.temperature,
+        )
+        phases.advance(len(train))
     rollout = torch.tensor([x for sample in shuffled for x in sample.rollout_log_probs])
     counts, _ = compare_log_probs(torch.cat(train), rollout)
     if distributed.rank() == 0:

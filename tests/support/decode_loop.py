@@ -100,6 +100,6 @@ def _log_probs(
     policy: PolicyModel, operators: Operators, hidden: Tensor, targets: Tensor, temperature: float
 ) -> Tensor:
     head = policy.causal_lm.get_output_embeddings()
-    logits = operators.linear(hidden, head.weight, head.bias)
+    logits = policy.logits_rule.apply(operators, operators.linear(hidden, head.weight, head.bias))
     log_probs = operators.log_softmax(logits, torch.full((len(logits), 1), temperature))
     return log_probs.gather(1, targets[:, None])[:, 0]

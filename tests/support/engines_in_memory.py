@@ -38,6 +38,9 @@ from tests.support.tiny_policy import ALIGNED, END, VOCAB_SIZE, make_weights, sa
 SELF_CHECK = {"table": "00c0ffee"}
 """Digests of the operators that engines and trainer in memory share."""
 
+CACHE_TOKENS = 1000
+"""What an engine in memory says of its cache."""
+
 
 class Memory:
     """What a server's process holds, and loses when it ends."""
@@ -56,6 +59,7 @@ class Memory:
             "weights": self._received.hexdigest(),
             "has_update_sessions": True,
             "tp_size": 1,
+            "cache_tokens": CACHE_TOKENS,
         }
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:

@@ -139,7 +139,10 @@ MORE_ARCHITECTURES = {
     "granite-moe": (GraniteMoeConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "gpt-oss": (
         GptOssConfig,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **WINDOWS},
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
+            "intermediate_size": 72, **WINDOWS,
+        },
     ),
     "deepseek-v2": (DeepseekV2Config, {**LATENT_ATTENTION, "n_group": 1, "topk_group": 1}),
     "deepseek-v3": (DeepseekV3Config, LATENT_ATTENTION),
@@ -162,14 +165,14 @@ OTHER_ATTENTION = "which transformers cannot run with another attention function
 REFUSED = {
     "mistral-window": "sliding_window=24, smaller than the longest context 256",
     **dict.fromkeys(("gemma2", "gemma3", "olmo3", "cohere2", "exaone4", "gpt-oss"), NO_WINDOWS),
-    "granite": "logits_scaling=3.0: logits are scaled differently by the two engines",
-    "cohere": "logit_scale=0.3: logits are scaled differently by the two engines",
-    "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts of two",
-    **dict.fromkeys(("nemotron", "qwen3-next"), OTHER_ATTENTION),
+    "phi": "a bias in the output projection",
+    "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts that",
+    "nemotron": OTHER_ATTENTION,
+    "qwen3-next": "which has linear attention or state-space layers",
 }
 """What `require_alignable` says of those that have no aligned operators: a regular expression."""
 
-DIFFERING = {("deepseek-v2", "float32")}
+DIFFERING: set[tuple[str, str]] = set()
 """Not aligned yet, and not refused."""
 
 CHARACTERS = [chr(code) for code in range(33, 33 + SIZES["vocab_size"] - 2)]

@@ -16,6 +16,7 @@ CONTRACT = NumericsContract(
         kv_heads=2,
         head_dim=48,
         norm=(48, 96),
+        layer_norm=(96,),
         vocab_size=137,
         experts=((6, 72, 96, 2),),
     ),

@@ -51,7 +51,11 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
     for size in shapes.norm:
         norm = partial(operators.rms_norm, weight=probe(size, seed=22), eps=1e-6)
         _check("rms_norm", (size,), norm, size)
-    for function in (F.silu, F.gelu, torch.sigmoid):
+    for size in shapes.layer_norm:
+        weight, bias = probe(2, size, seed=22)
+        layer_norm = partial(operators.layer_norm, weight=weight, bias=bias, eps=1e-5)
+        _check("layer_norm", (size,), layer_norm, size)
+    for function in (F.silu, F.gelu, torch.sigmoid, torch.tanh):
         _check(function.__name__, (37,), partial(operators.elementwise, function), 37)
     for sizes in shapes.experts:
         _check("softmax", sizes[:1], operators.softmax, sizes[0])

@@ -86,11 +86,21 @@ class CpuOperators(Operators):
         return blockwise_attention(self.pool, q, k, v, layout, scale)
 
     @on_whole_tensors
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
         # transformers' formula. On one thread a row's mean does not depend on the other rows.
         rows = x.float()
         rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * rows.to(x.dtype)
+        return (weight * rows).to(x.dtype) if round_last else weight * rows.to(x.dtype)
+
+    @on_whole_tensors
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        rows = x.float()
+        rows = rows - rows.mean(-1, keepdim=True)
+        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
+        rows = rows if weight is None else weight.float() * rows
+        return (rows if bias is None else rows + bias.float()).to(x.dtype)
 
     @on_whole_tensors
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

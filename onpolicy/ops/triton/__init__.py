@@ -19,6 +19,7 @@ from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
 from onpolicy.ops.triton.attention_backward import TritonAttention
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
+from onpolicy.ops.triton.layer_norm import TritonLayerNorm
 from onpolicy.ops.triton.linear import TritonLinear, tiled_linear
 from onpolicy.ops.triton.norm import TritonRMSNorm
 from onpolicy.ops.triton.sampling import sample
@@ -71,8 +72,16 @@ class TritonOperators(Operators):
         )
         return result if out is None else out.copy_(result)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out: Tensor = TritonRMSNorm.apply(x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
+        out: Tensor = TritonRMSNorm.apply(x, weight, eps, round_last)
+        return out
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        weight = x.new_ones(x.shape[-1]) if weight is None else weight
+        bias = torch.zeros_like(weight) if bias is None else bias
+        out: Tensor = TritonLayerNorm.apply(x, weight, bias, eps)
         return out
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -85,6 +85,10 @@ DIFFERENTIABLE = {
     ),
     "attention": (lambda q, k, v: OPERATORS.attention(q, k, v, split_in_three(len(q)), 0.3), heads),
     "rms_norm": (lambda x, w: OPERATORS.rms_norm(x, w, 1e-6), lambda m, n, k: ((m, k), (k,))),
+    "layer_norm": (
+        lambda x, w: OPERATORS.layer_norm(x, w, -w, 1e-6),
+        lambda m, n, k: ((m, k), (k,)),
+    ),
     "elementwise": (lambda x: OPERATORS.elementwise(F.silu, x), rows),
     "gated": (lambda x, y: OPERATORS.gated(F.gelu, x, y), lambda m, n, k: ((m, k), (m, k))),
     "rotary": (lambda *x: torch.cat([y.flatten() for y in OPERATORS.rotary(*x)]), angles),

@@ -47,6 +47,7 @@ CONTROLS = {
     "gated": "gated",
     "rotary": "rotary",
     "rms_norm": "rms_norm",
+    "layer_norm": "layer_norm",
     "softmax": "softmax",
     "topk": "experts",
     "log_softmax": "log_softmax",

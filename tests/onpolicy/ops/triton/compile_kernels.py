@@ -81,7 +81,10 @@ def launch_all(dtype: torch.dtype) -> None:
     if dtype != torch.float32:  # it makes no difference to what follows
         launch_hashes()
         for size in (128, 7168):
-            OPERATORS.rms_norm(training(300, size), training(size), 1e-6).sum().backward()
+            for round_last in (False, True):
+                x, weight = training(300, size), training(size)
+                OPERATORS.rms_norm(x, weight, 1e-6, round_last).sum().backward()
+            OPERATORS.layer_norm(x, weight, training(size), 1e-6).sum().backward()
         launch_elementwise(tensor, training)
 
 
