@@ -17,6 +17,7 @@ from sglang_patches import (
     experts,
     forks,
     harmful_requests,
+    head_sizes,
     layer_attention,
     linear,
     lm_head,
@@ -63,6 +64,7 @@ def load() -> None:
         request_seeds.install()
         parallel_samples.install()
         experts.install()
+        head_sizes.install(contract)
         buffers.install()
         model.install(operators, contract)
     registry.started(contract)

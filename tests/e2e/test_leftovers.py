@@ -18,10 +18,10 @@ import yaml
 from onpolicy.config.secrets import reveal
 from onpolicy.rollout.client import EngineClient
 from tests.support.footprint import Footprint
-from tests.support.processes import listening_addresses
+from tests.support.processes import is_guard, listening_addresses
 from tests.support.train_runs import finish, metrics_of, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.anew]
 
 SECRETS = ("K-of-the-engines", "A-of-the-admin")
 PATIENCE = 20.0
@@ -45,7 +45,7 @@ def run(start, tmp_path):
 def engine_of(process):
     """The server's main process, below its guard."""
     children = psutil.Process(process.pid).children()
-    (guard,) = (child for child in children if "sglang_patches.serve" in child.cmdline())
+    (guard,) = filter(is_guard, children)
     return guard.children()[0]
 
 

@@ -16,6 +16,7 @@ from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import distributed
 from onpolicy.types import Request, SamplingParams
+from tests.support.forked_processes import forked_processes
 
 CHUNKED_PREFILL_SIZE = 48
 
@@ -48,7 +49,8 @@ def make_engines(
 def running(pair: EnginePair) -> Iterator[EnginePair]:
     """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards."""
     try:
-        pair.start()
+        with forked_processes():
+            pair.start()
         pair.push_weights("0")
         yield pair
     finally:
