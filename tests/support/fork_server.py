@@ -116,7 +116,9 @@ def _serve(channel):
             os.close(fd)
 
 
-def _become(streams, changed, path, *, program, environment, directory, has_own_session):
+def _become(
+    streams, changed, path, *, program, environment, directory, has_own_session, starts_others
+):
     """Run a program in this process, as a Python that was started for it would.
 
     `changed`: variables that imports set. `path`: the modules' path, less what the process adds.
@@ -130,7 +132,8 @@ def _become(streams, changed, path, *, program, environment, directory, has_own_
     os.environ.clear()
     os.environ.update({**changed, **environment})
     _read_environment_again()
-    _offer_forks(changed, path)
+    if starts_others:
+        _offer_forks(changed, path)
     _name_process(program)
     if is_module := program[0] == "-m":
         program = program[1:]
