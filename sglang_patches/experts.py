@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from onpolicy.models.experts import has_usual_experts
+from onpolicy.models.experts import expert_sizes, has_usual_experts
 from onpolicy.models.stored import stored_tensors
 from sglang_patches import registry
 from sglang_patches.tensor_parallel import rank, shard
@@ -42,13 +42,21 @@ def _replace_all_but_experts(model: Any) -> None:
 
 
 def _keep_part(experts: Any, ranks: int) -> None:
-    """Make the parameters, which have no memory yet, as large as one of `ranks` parts."""
-    num_experts, hidden, intermediate = experts.down_proj.shape
+    """Make the parameters, which have no memory yet, as large as one of `ranks` parts.
+
+    Each is laid out in memory as the operators read it, whatever the order of its axes.
+    """
+    num_experts, intermediate, hidden = expert_sizes(experts)
     part = intermediate // ranks
-    experts.gate_up_proj = nn.Parameter(
-        experts.gate_up_proj.new_empty(num_experts, 2 * part, hidden)
-    )
-    experts.down_proj = nn.Parameter(experts.down_proj.new_empty(num_experts, hidden, part))
+    sizes = {
+        "gate_up_proj": (num_experts, 2 * part, hidden),
+        "down_proj": (num_experts, hidden, part),
+        "gate_up_proj_bias": (num_experts, 2 * part),
+    }
+    for name in sizes.keys() & dict(experts.named_parameters(recurse=False)).keys():
+        tensor = getattr(experts, name).new_empty(sizes[name])
+        is_turned = experts.is_transposed and tensor.dim() == 3
+        setattr(experts, name, nn.Parameter(tensor.transpose(1, 2) if is_turned else tensor))
 
 
 def _load(

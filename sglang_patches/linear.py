@@ -1,9 +1,13 @@
 """Routes every unquantised linear layer of the engine to the aligned linear.
 
 Diverges in stock SGLang: `F.linear`, whose kernels depend on the number of rows and of columns; and
-with tensor parallelism the sum over a K that ranks share (tensor_parallel.py).
-Source: sglang/srt/layers/quantization/unquant.py and linear.py. Can go when SGLang lets a platform
-choose its GEMM and its reduction.
+with tensor parallelism the sum over a K that ranks share (tensor_parallel.py). SGLang also knows not all
+styles of transformers' tensor-parallel plans, and dies of one even on one rank; it is told what they
+mean. Where all ranks have computed all heads (a norm over all of them, one projection for q, k and v),
+each attends with its own.
+Source: sglang/srt/layers/quantization/unquant.py, linear.py, radix_attention.py, and
+_normalize_tp_style in models/transformers.py. Can go when SGLang lets a platform choose its GEMM and its
+reduction, and knows these styles.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ from typing import Any
 import torch
 
 from onpolicy.contract import NumericsContract
+from onpolicy.models.tensor_parallel import engine_style
 from onpolicy.ops import Operators
 from sglang_patches import registry
-from sglang_patches.tensor_parallel import row_parallel
+from sglang_patches.tensor_parallel import own_part, row_parallel
 
 TARGET = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 ROW_TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
+STYLE_TARGET = "sglang.srt.models.transformers._normalize_tp_style"
+HEADS_TARGET = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 
 
 def install(operators: Operators, contract: NumericsContract) -> None:
@@ -28,7 +35,7 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         return operators.linear(x, layer.weight, bias)
 
     def row_forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not layer.input_is_parallel:
+        if x.shape[-1] == layer.input_size:
             x = x.chunk(layer.tp_size, dim=-1)[layer.tp_rank]
         apart = layer.bias if layer.skip_bias_add else None
         bias = None if layer.skip_bias_add else layer.bias
@@ -37,3 +44,20 @@ def install(operators: Operators, contract: NumericsContract) -> None:
 
     registry.hook(TARGET, apply, "replace")
     registry.hook(ROW_TARGET, row_forward, "replace")
+    registry.hook(STYLE_TARGET, engine_style, "replace")
+    registry.hook(HEADS_TARGET, _attend_with_own_heads, "around")
+
+
+def _attend_with_own_heads(
+    original: Any,
+    layer: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    q = own_part(q, layer.tp_q_head_num * layer.qk_head_dim)
+    k = own_part(k, layer.tp_k_head_num * layer.qk_head_dim)
+    v = own_part(v, layer.tp_v_head_num * layer.v_head_dim)
+    return original(layer, q, k, v, *args, **kwargs)

@@ -1,22 +1,29 @@
-"""Routes the output projection to the aligned linear.
+"""Routes the output projection to the aligned linear, and does the rest to logits as the model does.
 
 Diverges in stock SGLang: a plain `torch.matmul`. SGLang also pads the vocabulary to a multiple of
 64 rows and drops their logits afterwards, so on one rank only the model's own rows are multiplied.
 With tensor parallelism every rank multiplies its equal part, SGLang gathers the logits, and the
 padding is in the last parts; a logit does not depend on the others.
+SGLang scales logits and caps them by some names in the configuration, not by all, and rounds in other
+places; here `onpolicy.models.logits` says what the model does, and SGLang leaves them alone.
 Source: LogitsProcessor._compute_lm_head, sglang/srt/layers/logits_processor.py. Can go with linear.py.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
+from onpolicy.errors import ContractError
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.logits import logits_rule
 from onpolicy.ops import Operators
 from sglang_patches import registry
 
 TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
 def install(operators: Operators) -> None:
@@ -27,6 +34,25 @@ def install(operators: Operators) -> None:
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weight = lm_head.weight[: lm_head.org_vocab_size]
-        return operators.linear(hidden_states.to(weight.dtype), weight, embedding_bias)
+        logits = operators.linear(hidden_states.to(weight.dtype), weight, embedding_bias)
+        finished: torch.Tensor = self.logits_rule.apply(operators, logits)
+        return finished
 
     registry.hook(TARGET, compute_lm_head, "replace")
+    registry.hook(LOAD_TARGET, _after_load, "after")
+
+
+def _after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    model, processor = runner.model, runner.model.logits_processor
+    # SGLang trusted the checkpoint's code, if there is any, when it built the model itself.
+    config = copy.deepcopy(model.model.config)
+    whole = empty_causal_lm(config, trust_remote_code=True, attn_implementation="eager")
+    rule = logits_rule(whole)
+    if rule is None:
+        raise ContractError(
+            f"architecture={type(whole).__name__}: does something unknown to its logits, which the "
+            "trainer would refuse. Install the trainer's version of transformers."
+        )
+    processor.logits_rule = rule
+    processor.logit_scale = processor.final_logit_softcapping = None
+    return result

@@ -15,7 +15,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.align import align_modules
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
-from sglang_patches import registry
+from sglang_patches import registry, versions
 from sglang_patches.tensor_parallel import row_parallel
 
 NORM_TARGET = "sglang.srt.models.transformers.replace_rms_norm_class"
@@ -26,7 +26,8 @@ def install(operators: Operators, contract: NumericsContract) -> None:
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         registry.require_active()
         align_modules(runner.model, operators, row_parallel(contract))
-        registry.report["self_check"] = self_check(operators, contract)
+        longest = versions.longest_prefill(runner.server_args)
+        registry.report["self_check"] = self_check(operators, contract, longest)
         return result
 
     registry.hook(NORM_TARGET, lambda rms_norm, hidden_size: rms_norm, "replace")

@@ -13,9 +13,12 @@ from sglang_patches import (
     buffers,
     cpu_sizes,
     determinism,
+    embedding,
     experts,
     forks,
     harmful_requests,
+    head_sizes,
+    layer_attention,
     linear,
     lm_head,
     model,
@@ -53,12 +56,15 @@ def load() -> None:
         determinism.install(contract)
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
+        layer_attention.install()
         lm_head.install(operators)
+        embedding.install()
         sampler.install(operators, contract)
         requests.install()
         request_seeds.install()
         parallel_samples.install()
         experts.install()
+        head_sizes.install(contract)
         buffers.install()
         model.install(operators, contract)
     registry.started(contract)

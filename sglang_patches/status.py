@@ -1,4 +1,4 @@
-"""Tells the trainer what runs here: contract, self-check digest, patches, weights, versions.
+"""Tells the trainer what runs here: contract, self-check digest, patches, weights, cache, versions.
 
 Adds the key `onpolicy` to the scheduler's internal state, which GET /server_info returns. It is
 collected in the schedulers, the processes that compute log-probabilities, one per tensor-parallel
@@ -19,7 +19,7 @@ def install() -> None:
     registry.hook(TARGET, _add_report, "after")
 
 
-def _add_report(result: Any, *_: Any, **__: Any) -> Any:
+def _add_report(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     state = result.internal_state
     state["onpolicy"] = {
         **report_of_all_ranks(registry.report),
@@ -27,5 +27,6 @@ def _add_report(result: Any, *_: Any, **__: Any) -> Any:
         "sglang": versions.sglang_version(),
         "has_update_sessions": versions.has_weight_update_sessions(),
         "tp_size": state["tp_size"],
+        "cache_tokens": scheduler.max_total_num_tokens,
     }
     return result

@@ -45,6 +45,14 @@ def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
     return tensor
 
 
+def own_part(x: torch.Tensor, size: int) -> torch.Tensor:
+    """This rank's `size` columns of [T, columns], if it has those of all ranks."""
+    group = _group()
+    if group.world_size == 1 or x.shape[-1] != size * group.world_size:
+        return x
+    return x.chunk(group.world_size, dim=-1)[rank()]
+
+
 def report_of_all_ranks(report: dict[str, Any]) -> dict[str, Any]:
     """`report`; where ranks differ, one text with what each of them says. Collective.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from onpolicy.errors import ContractError
 
@@ -35,3 +36,15 @@ def sglang_version() -> str:
 def has_weight_update_sessions() -> bool:
     """Whether weight updates must stand between begin_weight_update and end_weight_update."""
     return sglang_version() not in SUPPORTED[:4]
+
+
+def longest_prefill(server_args: Any) -> int:
+    """Most tokens of one prefill of this engine, as SGLang resolved its flags."""
+    try:
+        from sglang.srt.runtime_context import get_schedule
+
+        server_args = get_schedule()
+    except ImportError:  # versions that resolve them in place
+        pass
+    chunk: int | None = server_args.chunked_prefill_size
+    return chunk if chunk and chunk > 0 else int(server_args.max_prefill_tokens)

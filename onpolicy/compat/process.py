@@ -11,14 +11,26 @@ PATIENT_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 """Threads that wait by spinning take the cores from the engines: 7 times slower on a busy machine."""
 
 
+NCCL_MEMORY = ("NCCL_CUMEM_ENABLE", "0")
+"""What SGLang sets in its processes, and a group of NCCL's wants alike in all of its members; read when
+the group is made (sglang/srt/entrypoints/engine.py, _set_envs_and_config)."""
+
+KERNEL_CACHES = ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR")
+"""Where DeepGEMM keeps the kernels that it compiled. SGLang gives its processes the first one's value
+for the second; the trainer is to find what an engine compiled, and an engine what the trainer did."""
+
+
 def prepare_process() -> None:
-    """Ask for both where the environment asks for nothing else; children inherit it.
+    """Ask for these where the environment asks for nothing else; children inherit it.
 
     To be called first where a process starts: OpenMP reads its variable when torch is imported, MKL
     before its first product.
     """
-    for name, value in (STRICT_SUMS, PATIENT_THREADS):
+    for name, value in (STRICT_SUMS, PATIENT_THREADS, NCCL_MEMORY):
         os.environ.setdefault(name, value)
+    given = [os.environ[name] for name in KERNEL_CACHES if os.environ.get(name)]
+    for name in KERNEL_CACHES:
+        os.environ.setdefault(name, [*given, os.path.expanduser("~/.cache/sglang/deep_gemm")][0])
 
 
 def strict_sums_remedy() -> str:

@@ -103,17 +103,51 @@ def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
 
     Raises ConfigError for a value that is no number of devices.
     """
+    names = ("--tp-size", "--tensor-parallel-size", "--tp")
+    size = _count(sglang_args, names, "Give a number of devices, such as 2.")
+    return 1 if size is None else size
+
+
+def max_total_tokens(sglang_args: Sequence[str]) -> int | None:
+    """Tokens of the key/value cache: the value of --sglang-max-total-tokens, if it is given.
+
+    Raises ConfigError for a value that is no number of tokens.
+    """
+    return _count(sglang_args, ("--max-total-tokens",), "Give a number of tokens, such as 16384.")
+
+
+def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> int | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    parser.add_argument(*names, type=int, dest="count")
+    flag = PREFIX + names[0].removeprefix("--")
     try:
-        size: int = parser.parse_known_args(sglang_args)[0].tp_size
+        count: int | None = parser.parse_known_args(sglang_args)[0].count
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{flag}: {error.message}. {remedy}") from error
+    if count is not None and count < 1:
+        raise ConfigError(f"{flag}={count}: must be at least 1. Leave it out for SGLang's own.")
+    return count
+
+
+def memory_fraction(sglang_args: Sequence[str]) -> float | None:
+    """The value of --sglang-mem-fraction-static, None if it is not given.
+
+    Raises ConfigError for a value that is no share of a GPU.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--mem-fraction-static", type=float)
+    try:
+        fraction: float | None = parser.parse_known_args(sglang_args)[0].mem_fraction_static
     except argparse.ArgumentError as error:
         raise ConfigError(
-            f"{PREFIX}tp-size: {error.message}. Give a number of devices, such as 2."
+            f"{PREFIX}mem-fraction-static: {error.message}. Give a share of a GPU, such as 0.4."
         ) from error
-    if size < 1:
-        raise ConfigError(f"{PREFIX}tp-size={size}: must be at least 1. Leave it out for 1.")
-    return size
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(
+            f"{PREFIX}mem-fraction-static={fraction}: must be above 0 and below 1, a share of a GPU's "
+            "memory. Give one, such as 0.4."
+        )
+    return fraction
 
 
 def validate(sglang_args: Sequence[str], aligned: bool) -> None:

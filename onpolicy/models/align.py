@@ -4,39 +4,35 @@ The same function prepares the trainer's model and the one inside SGLang. It rep
 in this model alone, each only where the replacement is known to mean the same:
 
 - `nn.Linear`;
-- RMS norms, recognised by what they compute: a module named `*RMSNorm` that gives, on a probe,
-  exactly the bits of transformers' own formula. Another norm (Gemma's 1 + weight) stays as it is,
-  in both engines;
+- norms, recognised by what they compute (`models/norms.py`);
 - parameter-free activation functions; where an MLP multiplies one with another projection, both are
   one operator (`models/gated_mlp.py`);
 - the rotary embedding that an attention module calls (`models/rotary.py`);
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
-Attention goes through transformers' attention interface under the name `onpolicy`.
+Attention goes through transformers' attention interface (`models/attention.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
+from onpolicy.models.embedding import is_known_embedding
 from onpolicy.models.experts import AlignedExperts, has_usual_experts, route_by_operators
 from onpolicy.models.gated_mlp import gate_by_operators, is_gated_mlp
+from onpolicy.models.norms import (
+    AlignedLayerNorm,
+    AlignedRMSNorm,
+    aligned_norm,
+    is_norm,
+    norm_kind,
+)
 from onpolicy.models.rotary import rotate_by_operators
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-
-ATTENTION_NAME = "onpolicy"
-
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scale) -> [T, H, D_v], the layout bound in."""
 
 
 class AlignedLinear(nn.Linear):
@@ -53,19 +49,6 @@ class AlignedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.operators.row_parallel_linear(x, self.weight, self.bias, self.row_parallel)
-
-
-class AlignedRMSNorm(nn.Module):
-    """RMS norm by `Operators.rms_norm`; takes over the weight of the module it replaces."""
-
-    weight: nn.Parameter
-
-    def __init__(self, norm: Any, eps: float, operators: Operators):
-        super().__init__()
-        self.weight, self.eps, self.operators = norm.weight, eps, operators
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.operators.rms_norm(x, self.weight, self.eps)
 
 
 class AlignedActivation(nn.Module):
@@ -89,7 +72,7 @@ def align_modules(
     """
     shared = row_parallel_linears(model) if isinstance(model, PreTrainedModel) else set()
     for parent in list(model.modules()):
-        if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedActivation)):
+        if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedLayerNorm, AlignedActivation)):
             continue
         for name, child in list(parent.named_children()):
             replacement = _aligned(child, operators, row_parallel, shared)
@@ -114,8 +97,8 @@ def _aligned(
 ) -> nn.Module | None:
     if type(module) is nn.Linear:
         return AlignedLinear(module, operators, row_parallel if module in shared else WHOLE)
-    if (eps := _rms_norm_eps(module)) is not None:
-        return AlignedRMSNorm(module, eps, operators)
+    if (norm := aligned_norm(module, operators)) is not None:
+        return norm
     if type(module) in _ACTIVATIONS and not list(module.parameters()):
         return AlignedActivation(module, operators)
     if has_usual_experts(module):
@@ -123,43 +106,28 @@ def _aligned(
     return None
 
 
+def unaligned_modules(model: nn.Module) -> list[str]:
+    """Names of the classes that hold parameters, or normalise, and are known to no one here.
+
+    What holds no parameters and is no norm maps elements one by one, as far as is known.
+    """
+    blocks = [m for m in model.modules() if any(map(has_usual_experts, m.children()))]
+    routing = {part for block in blocks for part in (block, *block.children())}
+    return sorted(
+        {
+            type(module).__name__
+            for module in model.modules()
+            if (
+                is_norm(module)
+                or {name for name, _ in module.named_parameters(recurse=False)} - SINKS
+            )
+            and not (type(module) is nn.Linear or norm_kind(module) or is_known_embedding(module))
+            and module not in routing
+        }
+    )
+
+
+SINKS = {"sinks"}
+"""What an attention module calls the parameter that it hands to its attention function."""
+
 _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}
-
-
-def _rms_norm_eps(module: nn.Module) -> float | None:
-    """The epsilon of a module that is transformers' usual RMS norm, else None."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or eps is None or weight is None:
-        return None
-    if isinstance(module, AlignedRMSNorm):
-        return None
-    x, probe_weight = probe(3, weight.shape[0], seed=1), probe(weight.shape[0], seed=2)
-    x, probe_weight = x.to(torch.bfloat16), probe_weight.to(torch.bfloat16)
-    try:
-        got = torch.func.functional_call(module, {"weight": probe_weight}, (x,))
-    except (RuntimeError, TypeError):  # takes other arguments, or other parameters
-        return None
-    rows = x.float()
-    rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
-    return eps if torch.equal(got, probe_weight * rows.to(x.dtype)) else None
-
-
-def _attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    attention_function: AttentionFunction,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D_v] out."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_function(q, k, v, scale)[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention_forward)

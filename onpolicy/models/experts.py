@@ -1,8 +1,9 @@
 """Mixture-of-experts layers by the aligned operators, in whatever Hugging Face model has them.
 
-transformers holds the experts of a layer in two parameters, and every class of experts says by
-flags how. The usual layout is replaced by `AlignedExperts`; others are left, and refused by name
-where bits are promised.
+transformers holds the experts of a layer in two parameters, maybe with biases, and every class of
+experts says by flags how (`use_experts_implementation`). `AlignedExperts` reads the flags and takes
+such a class's place; experts that are held in another way are left, and refused by name where bits
+are promised.
 
 A router is a few lines of the block around the experts, other ones in every architecture. So that
 block runs its own code, in which the functions that are not row-invariant are answered by the
@@ -23,25 +24,19 @@ from transformers.integrations.moe import _default_apply_gate
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.base import Operators
-from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel
-
-_USUAL_LAYOUT = {
-    "has_gate": True,
-    "has_bias": False,
-    "is_concatenated": True,
-    "is_transposed": False,
-}
 
 Choice = Callable[[Tensor, int], Tensor]
 """(what a router chose, int64 [..., k], out of how many) -> what it is to choose."""
 
 
 class AlignedExperts(nn.Module):
-    """All experts of a layer by `mix_experts`; takes over the parameters it replaces.
+    """All experts of a layer by `mix_experts`; takes over the parameters of the module it replaces.
 
-    gate_up_proj: [E, 2 I / P, H], gate before up; down_proj: [E, H, I / P], on each of P
-    tensor-parallel ranks.
+    gate_up_proj: [E, 2 I / P, H]; down_proj: [E, H, I / P], on each of P tensor-parallel ranks; both
+    with the last two axes exchanged if `is_transposed`. With biases gate_up_proj_bias: [E, 2 I / P];
+    down_proj_bias: [E, H]. The module's own gate, if it has one, runs its own code by the operators.
     """
 
     gate_up_proj: nn.Parameter
@@ -49,31 +44,59 @@ class AlignedExperts(nn.Module):
 
     def __init__(self, experts: Any, operators: Operators, row_parallel: RowParallel):
         super().__init__()
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        self.act_fn = experts.act_fn
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            self.register_parameter(name, parameter)
+            delattr(experts, name)
+        self.is_transposed = experts.is_transposed
+        self.own_gate = None if _has_default_gate(experts) else experts._apply_gate
+        self.act_fn = None if self.own_gate else experts.act_fn
         self.operators, self.row_parallel = operators, row_parallel
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], int64 [T, k], [T, k] -> [T, H]."""
+        gate_up, down = (
+            p.transpose(1, 2) if self.is_transposed else p
+            for p in (self.gate_up_proj, self.down_proj)
+        )
         return mix_experts(
             self.operators,
             hidden_states,
             top_k_index,
             top_k_weights,
-            self.gate_up_proj,
-            self.down_proj,
-            self.act_fn,
+            gate_up,
+            down,
+            self._gate_by_operators if self.own_gate else gated_halves(self.operators, self.act_fn),
             self.row_parallel,
+            gate_up_bias=getattr(self, "gate_up_proj_bias", None),
+            down_bias=getattr(self, "down_proj_bias", None),
         )
 
+    def _gate_by_operators(self, gate_up: Tensor) -> Tensor:
+        with torch._C._EnableTorchFunction(), _ByOperators(self.operators, None):
+            gated: Tensor = self.own_gate(gate_up)
+            return gated
 
-def has_usual_experts(module: nn.Module) -> bool:
-    """Whether `module` is a class of experts that `AlignedExperts` means the same as."""
-    return (
-        all(getattr(module, flag, None) is value for flag, value in _USUAL_LAYOUT.items())
-        and type(module)._apply_gate is _default_apply_gate  # type: ignore[attr-defined]
-        and {n for n, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
-    )
+
+def has_usual_experts(module: Any) -> bool:
+    """Whether `module` is a class of experts whose flags say all that `AlignedExperts` must know."""
+    if not getattr(module, "has_gate", False) or not hasattr(module, "is_transposed"):
+        return False
+    names = {"gate_up_proj", "down_proj"}
+    if module.has_bias:
+        names |= {f"{name}_bias" for name in names}
+    is_told = module.is_concatenated or not _has_default_gate(module)
+    return is_told and {name for name, _ in module.named_parameters(recurse=False)} == names
+
+
+def _has_default_gate(experts: Any) -> bool:
+    return type(experts)._apply_gate is _default_apply_gate
+
+
+def expert_sizes(experts: Any) -> tuple[int, int, int]:
+    """(experts E, intermediate I, hidden H) of a module that `has_usual_experts`, or one rank's I."""
+    num_experts, *sizes = experts.down_proj.shape
+    hidden, intermediate = reversed(sizes) if experts.is_transposed else sizes
+    return num_experts, intermediate, hidden
 
 
 def unusual_experts(model: nn.Module) -> list[str]:
@@ -93,12 +116,11 @@ def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
     """Distinct (experts E, intermediate I, hidden H, chosen per token k) of the model's layers."""
     chosen = getattr(model.config, "num_experts_per_tok", None)
     k = max(chosen) if isinstance(chosen, list) else chosen
-    layers: list[Any] = [module for module in model.modules() if has_usual_experts(module)]
-    return {(*layer.down_proj.transpose(1, 2).shape, k) for layer in layers}
+    return {(*expert_sizes(m), k) for m in model.modules() if has_usual_experts(m)}
 
 
 def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
-    """(out features, in features, no bias) of routers that call `F.linear` themselves."""
+    """(out features, in features, has bias) of routers that call `F.linear` themselves."""
     blocks = [block for block in model.modules() if any(map(has_usual_experts, block.children()))]
     routers: list[Any] = [
         child
@@ -106,7 +128,7 @@ def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
         for child in block.children()
         if not isinstance(child, nn.Linear) and hasattr(child, "weight")
     ]
-    return {(*router.weight.shape, False) for router in routers}
+    return {(*r.weight.shape, getattr(r, "bias", None) is not None) for r in routers}
 
 
 def route_by_operators(block: Any, operators: Operators) -> None:
@@ -123,6 +145,9 @@ def route_by_operators(block: Any, operators: Operators) -> None:
     for child in block.children():
         if isinstance(child, AlignedExperts) or not list(child.parameters(recurse=False)):
             child.forward = _outside(child.forward)
+        if isinstance(child, AlignedExperts) and not hasattr(block, "num_experts"):
+            # DeepSeek-V2's routing by groups reads it and does not set it (transformers 5.12.1).
+            block.num_experts = expert_sizes(child)[0]
 
 
 def _outside(forward: Callable[..., Any]) -> Callable[..., Any]:

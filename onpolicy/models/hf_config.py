@@ -12,9 +12,13 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.align import unaligned_modules
+from onpolicy.models.attention import layer_shapes
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import has_usual_experts, unusual_experts
+from onpolicy.models.logits import logits_rule
 from onpolicy.models.weight_files import stored_shapes
 from onpolicy.system.reading import read_json_object
 
@@ -71,6 +75,13 @@ def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedCo
             f"({in_one_line(error)}). Choose a checkpoint that transformers "
             f"{transformers.__version__} knows, or download it again."
         ) from error
+    if config.get_text_config() is not config:
+        architecture = (config.architectures or [config.model_type])[0]
+        raise ConfigError(
+            f"{flag}={path}: architecture={architecture} is made of several models "
+            f"({', '.join(config.sub_configs)}), and onpolicy trains causal language models. Choose a "
+            "checkpoint of a language model alone (*ForCausalLM), such as the one this was built on."
+        )
     for name in SIZES:
         size = getattr(config, name, None)
         if not isinstance(size, int) or size < 1:
@@ -89,9 +100,12 @@ def require_alignable(
     Raises ConfigError that names the property, its value and what is possible instead.
     """
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    problems = _problems(config, architecture, max_context_len)
-    if experts := _num_experts(config):
-        problems += _problems_of_experts(empty_causal_lm(config, trust_remote_code), experts)
+    problems = _problems(config, architecture)
+    if not problems:
+        problems = _problems_of_model(empty_causal_lm(config, trust_remote_code), config)
+    if not problems:
+        layers = layer_shapes(config, trust_remote_code)
+        problems = _problems_of_attention(config, layers, max_context_len)
     for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
@@ -99,7 +113,7 @@ def require_alignable(
         )
 
 
-def _problems(config: PretrainedConfig, architecture: str, max_context_len: int) -> list[str]:
+def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
     def value(name: str) -> Any:
         return getattr(config, name, None)
 
@@ -107,29 +121,55 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
     model_class = getattr(transformers, architecture, None)
     if not architecture.endswith("ForCausalLM"):
         problems.append("which is not a causal language model (*ForCausalLM)")
+    elif getattr(model_class, "_is_stateful", False):
+        problems.append(
+            "which has linear attention or state-space layers: a prompt and a decoded token go "
+            "through different formulas, whose bits differ"
+        )
     elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
         problems.append("which transformers cannot run with another attention function")
-    if kinds := sorted(set(value("layer_types") or ()) - {"full_attention"}):
-        problems.append(f"layer_types={kinds}: only full attention has an aligned operator")
-    window = value("sliding_window")
-    if window and window < max_context_len:  # some configurations say 0 for none
+    if kinds := sorted(set(value("layer_types") or ()) - {"full_attention", "sliding_attention"}):
         problems.append(
-            f"sliding_window={window}, smaller than the longest context {max_context_len}: SGLang's "
-            "transformers backend ignores the window and the trainer would not"
+            f"layer_types={kinds}: only full and sliding attention have aligned operators"
         )
     rope = value("rope_parameters") or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        problems.append(
-            f"rope_type={rope['rope_type']}: its angles depend on the other sequences of a batch"
-        )
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "quantization_config"):
-        if value(name):
-            problems.append(f"{name}={value(name)}: has no aligned operator")
-    for name in ("logit_scale", "logits_scaling"):
-        if value(name) not in (None, 1, 1.0):
+    for one in (rope, *(x for x in rope.values() if isinstance(x, dict))):  # one per kind of layer
+        if one.get("rope_type") in ("dynamic", "longrope"):
             problems.append(
-                f"{name}={value(name)}: logits are scaled differently by the two engines"
+                f"rope_type={one['rope_type']}: its angles depend on the other sequences of a batch"
             )
+    if value("clip_qkv") is not None:
+        problems.append(f"clip_qkv={value('clip_qkv')}: transformers clips what a gradient needs")
+    if quantization := value("quantization_config"):
+        method = getattr(quantization, "get", lambda _: None)("quant_method")
+        problems.append(
+            f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
+            "aligned operators; let transformers save it dequantized"
+        )
+    return problems
+
+
+def _problems_of_attention(
+    config: PretrainedConfig, layers: list[AttentionShape], max_context_len: int
+) -> list[str]:
+    """What the configuration says of attention, and the layers' calls of it do not."""
+    softcap = getattr(config, "attn_logit_softcapping", None) or None
+    window = getattr(config, "sliding_window", None) or None  # some configurations say 0 for none
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
+    wanted = [window if one == "sliding_attention" else None for one in types]
+    problems = []
+    if len(layers) != config.num_hidden_layers:
+        problems.append(
+            f"num_hidden_layers={config.num_hidden_layers}, of which {len(layers)} call an attention "
+            "function: the others have no aligned operator"
+        )
+    elif window and window < max_context_len and [x.window for x in layers] != wanted:
+        problems.append(
+            f"sliding_window={window}, smaller than the longest context {max_context_len}: its layers "
+            "do not say so to their attention function, where aligned operators would learn of it"
+        )
+    if any(x.softcap != softcap for x in layers):
+        problems.append(f"attn_logit_softcapping={softcap}: its layers do not ask for it")
     return problems
 
 
@@ -140,17 +180,32 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 def _num_experts(config: PretrainedConfig) -> str:
     """The configuration's number of experts as `name=value`, empty for a dense model."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if getattr(config, name, None):
             return f"{name}={getattr(config, name)}"
     return ""
 
 
+def _problems_of_model(model: PreTrainedModel, config: PretrainedConfig) -> list[str]:
+    experts = _num_experts(config)
+    problems = _problems_of_experts(model, experts) if experts else []
+    if classes := unaligned_modules(model):
+        problems.append(f"{', '.join(classes)}: has no aligned operator")
+    head: Any = model.get_output_embeddings()
+    if head.bias is not None:
+        problems.append(
+            "a bias in the output projection: SGLang's transformers backend leaves it out"
+        )
+    if logits_rule(model) is None:
+        problems.append("what its forward pass does to logits has no aligned operator")
+    return problems
+
+
 def _problems_of_experts(model: PreTrainedModel, num_experts: str) -> list[str]:
     if classes := unusual_experts(model):
         return [
-            f"{num_experts} in {', '.join(classes)}: only experts of two parameters, gate_up_proj "
-            "[E, 2 I, H] with the gate first and down_proj [E, H, I], have an aligned operator"
+            f"{num_experts} in {', '.join(classes)}: only experts that transformers holds in "
+            "gate_up_proj and down_proj, with or without biases, have an aligned operator"
         ]
     if not any(has_usual_experts(module) for module in model.modules()):
         return [f"{num_experts}: none of its modules is known to hold experts"]

@@ -6,6 +6,9 @@ own code, in which that function's name means the operator. This is done to one 
 file, and other models in this process stay as they are. Another rotary embedding (interleaved, of
 several axes) stays too, in both engines, and so does a call that the operator was not made for: one
 that rotates a part of each head, or has its axes in another order.
+
+One other cannot stay: DeepSeek-V2's, a product of complex numbers. Whether its kernels fuse a product
+with a sum depends on where an element stands, so it is written out in real numbers.
 """
 
 from __future__ import annotations
@@ -33,22 +36,54 @@ def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
     called: dict[str, Any] = {
         name: forward.__globals__.get(name) for name in forward.__code__.co_names
     }
-    usual = {name: _by_operators(f, module) for name, f in called.items() if is_usual_rotary(f)}
-    if usual:
+    own = {name: _by_operators(f, module) for name, f in called.items() if is_usual_rotary(f)}
+    own |= {name: rotate_pairs for name, f in called.items() if is_complex_rotary(f)}
+    if own:
         module.operators = operators  # type: ignore[assignment]
-        module.forward = MethodType(_rebound(forward, usual), module)
+        module.forward = MethodType(_rebound(forward, own), module)
 
 
 def is_usual_rotary(function: Any) -> bool:
     """Whether it is a function of (q, k, cos, sin) with the bits of transformers' usual one."""
-    if not callable(function) or isinstance(function, type):
+    return _takes(function, "q", "k", "cos", "sin") and _has_usual_bits(function)
+
+
+def is_complex_rotary(function: Any) -> bool:
+    """Whether it is a function of (xq, xk, freqs_cis) that means the same as `rotate_pairs`."""
+    return _takes(function, "xq", "xk", "freqs_cis") and _turns_pairs(function)
+
+
+def _takes(function: Any, *names: str) -> bool:
+    if not isinstance(function, FunctionType):
         return False
+    return tuple(inspect.signature(function).parameters)[: len(names)] == names
+
+
+def rotate_pairs(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """`x * freqs_cis` in float32, where two neighbours in a head are one complex number.
+
+    xq: [B, H, T, D], xk: [B, H_kv, T, D], freqs_cis: complex64 [B, T, D / 2] -> xq and xk, rotated.
+    Every product and sum is rounded. Source: transformers' modeling_deepseek_v2.apply_rotary_emb.
+    """
+    cos, sin = freqs_cis[:, None].real, freqs_cis[:, None].imag
+
+    def rotated(x: Tensor) -> Tensor:
+        real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = real * cos - imaginary * sin, real * sin + imaginary * cos
+        return torch.stack(turned, -1).flatten(-2).type_as(x)
+
+    return rotated(xq), rotated(xk)
+
+
+@cache
+def _turns_pairs(function: Rotary) -> bool:
+    q, k = (probe(2, heads, 5, 8, seed=heads) for heads in (4, 2))
+    turns = torch.complex(*(probe(2, 5, 4, seed=seed) for seed in (5, 6)))
     try:
-        return list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"] and (
-            _has_usual_bits(function)
-        )
-    except (TypeError, ValueError):  # no signature, or one that cannot be kept in a cache
+        got = function(q, k, turns)
+    except Exception:  # of a function that takes other shapes
         return False
+    return all(map(torch.allclose, got, rotate_pairs(q, k, turns)))
 
 
 @cache

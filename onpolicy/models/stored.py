@@ -9,6 +9,7 @@ implementation of a model knows.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -22,11 +23,17 @@ def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[st
     holds something that is no part of `tensor`.
     """
     stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
-    memory = tensor.untyped_storage().data_ptr()
-    if any(view.untyped_storage().data_ptr() != memory for view in stored.values()):
+    memory = _memory(tensor)
+    if any(_memory(view) != memory for view in stored.values()):
         raise ConfigError(
             f"parameter={name}: transformers stores it in a checkpoint in another order "
             f"({', '.join(sorted(stored))[:200]}), so it cannot be pushed to an engine piece by "
             "piece. Choose another checkpoint."
         )
     return stored
+
+
+def _memory(tensor: Tensor) -> int:
+    """Which memory a tensor is a view of; known on the meta device too."""
+    memory: int = StorageWeakRef(tensor.untyped_storage()).cdata
+    return memory

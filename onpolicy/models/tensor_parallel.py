@@ -16,48 +16,99 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.empty import empty_causal_lm
 
-ROWWISE = {
-    "rowwise",
-    "rowwise_rep",
-    "rowwiseparallel",
-    "packed_rowwise",
-    "local_rowwise",
-    "local_packed_rowwise",
+STYLES = {
+    "colwise": "colwise",
+    "colwiseparallel": "colwise",
+    "local_colwise": "colwise",
+    "packed_colwise": "colwise",
+    "colwise_rep": "colwise_rep",
+    "colwise_gather_output": "colwise_rep",
+    "rowwise": "rowwise",
+    "rowwiseparallel": "rowwise",
+    "local_rowwise": "rowwise",
+    "packed_rowwise": "rowwise",
+    "local_packed_rowwise": "rowwise",
+    "rowwise_rep": "rowwise_rep",
+    "rowwise_split_input": "rowwise_rep",
+    "isolated": "replicate",
+    "local": "replicate",
+    "moe_tp_experts": "replicate",
+    "replicate": "replicate",
+    "replicated_with_grad_allreduce": "replicate",
 }
-"""Styles of a plan under which SGLang gives each rank a part of K."""
+"""Styles of a plan, and what SGLang does with a linear layer of each. The two of transformers 5 that
+SGLang lacks are those it has under other names (`sglang_patches/linear.py` tells it)."""
+
+ROWWISE = {"rowwise", "rowwise_rep"}
+"""What gives each rank a part of K."""
+
+WHOLE = "replicate"
+"""What is done with a linear that no pattern matches, and on one rank with one of an unknown style."""
+
+
+def engine_style(style: str) -> str:
+    """SGLang's name for a plan's style; an unknown one leaves the layer whole on every rank."""
+    return STYLES.get(_plain(style), WHOLE)
+
+
+def _plain(style: str) -> str:
+    return style.lower().replace("-", "_")
 
 
 def row_parallel_linears(model: PreTrainedModel) -> set[nn.Linear]:
     """The linears of a causal LM whose K the model's plan shares out."""
+    styles = _styles_of_linears(model)
+    return {linear for linear, style in styles.items() if engine_style(style) in ROWWISE}
+
+
+def unknown_styles(model: PreTrainedModel) -> list[str]:
+    """Styles of the model's linears of which it is not known how ranks share them."""
+    styles = _styles_of_linears(model).values()
+    # SGLang cuts a packed layer's columns as if it held one matrix.
+    return sorted({s for s in styles if _plain(s) not in STYLES or _plain(s) == "packed_colwise"})
+
+
+def _styles_of_linears(model: PreTrainedModel) -> dict[nn.Linear, str]:
     plan = {
-        "model." + re.sub(r"^(\^?)model(\\?)\.", r"\1", pattern): style.lower().replace("-", "_")
+        "model." + re.sub(r"^(\^?)model(\\?)\.", r"\1", pattern): style
         for pattern, style in (model.config.base_model_tp_plan or {}).items()
     }
 
-    def style(name: str) -> str | None:
-        return next((plan[pattern] for pattern in plan if re.match(pattern, f"model.{name}")), None)
+    def style(name: str) -> str:
+        matches = (plan[pattern] for pattern in plan if re.match(pattern, f"model.{name}"))
+        return next(matches, WHOLE)
 
     return {
-        module
+        module: style(name)
         for name, module in model.base_model.named_modules()
-        if isinstance(module, nn.Linear) and style(name) in ROWWISE
+        if isinstance(module, nn.Linear)
     }
 
 
 def require_shardable(
-    config: PretrainedConfig, shapes: OperatorShapes, *, tp_size: int, blocks: int
+    config: PretrainedConfig,
+    shapes: OperatorShapes,
+    *,
+    tp_size: int,
+    blocks: int,
+    trust_remote_code: bool = False,
 ) -> None:
     """Refuse a model that `tp_size` ranks cannot share, or whose sums `blocks` cannot cut.
 
     Raises ConfigError that names the size, the rule and the remedy.
     """
-    for problem in _problems(config, shapes, tp_size, blocks):
+    for problem in _problems(config, shapes, tp_size, blocks, trust_remote_code):
         raise ConfigError(problem)
 
 
 def _problems(
-    config: PretrainedConfig, shapes: OperatorShapes, tp_size: int, blocks: int
+    config: PretrainedConfig,
+    shapes: OperatorShapes,
+    tp_size: int,
+    blocks: int,
+    trust_remote_code: bool,
 ) -> Iterator[str]:
     if blocks > 1 and not config.base_model_tp_plan:
         yield (
@@ -65,10 +116,18 @@ def _problems(
             "base_model_tp_plan, so nothing says which of its layers tensor parallelism cuts. Use "
             "--sglang-tp-size 1 and leave the blocks out."
         )
-    for name, heads in (("heads", shapes.heads), ("kv_heads", shapes.kv_heads)):
-        if heads % tp_size:
+    if blocks > 1 and (styles := unknown_styles(empty_causal_lm(config, trust_remote_code))):
+        yield (
+            f"--row-parallel-blocks={blocks}: the plan of model_type={config.model_type} calls layers "
+            f"{', '.join(styles)}, and SGLang's transformers backend cannot share them out. Use "
+            "--sglang-tp-size 1 and leave the blocks out."
+        )
+    counts = {f"heads={kind.heads}": kind.heads for kind in shapes.attention}
+    counts |= {f"kv_heads={kind.kv_heads}": kind.kv_heads for kind in shapes.attention}
+    for name, count in counts.items():
+        if count % tp_size:
             yield (
-                f"--sglang-tp-size={tp_size}: does not divide {name}={heads}, which ranks share "
+                f"--sglang-tp-size={tp_size}: does not divide {name}, which ranks share "
                 "equally (SGLang's transformers backend keeps no copies). Choose a divisor."
             )
     inner = {f"in_features={k}": k for _, k, _ in shapes.row_linear}

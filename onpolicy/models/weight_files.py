@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
@@ -35,7 +35,7 @@ def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
     Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
     """
     tensors: dict[str, Tensor] = {}
-    for file in _files(directory, flag):
+    for file in weight_files(directory, flag):
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118 (it is no mapping)
@@ -48,7 +48,11 @@ def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _files(directory: Path, flag: str) -> list[Path]:
+def weight_files(directory: Path, flag: str) -> list[Path]:
+    """The checkpoint's files, those of its index if it has one.
+
+    Raises ConfigError, which blames `flag`, if one is missing.
+    """
     names = sorted(file.name for file in directory.glob("*.safetensors"))
     if (directory / INDEX).exists():
         names = _indexed_names(directory / INDEX, f"{flag}={directory}: {INDEX}")
@@ -84,29 +88,40 @@ def require_fit(
     trust_remote_code: bool = False,
     flag: str = "--hf-checkpoint",
 ) -> None:
-    """Raise ConfigError unless the weights are those of a model of this configuration.
-
-    transformers itself decides, by the code that will load them, which renames and fuses tensors.
-    """
+    """Raise ConfigError unless the weights are those of a model of this configuration."""
     if getattr(config, "quantization_config", None):
         return  # its tensors have the shapes that another package gives them
+    try:
+        matched_model(path, config, trust_remote_code, flag)
+    except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
+        logger.debug("the sizes of %s were not compared (%s)", path, error)
+
+
+def matched_model(
+    path: str,
+    config: PretrainedConfig,
+    trust_remote_code: bool = False,
+    flag: str = "--hf-checkpoint",
+) -> PreTrainedModel:
+    """The model on the meta device, as transformers loads it from this checkpoint.
+
+    transformers itself decides which tensors are renamed and fused, and the model remembers. Raises
+    ConfigError unless the weights are those of a model of this configuration.
+    """
     stored = stored_shapes(Path(path), flag)
     with _quiet():
         model = empty_causal_lm(config, trust_remote_code)
         tied = getattr(model, "all_tied_weights_keys", {})
         weights = {k: v for k, v in stored.items() if tied.get(k) not in stored}
-        try:
-            loaded: Any = type(model).from_pretrained(
-                None,
-                config=config,
-                state_dict=weights,
-                device_map="meta",
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
-            logger.debug("the sizes of %s were not compared (%s)", path, error)
-            return
+        loaded: Any = type(model).from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    matched: PreTrainedModel = loaded[0]
     info = loaded[1]
     _require_none(
         [f"{name} {list(has)} for {list(needs)}" for name, has, needs in info["mismatched_keys"]],
@@ -118,6 +133,7 @@ def require_fit(
         ("unexpected_keys", "it has tensors that the model of its config.json does not know"),
     ):
         _require_none(sorted(info[kind]), problem, f"{flag}={path}")
+    return matched
 
 
 def _require_none(found: list[str], problem: str, name: str) -> None:

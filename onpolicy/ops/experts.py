@@ -11,10 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+
+Gate = Callable[[Tensor], Tensor]
+"""What stands between an expert's two products: [S, 2 I] -> [S, I]."""
+
+
+def gated_halves(operators: Operators, activation: Callable[[Tensor], Tensor]) -> Gate:
+    """The usual gate, `activation(gate) * up`, of rows that hold the gate before up."""
+    return lambda gate_up: operators.gated(activation, *gate_up.chunk(2, dim=-1))
 
 
 def mix_experts(
@@ -24,21 +33,27 @@ def mix_experts(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: Callable[[Tensor], Tensor],
+    gate: Gate,
     row_parallel: RowParallel,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`sum_j weights[:, j] * down[e_j](activation(gate[e_j](x)) * up[e_j](x))`, e = experts.
+    """`sum_j weights[:, j] * down[e_j](gate(gate_up[e_j](x)))`, e = experts.
 
-    x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H], gate before up;
-    down: [E, H, I]. Returns [T, H] in the dtype of `x`. With P tensor-parallel ranks every rank
-    holds I / P of the intermediate axis of all experts.
+    x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H] and [E, 2 I];
+    down: [E, H, I] and [E, H]. Returns [T, H] in the dtype of `x`. With P tensor-parallel ranks
+    every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole.
     """
     tokens, k = experts.shape
-    rows = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
+    rows, chosen = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1), experts.reshape(-1)
     outputs = expert_outputs(
-        operators, rows, experts.reshape(-1), gate_up, down, activation, row_parallel
+        operators, rows, chosen, gate_up, down, gate, row_parallel, gate_up_bias
     )
-    return mix_outputs(outputs, weights, row_parallel).to(x.dtype)
+    mixed = mix_outputs(outputs, weights, row_parallel)
+    if down_bias is not None:  # once, and not on every rank
+        mixed = mixed + mix_outputs([_biases(chosen, down_bias)], weights, WHOLE)
+    return mixed.to(x.dtype)
 
 
 def expert_outputs(
@@ -47,8 +62,9 @@ def expert_outputs(
     experts: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: Callable[[Tensor], Tensor],
+    gate: Gate,
     row_parallel: RowParallel,
+    gate_up_bias: Tensor | None = None,
 ) -> list[Tensor]:
     """What its expert makes of each row, in this rank's blocks of the sum over I.
 
@@ -56,12 +72,20 @@ def expert_outputs(
     """
     chosen, order = experts.sort(stable=True)
     offsets = torch.searchsorted(chosen, torch.arange(len(gate_up) + 1, device=rows.device))
-    gate, up = operators.grouped_linear(rows[order], gate_up, offsets).chunk(2, dim=-1)
-    hidden = operators.gated(activation, gate, up)
+    if gate_up_bias is None:
+        hidden = gate(operators.grouped_linear(rows[order], gate_up, offsets))
+    else:
+        sums = operators.grouped_partial_linear(rows[order], gate_up, offsets)
+        hidden = gate((sums + _biases(chosen, gate_up_bias)).to(rows.dtype))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=rows.device)
     pairs = zip(row_parallel.split(hidden), row_parallel.split(down), strict=True)
     return [operators.grouped_partial_linear(*pair, offsets)[back] for pair in pairs]
+
+
+def _biases(experts: Tensor, bias: Tensor) -> Tensor:
+    """Of each row's expert: int64 [S], [E, N] -> float32 [S, N], the dtype gradients are summed in."""
+    return F.embedding(experts, bias.float())
 
 
 def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, row_parallel: RowParallel) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -21,6 +23,7 @@ def token_log_probs(
     targets: Tensor,
     temperature: Tensor,
     vocabulary: VocabParallel | None = None,
+    finish: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> tuple[Tensor, Tensor]:
     """`log_softmax(float32(hidden @ weight.T + bias) / temperature)` at `targets`, and the entropy.
 
@@ -30,10 +33,12 @@ def token_log_probs(
 
     With a `vocabulary`, `weight` and `bias` are this rank's rows of it, and so are their gradients;
     the gradient of `hidden` is this rank's part of a sum over the ranks.
+
+    `finish` maps every logit by itself, before anything else is done with it (`models/logits.py`).
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
     result: tuple[Tensor, Tensor] = _TokenLogProbs.apply(
-        operators, hidden, weight, bias, targets, temperature, vocabulary
+        operators, hidden, weight, bias, targets, temperature, vocabulary, finish
     )
     return result
 
@@ -59,15 +64,17 @@ class _TokenLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         vocabulary: VocabParallel,
+        finish: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(log_probs)
         for rows in _chunks(hidden, vocabulary):
-            logits = vocabulary.gather(operators.linear(hidden[rows], weight, bias))
+            logits = vocabulary.gather(finish(operators.linear(hidden[rows], weight, bias)))
             log_probs[rows], entropy[rows] = operators.gather_log_probs(
                 logits, temperature[rows, None], targets[rows]
             )
         ctx.operators, ctx.vocabulary = operators, vocabulary  # type: ignore[attr-defined]
+        ctx.finish = finish  # type: ignore[attr-defined]
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -84,7 +91,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in _chunks(hidden, vocabulary):
             part = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
-                mine = operators.linear(part, *head)
+                mine = ctx.finish(operators.linear(part, *head))  # type: ignore[attr-defined]
             logits = vocabulary.gather(mine.detach())
             grad_logits = operators.grad_logits(
                 logits, temperature[rows, None], targets[rows], grad[rows]
@@ -99,6 +106,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             grad_weight,
             grad_bias[0] if grad_bias else None,
+            None,
             None,
             None,
             None,

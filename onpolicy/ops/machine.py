@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 DISTRIBUTIONS = {"triton": "triton", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
 """Modules that the GPU operators import, and the packages they come in."""
 
 OLDEST = {"triton": (3, 6)}
 """Triton's comes with torch 2.11, the oldest that a supported SGLang runs on."""
+
+COMPILED_HERE = frozenset({"deep_gemm"})
+"""Modules whose kernels are compiled when they are first needed, with a CUDA toolkit."""
 
 INSTALL = "Install what is missing with: pip install -e '.[gpu]'"
 
@@ -27,6 +33,9 @@ class Machine:
     packages: Mapping[str, str]
     """Modules of DISTRIBUTIONS that are there, and their versions. Example: {"triton": "3.6.0"}"""
 
+    cuda_toolkit: str | None = None
+    """Where the CUDA toolkit is that compiles kernels, None without one. Example: /usr/local/cuda"""
+
     @staticmethod
     def here() -> Machine:
         """The machine that this process runs on."""
@@ -34,7 +43,11 @@ class Machine:
 
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         found = {name for name in DISTRIBUTIONS if importlib.util.find_spec(name) is not None}
-        return Machine(capability=capability, packages={name: _version(name) for name in found})
+        return Machine(
+            capability=capability,
+            packages={name: _version(name) for name in found},
+            cuda_toolkit=find_cuda_toolkit(),
+        )
 
     @property
     def capability_name(self) -> str:
@@ -49,12 +62,26 @@ class Machine:
                     f"{module} is missing, which {backend} operators call (package "
                     f"{DISTRIBUTIONS[module]}, in the version that SGLang asks for). {INSTALL}"
                 )
+            if module in COMPILED_HERE and self.cuda_toolkit is None:
+                return (
+                    f"no CUDA toolkit (nvcc) is there, with which {module} compiles the kernels of "
+                    f"{backend} operators. Install one of the version that torch was built with and set "
+                    "CUDA_HOME to it, or choose --operators triton."
+                )
         for module in OLDEST.keys() & set(modules):
             oldest, numbers = OLDEST[module], re.match(r"(\d+)\.(\d+)", self.packages[module])
             if numbers and tuple(map(int, numbers.groups())) < oldest:
                 wanted = ".".join(map(str, oldest))
                 return f"{module}=={self.packages[module]}: must be at least {wanted}. {INSTALL}"
         return None
+
+
+def find_cuda_toolkit() -> str | None:
+    """Where DeepGEMM would look for it (deep_gemm/cuda_helpers.py of sgl-deep-gemm)."""
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    compiler = shutil.which("nvcc")
+    found = given or (str(Path(compiler).parent.parent) if compiler else "/usr/local/cuda")
+    return found if Path(found).is_dir() else None
 
 
 def _version(module: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 
@@ -11,6 +12,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from onpolicy.outputs.console import duration, elapsed
+from onpolicy.system.ranks import is_first_rank
 from onpolicy.types import RunSummary
 
 RECENT = 20
@@ -18,6 +20,11 @@ RECENT = 20
 
 SILENCE = 60.0
 """Seconds after which a line says how far the sampling is, where there is no bar."""
+
+PHASE_SILENCE = 15.0
+"""The same of a phase of a command that ends within minutes."""
+
+logger = logging.getLogger(__name__)
 
 
 class Progress:
@@ -84,6 +91,49 @@ class Progress:
         self._spoken = elapsed()
         if not self._console.is_terminal:
             self._console.print(line, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class Phases:
+    """The phase that a command is in, on standard error: a bar, or lines without a terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True, soft_wrap=True)
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal or not is_first_rank(),
+        )
+        self._has_bar, self._spoken = console.is_terminal, elapsed()
+        self._what, self._total = "", 0
+        self._bar.start()
+
+    def begin(self, what: str, total: int = 0) -> None:
+        """A new phase, of `total` steps if they can be counted."""
+        self._end()
+        self._what, self._total, self._spoken = what, total, elapsed()
+        logger.info("%s", what)
+        if total:
+            self._task = self._bar.add_task(what, total=total)
+
+    def advance(self, done: int) -> None:
+        """So many steps of the phase are done."""
+        if not self._total:
+            return
+        self._bar.update(self._task, completed=done)
+        if elapsed() - self._spoken > PHASE_SILENCE and not self._has_bar:
+            self._spoken = elapsed()
+            logger.info("%s: %d of %d", self._what, done, self._total)
+
+    def _end(self) -> None:
+        if self._total:
+            self._bar.remove_task(self._task)
+            self._total = 0
 
     def close(self) -> None:
         self._bar.stop()

@@ -16,9 +16,20 @@ CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
+MEMORY_FRACTION = "0.95"
+
+MAX_CONCURRENCY = 256
 
 CONTEXT_MARGIN = 2
 """Tokens that SGLang keeps free at the end of the context."""
+
+CACHE_MARGIN = 8
+"""Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
+
+
+COLOCATED_FRACTION = 0.4
+"""--sglang-mem-fraction-static of a server that shares its GPUs, unless it is given: the part of a GPU
+for its weights and its cache. SGLang's own default leaves nothing for anyone else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +42,20 @@ class EngineSpec:
     api_key: str
     seed: int
     num_threads: int
-    max_concurrency: int = 256
+    max_concurrency: int = MAX_CONCURRENCY
     """Requests in flight."""
 
-    cache_tokens: int
-    """Size of the key/value cache of a CPU engine."""
+    cache_tokens: int = 0
+    """Size of the key/value cache that is asked for; 0 takes what the GPU has room for."""
+
+    longest_sequence: int = 0
+    """Tokens of the longest prompt and response that must fit the cache; 0: not known."""
 
     first_gpu: int = 0
     """The first of the GPUs of this engine, where there are any."""
+
+    shares_gpus: bool = False
+    """Whether the trainer computes on them too (--colocate)."""
 
     weight_format: str = ""
     """--rollout-weight-format, where SGLang rounds the weights itself."""
@@ -58,6 +75,16 @@ class EngineSpec:
         """The secrets among those flags."""
         given = secrets.split(self.sglang_args)[1]
         return {flag: secrets.reveal(flag, value) for flag, value in given.items()}
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of the server."""
+        return tensor_parallel_size(self.sglang_args)
+
+    @property
+    def needed_tokens(self) -> int:
+        """What the cache of any engine must hold, whoever started it: one sequence."""
+        return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
 
     @property
     def admin_api_key(self) -> str:
@@ -90,6 +117,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--enable-deterministic-inference",
             "--model-impl", "transformers",
             "--sampling-backend", "pytorch",
+            # The cache keeps every key: windows are a rule on positions.
+            "--disable-hybrid-swa-memory",
         ]  # fmt: skip
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 
@@ -105,8 +134,9 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
         "--device", "cpu",
         "--attention-backend", "torch_native",
         "--disable-overlap-schedule",
-        # SGLang sizes its cache by the whole machine's memory; on a CPU others live there too.
-        "--mem-fraction-static", "0.1",
+        # A share of the memory that is free for weights and cache; the next flag says how much of
+        # it the cache takes. Where that is not there, the server reports less, and is refused.
+        "--mem-fraction-static", MEMORY_FRACTION,
         "--max-total-tokens", str(spec.cache_tokens),
     ]  # fmt: skip
 
@@ -116,6 +146,8 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
+    if spec.shares_gpus:
+        flags += ["--mem-fraction-static", str(COLOCATED_FRACTION)]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
 
 

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ContractError, EngineError
+from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup, SamplingJob
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
@@ -42,7 +43,7 @@ class SglangGroup(RolloutGroup):
         make_server: MakeServer = EngineServer,
         make_client: MakeClient = EngineClient,
     ):
-        self.config, self.contract = config, spec.contract
+        self.config, self.contract, self._spec = config, spec.contract, spec
         self.servers: list[EngineServer] = []
         self.on_progress = lambda done, tokens: None
         self._self_check: dict[str, str] = {}
@@ -66,6 +67,11 @@ class SglangGroup(RolloutGroup):
         for server in self.servers:
             server.start()
             logger.info("starting an SGLang server; its log: %s", server.log_file)
+        if self.config.colocate:
+            # SGLang takes a part of what is free, so it measures before the trainer allocates.
+            logger.info("waiting for the servers, which share GPUs with the trainer")
+            for server in self.servers:
+                server.wait_until_healthy(self.config.rollout_start_timeout)
 
     def connect(self, self_check: dict[str, str]) -> None:
         self._self_check = self_check
@@ -78,10 +84,28 @@ class SglangGroup(RolloutGroup):
         for server in servers:
             server.wait_until_healthy(self.config.rollout_start_timeout)
         for client in clients:
-            self._require_contract(client)
+            report = client.report()
+            self._require_contract(client, report)
+            self._require_cache(client, report["cache_tokens"])
 
-    def _require_contract(self, client: EngineClient) -> None:
-        report = client.report()
+    def _require_cache(self, client: EngineClient, found: int) -> None:
+        """SGLang takes a smaller cache where memory is short, and tells its log alone."""
+        asked = self._spec.cache_tokens if client in self._server_of else 0
+        if found < asked:
+            raise ConfigError(
+                f"{client.url}: --sglang-max-total-tokens={asked} are asked for, and the server found "
+                f"memory for a cache of {found} tokens. Free some memory, ask for fewer tokens (the "
+                f"longest sequence needs {self._spec.needed_tokens}), or raise "
+                "--sglang-mem-fraction-static if you gave one."
+            )
+        if found < self._spec.needed_tokens:
+            raise ConfigError(
+                f"{client.url}: its cache holds {found} tokens, and the longest prompt and response "
+                f"need {self._spec.needed_tokens}. Start it with more memory "
+                "(--sglang-mem-fraction-static, --sglang-max-total-tokens), or sample shorter responses."
+            )
+
+    def _require_contract(self, client: EngineClient, report: dict[str, Any]) -> None:
         theirs = NumericsContract.from_json(report["contract"])
         if theirs.fingerprint != self.contract.fingerprint:
             raise ContractError(

@@ -37,7 +37,13 @@ def contract_for(
     backend = "stock"
     if aligned:
         tp_size = tensor_parallel_size(config.sglang_args)
-        require_shardable(hf_config, shapes, tp_size=tp_size, blocks=blocks)
+        require_shardable(
+            hf_config,
+            shapes,
+            tp_size=tp_size,
+            blocks=blocks,
+            trust_remote_code=model.trust_remote_code,
+        )
         asked = config.operators.operators
         backend = choose_backend(asked, model.dtype, shapes, blocks, Machine.here())
         logger.info("aligned operators: %s, %s", backend, model.dtype)

@@ -9,36 +9,52 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import ServerConfig
+from onpolicy.config.groups import EngineConfig, ServerConfig
 from onpolicy.config.secrets import reveal
-from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.rollout.base import RolloutGroup
-from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.colocation import require_shareable
 from onpolicy.run.placement import cache_tokens, require_gpus, share_of_cores
 from onpolicy.train import distributed
 
 
 def make_rollout_group(
-    config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract, logs: Path
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    logs: Path,
+    longest_sequence: int = 0,
 ) -> RolloutGroup:
     """The rollout's servers, not started yet."""
-    return SglangGroup(config.engine, rollout_spec(config, hf_config, contract), logs)
+    spec = rollout_spec(config, hf_config, contract, longest_sequence)
+    return SglangGroup(config.engine, spec, logs)
 
 
 def rollout_spec(
-    config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int = 0,
 ) -> EngineSpec:
-    """What each of the rollout's servers is. Raises ConfigError if the host has too few GPUs."""
+    """What each of the rollout's servers is; its cache holds a sequence of `longest_sequence` tokens,
+    or of the model's context if that is not known.
+
+    Raises ConfigError if the host's GPUs are too few or too small.
+    """
     engine = config.engine
     if contract.device == "cuda":
         require_gpus(config)
+    if engine.colocate:
+        require_shareable(config, contract)
+    requests = engine.rollout_max_concurrency
     return replace(
-        _spec(config, engine, engine.rollout_num_engines, hf_config, contract),
-        max_concurrency=engine.rollout_max_concurrency,
-        first_gpu=distributed.local_world_size(),
+        _spec(config, engine, hf_config, contract, longest_sequence, requests),
+        first_gpu=0 if engine.colocate else distributed.local_world_size(),
+        shares_gpus=engine.colocate,
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
     )
@@ -48,17 +64,19 @@ def serve_spec(
     config: ServeConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
     """What the server of `onpolicy serve` is."""
-    spec = _spec(config, config.server, 1, hf_config, contract)
+    spec = _spec(config, config.server, hf_config, contract)
     return replace(spec, serves_text=config.serves_text)
 
 
 def _spec(
     config: TrainConfig | ServeConfig,
     server: ServerConfig,
-    num_servers: int,
     hf_config: PretrainedConfig,
     contract: NumericsContract,
+    longest_sequence: int = 0,
+    max_concurrency: int = MAX_CONCURRENCY,
 ) -> EngineSpec:
+    num_servers = server.rollout_num_engines if isinstance(server, EngineConfig) else 1
     num_processes = num_servers * tensor_parallel_size(config.sglang_args)
     return EngineSpec(
         hf_checkpoint=config.model.hf_checkpoint,
@@ -67,10 +85,27 @@ def _spec(
         api_key=reveal("--rollout-api-key", server.rollout_api_key) or secrets.token_hex(24),
         seed=config.seed,
         num_threads=server.cpu_threads or share_of_cores(num_processes),
-        cache_tokens=cache_tokens(hf_config, contract),
+        max_concurrency=max_concurrency,
+        longest_sequence=longest_sequence,
+        cache_tokens=_cache_tokens(config, hf_config, contract, longest_sequence, max_concurrency),
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )
+
+
+def _cache_tokens(
+    config: TrainConfig | ServeConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int,
+    requests: int,
+) -> int:
+    """The user's number; else our own on a CPU, and on a GPU what SGLang finds room for."""
+    asked = max_total_tokens(config.sglang_args)
+    if asked is not None or contract.device != "cpu":
+        return asked or 0
+    longest = longest_sequence or hf_config.max_position_embeddings
+    return cache_tokens(hf_config, contract, longest, requests)
 
 
 def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:

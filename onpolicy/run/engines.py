@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
-MakeRollout = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path], RolloutGroup]
+MakeRollout = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path, int], RolloutGroup]
 MakeTrainer = Callable[[TrainConfig, NumericsContract, int], Trainer]
 
 
@@ -45,13 +45,14 @@ class EnginePair:
         contract: NumericsContract,
         directory: Path,
         *,
+        longest_sequence: int = 0,
         make_rollout: MakeRollout = make_rollout_group,
         make_trainer: MakeTrainer = make_trainer,
     ):
         self.config, self.hf_config, self.contract = config, hf_config, contract
         self._make_rollout, self._make_trainer = make_rollout, make_trainer
         self.on_progress: Progress = lambda done, tokens: None
-        self._logs = directory / "logs"
+        self._logs, self._longest_sequence = directory / "logs", longest_sequence
         self.rollout = self._new_rollout()
         self._transport = make_transport(config.sync.weight_sync, directory)
         self.weight_version = ""
@@ -60,16 +61,21 @@ class EnginePair:
     def _new_rollout(self) -> RolloutGroup | None:
         if distributed.rank() != 0:
             return None
-        return self._make_rollout(self.config, self.hf_config, self.contract, self._logs)
+        return self._make_rollout(
+            self.config, self.hf_config, self.contract, self._logs, self._longest_sequence
+        )
 
     def start(self) -> None:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
-        if self.rollout is not None:
-            self.rollout.launch()
+        distributed.run_on_rank_zero(self._launch)
         logger.info("loading the model into the trainer")
         threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
         self.trainer = self._make_trainer(self.config, self.contract, threads)
         self._connect()
+
+    def _launch(self) -> None:
+        assert self.rollout is not None
+        self.rollout.launch()
 
     def _connect(self) -> None:
         def connect() -> None:

@@ -11,6 +11,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.train import distributed
 
 CACHE_BYTES = 2 << 30
@@ -18,19 +19,30 @@ CACHE_BYTES = 2 << 30
 
 
 def require_gpus(config: TrainConfig) -> None:
-    """The trainer's ranks take the first GPUs of this host, the servers those after them.
+    """The trainer's ranks take the first GPUs of this host, the servers those after them, or, with
+    --colocate, the first ones too.
 
     Raises ConfigError if there are not as many.
     """
-    ranks, servers = distributed.local_world_size(), config.engine.rollout_num_engines
-    gpus_per_server = tensor_parallel_size(config.sglang_args)
-    needed, found = ranks + servers * gpus_per_server, torch.cuda.device_count()
-    if not config.engine.rollout_server_url and needed > found:
+    engine = config.engine
+    ranks, servers = distributed.local_world_size(), engine.rollout_num_engines
+    per_server = tensor_parallel_size(config.sglang_args)
+    theirs, found = servers * per_server, torch.cuda.device_count()
+    needed = max(ranks, theirs) if engine.colocate else ranks + theirs
+    if engine.rollout_server_url or needed <= found:
+        return
+    what = f"{servers} servers x --sglang-tp-size {per_server}"
+    if engine.colocate:
         raise ConfigError(
-            f"--rollout-num-engines={servers}: {ranks} trainer ranks + {servers} servers x "
-            f"--sglang-tp-size {gpus_per_server} = {needed} GPUs, and this host has {found}. Start "
-            "fewer ranks (torchrun --nproc-per-node) or fewer servers."
+            f"--colocate: {ranks} trainer ranks and {what} = {theirs} GPUs, of which each takes one of "
+            f"its own, and this host has {found}. Start fewer ranks (torchrun --nproc-per-node) or "
+            "fewer servers."
         )
+    share = " or let them share GPUs (--colocate)" if max(ranks, theirs) <= found else ""
+    raise ConfigError(
+        f"--rollout-num-engines={servers}: {ranks} trainer ranks + {what} = {needed} GPUs, and this "
+        f"host has {found}. Start fewer ranks (torchrun --nproc-per-node) or fewer servers{share}."
+    )
 
 
 def share_of_cores(processes: int) -> int:
@@ -38,10 +50,19 @@ def share_of_cores(processes: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
-def cache_tokens(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
-    """Tokens whose keys and values fit CACHE_BYTES."""
-    itemsize = torch.empty(0, dtype=getattr(torch, contract.dtype)).element_size()
-    shapes = contract.shapes
-    per_token = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
-    tokens: int = max(hf_config.max_position_embeddings, min(1 << 17, CACHE_BYTES // per_token))
-    return tokens
+def cache_tokens(
+    hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
+) -> int:
+    """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
+    CACHE_BYTES, and one in any case."""
+    one = longest_sequence + CACHE_MARGIN
+    return max(one, min(requests * one, CACHE_BYTES // token_bytes(hf_config, contract)))
+
+
+def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    itemsize = getattr(torch, contract.dtype).itemsize
+    kinds = contract.shapes.attention
+    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
+    size: int = hf_config.num_hidden_layers * per_layer * itemsize
+    return size

@@ -66,7 +66,8 @@ class PolicyTrainer(Trainer):
         self.self_check = {}
         if contract.is_aligned:
             logger.info("checking the trainer's operators at the model's shapes")
-            self.self_check = self_check(self.operators, contract)
+            longest = self.config.trainer.max_tokens_per_gpu
+            self.self_check = self_check(self.operators, contract, longest)
             check_gradients(self.operators, contract)
 
     @abstractmethod

@@ -9,6 +9,8 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from onpolicy.weights import xxh3
+
 WeightBucket = list[tuple[str, torch.Tensor]]
 """Some whole parameters: (Hugging Face name, tensor in the engine's dtype)."""
 
@@ -28,20 +30,32 @@ def write_weights(bucket: WeightBucket, file: Path) -> None:
 class WeightDigest:
     """A digest of named tensors that does not depend on the order they come in.
 
-    Both ends of a push compute it over the tensors as the engine's dtype holds them. xxh3 is no
-    cryptographic hash: it guards against mistakes, not against an attacker, and keeps up with memory.
+    Both ends of a push compute it over the tensors as the engine's dtype holds them, each where its
+    tensors lie (`xxh3.py`): the digest is the same. xxh3 is no cryptographic hash: it guards against
+    mistakes, not against an attacker, and keeps up with memory.
     """
 
     def __init__(self) -> None:
         self._hashes: dict[str, int] = {}
+        self._on_device = xxh3.DeviceHashes(self._hashes)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add one tensor of any shape, dtype and device; a name added again replaces the earlier."""
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         label = xxhash.xxh3_64_intdigest(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        self._hashes[name] = xxhash.xxh3_64_intdigest(flat.numpy().data, label)
+        if hashes_itself(flat):
+            self._on_device.add(name, flat, label)
+        else:
+            self._on_device.forget(name)
+            self._hashes[name] = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data, label)
 
     def hexdigest(self) -> str:
         """16 hex digits over all names, shapes, dtypes and bits."""
+        self._on_device.finish()
         lines = "\n".join(f"{name} {value:016x}" for name, value in sorted(self._hashes.items()))
         return xxhash.xxh3_64_hexdigest(lines.encode())
+
+
+def hashes_itself(flat: torch.Tensor) -> bool:
+    """Whether the device that holds these bytes is to hash them, and not the host."""
+    return flat.is_cuda and len(flat) > xxh3.BLOCK

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops import Operators
-from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from tests.gpu.backends import make_backend
 from tests.gpu.row_checks import Numbers, check_rows
@@ -61,7 +61,7 @@ class _Experts:
             self.weights[rows],
             torch.cat([gate, up], dim=1),
             self.down.chunk(parallel.ranks, dim=2)[rank].contiguous(),
-            F.silu,
+            gated_halves(operators, F.silu),
             parallel,
         )
 

@@ -1,6 +1,7 @@
 """Norms, softmaxes, activations, routing and sampling: every row, or element, by itself."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -42,6 +43,44 @@ def test_rms_norm(operators, setting, tally, dtype):
             norm, exact_rms_norm, [x[:300], weight], tally, f"rms_norm {size}",
             4 * torch.finfo(dtype).eps + 2**-17,
         )  # fmt: skip
+    tally.require_none()
+
+
+def exact_layer_norm(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_norms(operators, setting, tally, dtype):
+    """The RMS norm that is rounded last (Gemma's, OLMo-2's) and the layer norm."""
+    numbers = Numbers(dtype, setting.device)
+    for size in setting.norm_sizes:
+        weight, bias = 1 + numbers(size, seed=1, scale=0.3), numbers(size, seed=3)
+        x = numbers(setting.row_counts[-1], size, seed=2, scale=3)
+        kinds = {
+            "rms_norm rounded last": (
+                lambda *args: operators.rms_norm(*args, EPS, round_last=True),
+                exact_rms_norm,
+                (weight,),
+            ),
+            "layer_norm": (
+                lambda *args: operators.layer_norm(*args, EPS),
+                exact_layer_norm,
+                (weight, bias),
+            ),
+        }
+        for name, (norm, exact, parameters) in kinds.items():
+            case = f"{name} {size}"
+            with torch.no_grad():
+                got = partial(lambda x, n, p: n(x, *p), n=norm, p=parameters)
+                check_rows(got, x, setting.row_counts, tally, case)
+                want = exact(x.double(), *(p.double() for p in parameters))
+                bound = (2 * torch.finfo(dtype).eps + 2**-18) * (1 + want.abs())
+                tally.close(got(x), want, bound, f"{case} against float64")
+            check_gradients(
+                norm, exact, [x[:300], *parameters], tally, case,
+                4 * torch.finfo(dtype).eps + 2**-17,
+            )  # fmt: skip
     tally.require_none()
 
 

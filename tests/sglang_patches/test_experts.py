@@ -16,8 +16,13 @@ from sglang_patches import experts
 from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
 
 
-@pytest.fixture(scope="module", params=EXPERT_ARCHITECTURES)
+@pytest.fixture(scope="module", params=(*EXPERT_ARCHITECTURES, "deepseek-v2", "gpt-oss"))
 def path(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module", params=EXPERT_ARCHITECTURES)
+def shared_path(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
 
@@ -44,21 +49,30 @@ def engine(path, ranks):
 
 
 def load(model, weights):
-    """Returns what is left for SGLang's own loader."""
-    return experts._load(lambda _, others: dict(others), model, weights.items())
+    """Returns what is left for SGLang's own loader; experts among it are whole ones, filled too."""
+    left = experts._load(lambda _, others: dict(others), model, weights.items())
+    for name, tensor in left.items():
+        if ".experts." in name:
+            model.model.get_parameter(name.removeprefix("model.")).data.copy_(tensor)
+    return left
 
 
 def test_experts_are_filled_and_the_rest_has_the_models_own_names(path):
     whole, model = AutoModel.from_pretrained(path, dtype=torch.float32), engine(path, ranks=1)
     left = load(model, load_file(path / "model.safetensors"))
     loaded = {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()}
-    assert left.keys() - {"lm_head.weight"} == {n for n in loaded if ".experts." not in n}
+    separate = {n for n in loaded if ".experts." in n and n not in left}  # in the checkpoint
+    assert left.keys() - {"lm_head.weight"} == loaded.keys() - separate
+    assert bool(separate) == (model.model.config.model_type != "gpt_oss")
     for name, tensor in whole.state_dict().items():
         assert torch.equal(left.get(f"model.{name}", loaded[f"model.{name}"]), tensor), name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_holds_its_part_of_the_intermediate_axis_of_all_experts(path, ranks, as_rank):
+def test_every_rank_holds_its_part_of_the_intermediate_axis_of_all_experts(
+    shared_path, ranks, as_rank
+):
+    path = shared_path
     whole = AutoModel.from_pretrained(path, dtype=torch.float32).state_dict()
     for rank in range(ranks):
         as_rank(rank)
@@ -84,8 +98,8 @@ def test_of_sglangs_own_models_nothing_is_known():
     assert experts.held_tensors(nn.Linear(1, 1)) == {}
 
 
-def test_a_tensor_of_another_size_is_refused(path):
-    model = engine(path, ranks=1)
+def test_a_tensor_of_another_size_is_refused(shared_path):
+    model = engine(shared_path, ranks=1)
     name = next(name for name in experts.held_tensors(model) if ".experts." in name)
     with pytest.raises(RuntimeError):
         load(model, {name: torch.ones(1, 1)})

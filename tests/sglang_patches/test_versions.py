@@ -1,6 +1,8 @@
 """Which SGLang versions are served, and what is said of others."""
 
+import sys
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,3 +43,16 @@ def test_update_sessions_came_with_0_5_21(installed):
         installed(found)
         seen.append(versions.has_weight_update_sessions())
     assert seen == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(("chunk", "longest"), [(8192, 8192), (-1, 16384), (None, 16384)])
+@pytest.mark.parametrize("resolves_in_place", [True, False])
+def test_the_longest_prefill_is_what_sglang_resolved(
+    monkeypatch, chunk, longest, resolves_in_place
+):
+    resolved = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
+    asked = SimpleNamespace(chunked_prefill_size=7, max_prefill_tokens=8)
+    name = "sglang.srt.runtime_context"
+    context = SimpleNamespace(get_schedule=lambda: resolved)
+    monkeypatch.setitem(sys.modules, name, None if resolves_in_place else context)
+    assert versions.longest_prefill(resolved if resolves_in_place else asked) == longest

@@ -16,6 +16,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ from tests.support.tiny_policy import ALIGNED, END, VOCAB_SIZE, make_weights, sa
 SELF_CHECK = {"table": "00c0ffee"}
 """Digests of the operators that engines and trainer in memory share."""
 
+CACHE_TOKENS = 1000
+"""What an engine in memory says of its cache."""
+
 
 class Memory:
     """What a server's process holds, and loses when it ends."""
@@ -56,6 +60,7 @@ class Memory:
             "weights": self._received.hexdigest(),
             "has_update_sessions": True,
             "tp_size": 1,
+            "cache_tokens": CACHE_TOKENS,
         }
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:
@@ -225,9 +230,13 @@ class Host:
         return sum((engine.answered for engine in self.engines), Counter())
 
     def make_group(
-        self, config: EngineConfig, contract: NumericsContract = ALIGNED, logs: Path = Path("logs")
+        self,
+        config: EngineConfig,
+        contract: NumericsContract = ALIGNED,
+        logs: Path = Path("logs"),
+        **changes: Any,
     ) -> SglangGroup:
-        """A group of servers here, not started yet."""
+        """A group of servers here, not started yet; `changes` are those of an `EngineSpec`."""
         spec = EngineSpec(
             hf_checkpoint="",
             contract=contract,
@@ -240,6 +249,7 @@ class Host:
             trust_remote_code=False,
             sglang_args=(),
         )
+        spec = replace(spec, **changes)
         make: dict[str, Any] = {"make_server": self.make_server, "make_client": self.make_client}
         return SglangGroup(config, spec, logs, **make)
 

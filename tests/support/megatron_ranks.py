@@ -369,7 +369,7 @@ def dispatch_rows(kind, experts):
     """
     import torch.nn.functional as F
 
-    from onpolicy.ops.experts import expert_outputs
+    from onpolicy.ops.experts import expert_outputs, gated_halves
     from onpolicy.ops.row_parallel import RowParallel
     from onpolicy.train.megatron.dispatch import DISPATCH
 
@@ -378,9 +378,10 @@ def dispatch_rows(kind, experts):
     mine = slice(2 * rank, 2 * rank + 2)
     weights = [gate_up[mine].requires_grad_(), down[mine].requires_grad_()]
     operators = CpuOperators(1)
+    gate = gated_halves(operators, F.silu)
 
     def compute(rows, chosen):
-        return expert_outputs(operators, rows, chosen, *weights, F.silu, RowParallel())[0]
+        return expert_outputs(operators, rows, chosen, *weights, gate, RowParallel())[0]
 
     x = rows[rank].requires_grad_()
     chosen = torch.tensor(experts[rank])

@@ -8,14 +8,41 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoConfig,
+    OlmoeConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 # Sizes that are no multiples of anything convenient.
@@ -65,12 +92,92 @@ ARCHITECTURES = {
 }
 EXPERT_ARCHITECTURES = ("qwen3-moe", "mixtral", "glm4-moe")
 
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 72}
+LATENT_ATTENTION = {
+    **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32, "v_head_dim": 24, "num_key_value_heads": 4,
+}  # fmt: skip
+
+MORE_ARCHITECTURES = {
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "mistral-window": (MistralConfig, {"head_dim": 16, "sliding_window": 24}),
+    "phi3": (Phi3Config, {"sliding_window": None}),
+    "phi": (PhiConfig, {"partial_rotary_factor": 0.5}),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22,
+            "attention_multiplier": 0.15,
+        },
+    ),
+    "gemma": (GemmaConfig, {"head_dim": 16}),
+    "gemma2": (Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
+    "olmo": (OlmoConfig, {}),
+    "olmo2": (Olmo2Config, {}),
+    "olmo3": (Olmo3Config, WINDOWS),
+    "glm": (GlmConfig, {"head_dim": 24, "attention_bias": True}),
+    "glm4": (Glm4Config, {"head_dim": 24}),
+    "cohere": (CohereConfig, {"logit_scale": 0.3}),
+    "cohere2": (Cohere2Config, {"logit_scale": 0.3, **WINDOWS}),
+    "starcoder2": (Starcoder2Config, {"use_bias": True, "sliding_window": None}),
+    "nemotron": (NemotronConfig, {"partial_rotary_factor": 0.5}),
+    "gpt-neox": (GPTNeoXConfig, {}),
+    "exaone4": (Exaone4Config, WINDOWS),
+    "ernie4.5": (Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56},
+    ),
+    "olmoe": (OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 72}),
+    "minimax-m2": (
+        MiniMaxM2Config,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72, "head_dim": 16},
+    ),
+    "granite-moe": (GraniteMoeConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
+            "intermediate_size": 72, **WINDOWS,
+        },
+    ),
+    "deepseek-v2": (DeepseekV2Config, {**LATENT_ATTENTION, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3": (DeepseekV3Config, LATENT_ATTENTION),
+    "qwen3-next": (
+        Qwen3NextConfig,
+        {
+            **EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56, "head_dim": 16,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+"""Tried by tests/onpolicy/models/test_architectures.py and tests/support/architecture_table.py."""
+
+ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
+
+OTHER_ATTENTION = "which transformers cannot run with another attention function"
+
+REFUSED = {
+    "phi": "a bias in the output projection",
+    "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts that",
+    "nemotron": OTHER_ATTENTION,
+    "qwen3-next": "which has linear attention or state-space layers",
+}
+"""What `require_alignable` says of those that have no aligned operators: a regular expression."""
+
+DIFFERING: set[tuple[str, str]] = set()
+"""Not aligned yet, and not refused."""
+
 CHARACTERS = [chr(code) for code in range(33, 33 + SIZES["vocab_size"] - 2)]
 
 
 def make_checkpoint(directory: Path, architecture: str = "qwen3", **changes: object) -> Path:
     """Save a random model of the architecture in float32; `changes` go into its configuration."""
-    config_class, sizes = ARCHITECTURES[architecture]
+    config_class, sizes = ALL_ARCHITECTURES[architecture]
     config = config_class(**{**SIZES, **sizes, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

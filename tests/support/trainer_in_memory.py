@@ -101,7 +101,7 @@ def pair_maker(host: Host) -> Callable[[TrainConfig, Any, NumericsContract, Path
     """Makes, as `EnginePair` does, a trainer and servers on the host."""
 
     def make_rollout(
-        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path
+        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path, longest: int
     ) -> SglangGroup:
         return host.make_group(config.engine, contract, logs)
 

@@ -27,7 +27,8 @@ try:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    import onpolicy.ops.triton  # noqa: F401
+    import onpolicy.ops.triton
+    import onpolicy.weights.xxh3_kernels  # noqa: F401
 finally:
     del os.environ["TRITON_INTERPRET"]
 

@@ -26,6 +26,7 @@ ROW_OPERATORS = (
     "attention",
     "paged_attention",
     "rms_norm",
+    "layer_norm",
     "elementwise",
     "gated",
     "rotary",

@@ -26,17 +26,23 @@ def check_rowwise(operators: Operators, contract: NumericsContract) -> Results:
     for size in shapes.norm:
         weight = probe(size, seed=1, device=device).to(dtype)
         x = probe(ROWS, size, seed=2, device=device).to(dtype)
-        norm = partial(operators.rms_norm, weight=weight, eps=1e-6)
-        yield "rms_norm", (size,), check_rows("rms_norm", (size,), norm, x, FEW_ROW_COUNTS)
+        for name, round_last in (("rms_norm", False), ("rms_norm rounded last", True)):
+            norm = partial(operators.rms_norm, weight=weight, eps=1e-6, round_last=round_last)
+            yield name, (size,), check_rows(name, (size,), norm, x, FEW_ROW_COUNTS)
+    for size in shapes.layer_norm:
+        weight, bias = probe(2, size, seed=18, device=device).to(dtype)
+        x = probe(ROWS, size, seed=19, device=device).to(dtype)
+        norm = partial(operators.layer_norm, weight=weight, bias=bias, eps=1e-5)
+        yield "layer_norm", (size,), check_rows("layer_norm", (size,), norm, x, FEW_ROW_COUNTS)
     x = 4 * probe(ROWS, 37, seed=3, device=device).to(dtype)
-    for function in (F.silu, F.gelu, torch.sigmoid):
+    for function in (F.silu, F.gelu, torch.sigmoid, torch.tanh):
         apply = partial(operators.elementwise, function)
         name = function.__name__
         yield name, (37,), check_rows(name, (37,), apply, x, FEW_ROW_COUNTS)
     yield "gated", (37,), _check_gated(operators, x)
-    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    if shapes.head_dim % 2 == 0:  # no model rotates others
-        yield "rotary", heads, _check_rotary(operators, heads, dtype, device)
+    for heads in sorted({(x.heads, x.kv_heads, x.head_dim) for x in shapes.attention}):
+        if heads[2] % 2 == 0:  # no model rotates others
+            yield "rotary", heads, _check_rotary(operators, heads, dtype, device)
     yield from _over_vocabulary(operators, shapes, dtype, device)
 
 

@@ -18,15 +18,12 @@ from torch import Tensor
 
 from onpolicy.contract import NumericsContract
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.attention_check import (
-    attention_inputs,
-    check_attention,
-    check_paged_attention,
-)
+from onpolicy.ops.checks.attention_check import check_attention, check_paged_attention
+from onpolicy.ops.checks.attention_inputs import AttentionInputs
 from onpolicy.ops.checks.probe import ROWS, Results, check_rows, columns_to_check, probe
 from onpolicy.ops.checks.rowwise_check import check_rowwise
 from onpolicy.ops.checks.shard_check import check_shards
-from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, 2, 7, *range(16, 257, 16), 299)
@@ -39,13 +36,18 @@ EXPERTS_ROW_COUNTS = (1, 2, 7, 64, 299)
 MAX_EXPERTS = 3
 """Experts of a layer that are tried: enough to tell which rows are whose."""
 
-MAX_RESULTS = 1 << 26
-"""Outputs of one GEMM on a GPU, unless ROWS rows are more."""
+MAX_NUMBERS = 1 << 28
+"""Inputs, and outputs, of one GEMM on a GPU, unless ROWS rows are more."""
 
 
-def self_check(operators: Operators, contract: NumericsContract) -> dict[str, str]:
+def self_check(
+    operators: Operators, contract: NumericsContract, longest: int = 0
+) -> dict[str, str]:
     """Run every operator at the contract's shapes; return a digest of each one's results.
 
+    longest: most tokens that this process gives a GEMM at a time, in a chunk of a prefill or in a
+    micro-batch. A GPU is checked up to there, which also compiles the kernels of all sizes before
+    anyone waits for one.
     Raises ContractError that names the operator, its shape and the batch at which a row changed.
     """
     with torch.no_grad():
@@ -53,7 +55,7 @@ def self_check(operators: Operators, contract: NumericsContract) -> dict[str, st
         if contract.device == "cpu" and contract.dtype == "bfloat16":
             # The CPU operators sum in float32 there too, and rounding hides most that a sum does.
             _digests(_products(operators, replace(contract, dtype="float32")))
-        return digests | _digests(_products(operators, contract))
+        return digests | _digests(_products(operators, contract, longest))
 
 
 def _digests(results: Results) -> dict[str, str]:
@@ -67,7 +69,7 @@ def _digest(result: Tensor) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()[:8]
 
 
-def _products(operators: Operators, contract: NumericsContract) -> Results:
+def _products(operators: Operators, contract: NumericsContract, longest: int = 0) -> Results:
     dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
     row_parallel = RowParallel(contract.row_parallel_blocks)
     for kind, how, linears in (
@@ -76,14 +78,16 @@ def _products(operators: Operators, contract: NumericsContract) -> Results:
     ):
         for n, k, has_bias in linears:
             name = f"{kind} with bias" if has_bias else kind
-            yield name, (n, k), _check_linear(operators, n, k, has_bias, how, dtype, device)
+            check = _check_linear(operators, n, k, has_bias, how, dtype, device, longest)
+            yield name, (n, k), check
     if row_parallel.blocks > 1:
         check_shards(operators, contract)
-    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    inputs = attention_inputs(heads, dtype, device)
-    packed = check_attention(operators, *inputs)
-    yield "attention", heads, packed
-    yield "paged_attention", heads, check_paged_attention(operators, *inputs, packed)
+    for attention in shapes.attention:
+        inputs = AttentionInputs.of(attention, dtype, device)
+        packed = check_attention(operators, inputs)
+        yield inputs.name(), inputs.shape, packed
+        paged = check_paged_attention(operators, inputs, packed)
+        yield inputs.name("paged_attention"), inputs.shape, paged
     for sizes in shapes.experts:
         yield "experts", sizes, _check_experts(operators, contract, sizes)
 
@@ -96,14 +100,15 @@ def _check_linear(
     row_parallel: RowParallel,
     dtype: torch.dtype,
     device: str,
+    longest: int,
 ) -> Tensor:
     columns = columns_to_check(n, operators.column_tile)
     weight = probe(columns, k, seed=5, device=device).div_(k**0.5).to(dtype)
     bias = probe(columns, seed=6, device=device).to(dtype) if has_bias else None
     rows, counts = ROWS, ROW_COUNTS
     if device != "cpu":
-        rows = max(ROWS, min(GPU_ROW_COUNTS[-1] + 3, MAX_RESULTS // columns))
-        counts = tuple(count for count in GPU_ROW_COUNTS if count < rows)
+        counts = gpu_row_counts(longest, MAX_NUMBERS // max(columns, k))
+        rows = max(ROWS, counts[-1] + 3)
     x = probe(rows, k, seed=7, device=device).to(dtype)
 
     def linear(x: Tensor) -> Tensor:
@@ -111,6 +116,17 @@ def _check_linear(
 
     name = "linear" if row_parallel is WHOLE else "row-parallel linear"
     return check_rows(name, (n, k), linear, x, counts)[:ROWS]
+
+
+def gpu_row_counts(longest: int, most: int) -> tuple[int, ...]:
+    """GPU_ROW_COUNTS and what comes after them up to `longest`, none of more than `most` rows.
+
+    Between powers of two stands one and a half of the smaller: where GEMMs change their tiles.
+    """
+    powers = [GPU_ROW_COUNTS[-1] << i for i in range(longest.bit_length())]
+    further = [n for power in powers for n in (power, power + power // 2) if n < longest]
+    every = sorted({*GPU_ROW_COUNTS, *further, longest} - {0})
+    return tuple(count for count in every if count <= max(most, ROW_COUNTS[-1]))
 
 
 def _check_experts(
@@ -124,11 +140,11 @@ def _check_experts(
     gate_up = probe(few, 2 * intermediate, hidden, seed=12, device=device).div_(hidden**0.5)
     down = probe(few, hidden, intermediate, seed=13, device=device).div_(intermediate**0.5)
     weights = gate_up.to(dtype), down.to(dtype)
-    row_parallel = RowParallel(contract.row_parallel_blocks)
+    gate, row_parallel = gated_halves(operators, F.silu), RowParallel(contract.row_parallel_blocks)
 
     def layer(x: Tensor) -> Tensor:
         scores, chosen = operators.topk(operators.softmax(operators.linear(x, router)), k)
-        return mix_experts(operators, x, chosen % few, scores, *weights, F.silu, row_parallel)
+        return mix_experts(operators, x, chosen % few, scores, *weights, gate, row_parallel)
 
     x = probe(ROWS, hidden, seed=14, device=device).to(dtype)
     return check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)

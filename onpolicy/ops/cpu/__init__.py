@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.base import AttentionLayout, Operators, Scores
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
 from onpolicy.ops.cpu.layout import on_whole_tensors
@@ -78,19 +78,35 @@ class CpuOperators(Operators):
 
     @on_whole_tensors
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = AlignedAttention.apply(q, k, v, layout, scale, self.pool)
+            out: Tensor = AlignedAttention.apply(q, k, v, sinks, layout, scores, self.pool)
             return out
-        return blockwise_attention(self.pool, q, k, v, layout, scale)
+        return blockwise_attention(self.pool, q, k, v, sinks, layout, scores)
 
     @on_whole_tensors
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
         # transformers' formula. On one thread a row's mean does not depend on the other rows.
         rows = x.float()
         rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * rows.to(x.dtype)
+        return (weight * rows).to(x.dtype) if round_last else weight * rows.to(x.dtype)
+
+    @on_whole_tensors
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        rows = x.float()
+        rows = rows - rows.mean(-1, keepdim=True)
+        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
+        rows = rows if weight is None else weight.float() * rows
+        return (rows if bias is None else rows + bias.float()).to(x.dtype)
 
     @on_whole_tensors
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, PagedLayout
+from onpolicy.ops.base import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.hopper import flash_attention, gemm
 from onpolicy.ops.hopper.attention import HopperAttention
 from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
 from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.triton import TritonOperators
+from onpolicy.ops.triton import TritonOperators, _plain
 
 
 class HopperOperators(TritonOperators):
@@ -49,13 +49,19 @@ class HopperOperators(TritonOperators):
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if torch.is_grad_enabled():
-            out: Tensor = HopperAttention.apply(q, k, v, layout, scale)
+            out: Tensor = HopperAttention.apply(q, k, v, layout, _plain(scores, sinks))
             return out
-        return flash_attention.forward(q, k, v, Pages.of(layout), scale)[0]
+        return flash_attention.forward(q, k, v, Pages.of(layout), _plain(scores, sinks))[0]
 
     def paged_attention(
         self,
@@ -63,7 +69,8 @@ class HopperOperators(TritonOperators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        return flash_attention.over_pages(q, k, v, layout, scale, out)
+        return flash_attention.over_pages(q, k, v, layout, _plain(scores, sinks), out)

@@ -6,7 +6,8 @@ From version 0.2 on DeepGEMM hands bfloat16 products to cuBLASLt, whose sums do 
 its deterministic algorithms are switched on; older versions have no switch and no other kernel.
 Sources: csrc/apis/gemm.hpp and csrc/jit_kernels/heuristics/sm90.hpp of sgl-project/DeepGEMM.
 
-The first call of a kernel compiles it (seconds); the result is kept in a cache on disk.
+The first call of a kernel compiles it (seconds); the result is kept in a cache on disk, one for both
+engines (`compat/process.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends.hopper_limits import GEMM_COLUMNS
+from onpolicy.ops.machine import find_cuda_toolkit
 
 ALIGNMENT = 8
 """bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
@@ -29,16 +31,28 @@ def library() -> ModuleType:
     """The module `deep_gemm`, set to its batch-invariant kernels. Raises ContractError."""
     try:
         import deep_gemm
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise ContractError(
-            f"deep_gemm: cannot be loaded with torch {torch.__version__} ({error}). Install the "
-            "version of sgl-deep-gemm that the installed SGLang asks for (pip install -e '.[gpu]'), "
-            "or choose --operators triton."
+            f"deep_gemm: cannot be loaded with torch {torch.__version__} ({_reason(error)} or choose "
+            "--operators triton."
         ) from error
     if hasattr(deep_gemm, "use_deterministic_algorithms"):
         deep_gemm.use_deterministic_algorithms(True)
     module: ModuleType = deep_gemm
     return module
+
+
+def _reason(error: Exception) -> str:
+    """What is missing, and what to do; deep_gemm only asserts that there is a CUDA toolkit."""
+    if isinstance(error, AssertionError) and find_cuda_toolkit() is None:
+        return (
+            "it compiles its kernels with a CUDA toolkit, and none is there). Install one of the "
+            "version that torch was built with and set CUDA_HOME to it,"
+        )
+    return (
+        f"{error or type(error).__name__}). Install the version of sgl-deep-gemm that the installed "
+        "SGLang asks for (pip install -e '.[gpu]'),"
+    )
 
 
 def fits(weight: Tensor) -> bool:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout
+from onpolicy.errors import ContractError
+from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
 from onpolicy.ops.triton.attention_backward import TritonAttention
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
+from onpolicy.ops.triton.layer_norm import TritonLayerNorm
 from onpolicy.ops.triton.linear import TritonLinear, tiled_linear
 from onpolicy.ops.triton.norm import TritonRMSNorm
 from onpolicy.ops.triton.sampling import sample
@@ -41,13 +43,19 @@ class TritonOperators(Operators):
         return _grouped_linear(x, weight, offsets, torch.float32)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = TritonAttention.apply(q, k, v, layout, scale)
+            out: Tensor = TritonAttention.apply(q, k, v, layout, _plain(scores, sinks))
             return out
         sequences = attentions.Sequences.of(layout)
-        return attentions.blockwise_attention(q, k, v, sequences, scale)[0]
+        return attentions.blockwise_attention(q, k, v, sequences, _plain(scores, sinks))[0]
 
     def paged_attention(
         self,
@@ -55,7 +63,8 @@ class TritonOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         result, _ = attentions.paged_attention(
@@ -66,13 +75,21 @@ class TritonOperators(Operators):
             layout.key_lens,
             layout.query_starts,
             layout.max_query_len,
-            scale,
+            _plain(scores, sinks),
             layout.page_size,
         )
         return result if out is None else out.copy_(result)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out: Tensor = TritonRMSNorm.apply(x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
+        out: Tensor = TritonRMSNorm.apply(x, weight, eps, round_last)
+        return out
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        weight = x.new_ones(x.shape[-1]) if weight is None else weight
+        bias = torch.zeros_like(weight) if bias is None else bias
+        out: Tensor = TritonLayerNorm.apply(x, weight, bias, eps)
         return out
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -111,6 +128,12 @@ class TritonOperators(Operators):
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         return sample(log_probs, uniform)
+
+
+def _plain(scores: Scores, sinks: Tensor | None) -> float:
+    if scores.window or scores.softcap or sinks is not None:
+        raise ContractError("attention with a window, a softcap or sinks: not on GPUs yet.")
+    return scores.scale
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as checkpoint_activations
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
 
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -19,6 +16,7 @@ from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
+from onpolicy.train.fsdp.loading import load_shards
 from onpolicy.weights.digest import WeightBucket
 
 _PREFIX = "causal_lm."
@@ -36,7 +34,7 @@ def load_sharded_policy(
 ) -> PolicyModel:
     """Load float32 master weights, each rank its shards; computation runs in `dtype`.
 
-    Rank 0 reads the checkpoint with transformers and broadcasts one parameter at a time.
+    Every rank reads its own shards of the checkpoint's files.
     """
     config = load_config(path, trust_remote_code)
     model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks)
@@ -45,7 +43,7 @@ def load_sharded_policy(
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         _assign_buffer(model, name, buffer.to(device))
-    _broadcast_weights(model, path, device, trust_remote_code)
+    load_shards(model, _PREFIX, path, config, trust_remote_code)
     return model
 
 
@@ -67,58 +65,10 @@ def _assign_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
     model.get_submodule(owner)._buffers[leaf] = buffer
 
 
-def _broadcast_weights(
-    model: PolicyModel, path: str, device: torch.device, trust_remote_code: bool
-) -> None:
-    source = distributed.rank() == 0
-    weights = _read_checkpoint(path, trust_remote_code) if source else {}
-    distributed.run_on_rank_zero(lambda: _require_all_weights(model, weights, path))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            full = (
-                weights[name.removeprefix(_PREFIX)].to(device, torch.float32).contiguous()
-                if source
-                else torch.empty(parameter.shape, dtype=torch.float32, device=device)
-            )
-            dist.broadcast(full, src=0)
-            assert isinstance(parameter, DTensor)
-            mesh, placements = parameter.device_mesh, parameter.placements
-            parameter.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None))
-        for name, buffer in _stored_buffers(model).items():
-            if source:
-                buffer.copy_(weights[name.removeprefix(_PREFIX)])
-            dist.broadcast(buffer, src=0)
-
-
 def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to a checkpoint, such as a router's correction of its scores."""
     stored = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
-
-
-def _read_checkpoint(path: str, trust_remote_code: bool) -> dict[str, Tensor]:
-    result: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype="auto",
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    loaded, info = result
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(kind):
-            raise ConfigError(
-                f"{path}: {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[:10]}. The weights "
-                "do not belong to the config.json beside them."
-            )
-    tensors: dict[str, Tensor] = loaded.state_dict()
-    return tensors
-
-
-def _require_all_weights(model: PolicyModel, weights: dict[str, Tensor], path: str) -> None:
-    names = {name.removeprefix(_PREFIX) for name, _ in model.named_parameters()}
-    if missing := sorted(names - weights.keys()):
-        raise ConfigError(f"{path}: no weights for {missing[:10]}. The checkpoint is incomplete.")
 
 
 def gather_buckets(
@@ -126,11 +76,14 @@ def gather_buckets(
 ) -> Iterator[WeightBucket]:
     """Whole tensors under the names a checkpoint has for them, `max_bytes` at a time.
 
-    Parameters are cast to `dtype`, buffers are what they are.
+    Parameters are cast to `dtype`, buffers are what they are. Collective: every rank has to take all
+    of them. They are full on rank 0; the others keep nothing of what they help to gather.
     """
     bucket: WeightBucket = []
     size = 0
     for name, tensor in _checkpoint_tensors(model, dtype):
+        if distributed.rank() != 0:
+            continue
         if bucket and size + tensor.nbytes > max_bytes:
             yield bucket
             bucket, size = [], 0

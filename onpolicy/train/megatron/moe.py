@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from onpolicy.models.experts import Choice
 from onpolicy.models.routing_replay import RoutingReplay
-from onpolicy.ops.experts import expert_outputs, mix_outputs
+from onpolicy.ops.experts import expert_outputs, gated_halves, mix_outputs
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.dispatch import DISPATCH
@@ -152,7 +152,7 @@ class AlignedExperts(nn.Module):
             experts,
             self.gate_up.flatten(1, 2),
             self.down,
-            self.config.activation,
+            gated_halves(self.config.operators, self.config.activation),
             self.row_parallel,
         )
 

@@ -12,11 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from onpolicy.models.checkpoint_reader import CheckpointReader
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
 from onpolicy.train.megatron.weight_map import Part, WeightMap, is_expert
-from onpolicy.train.megatron.weight_reader import CheckpointReader
 from onpolicy.weights.digest import WeightBucket
 
 

@@ -1,12 +1,17 @@
 """What a process that computes asks of torch's libraries, wherever it starts."""
 
+import ast
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from onpolicy.compat.process import KERNEL_CACHES, prepare_process
 from onpolicy.errors import ContractError
 from onpolicy.ops.checks.probe import require_equal
 
@@ -17,7 +22,7 @@ import torch
 with torch.backends.mkl.verbose(1):
     torch.ones(64, 64) @ torch.ones(64, 64)
 """
-VARIABLES = ("MKL_CBWR", "OMP_WAIT_POLICY")
+VARIABLES = ("MKL_CBWR", "OMP_WAIT_POLICY", "NCCL_CUMEM_ENABLE")
 SHOW = f"import os; print([os.environ.get(name) for name in {VARIABLES}])"
 STARTS = {
     "the command line": """
@@ -56,13 +61,53 @@ def test_strict_sums_are_in_force_from_the_first_product_on(asked):
 @pytest.mark.parametrize("start", STARTS)
 def test_a_process_is_prepared_where_it_starts(start):
     code = STARTS[start] + SHOW
-    assert run(code).splitlines()[-1] == "['AUTO,STRICT', 'PASSIVE']"
-    kept = run(code, MKL_CBWR="AVX2", OMP_WAIT_POLICY="ACTIVE").splitlines()[-1]
-    assert kept == "['AVX2', 'ACTIVE']"
+    assert run(code).splitlines()[-1] == "['AUTO,STRICT', 'PASSIVE', '0']"
+    given = {"MKL_CBWR": "AVX2", "OMP_WAIT_POLICY": "ACTIVE", "NCCL_CUMEM_ENABLE": "1"}
+    assert run(code, **given).splitlines()[-1] == "['AVX2', 'ACTIVE', '1']"
 
 
 def test_an_import_prepares_nothing():
-    assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None]\n"
+    assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None, None]\n"
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_nccl_has_the_same_setting_in_the_trainer_and_in_sglang(monkeypatch, asked):
+    """SGLang's own statement, run where a server inherits what a prepared process has."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", asked)
+    prepare_process()
+    trainer = os.environ["NCCL_CUMEM_ENABLE"]
+    package = Path(find_spec("sglang").submodule_search_locations[0])
+    function = next(
+        node
+        for node in ast.parse((package / "srt/entrypoints/engine.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "_set_envs_and_config"
+    )
+    statements = [
+        node
+        for node in function.body
+        if isinstance(node, ast.If) and "'NCCL_CUMEM_ENABLE' not in" in ast.unparse(node.test)
+    ]
+    assert len(statements) == 1
+    settings = SimpleNamespace(enable_symm_mem=False)
+    known = {"os": os, "cfg": settings, "server_args": settings}
+    exec(compile(ast.Module(statements, []), "engine.py", "exec"), known)
+    assert os.environ["NCCL_CUMEM_ENABLE"] == trainer == (asked or "0")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+    exec(compile(ast.Module(statements, []), "engine.py", "exec"), known)
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "0"  # what ours has to be where nobody asks
+
+
+@pytest.mark.parametrize("given", [{}, {"SGLANG_DG_CACHE_DIR": "/a"}, {"DG_JIT_CACHE_DIR": "/b"}])
+def test_both_engines_keep_compiled_kernels_in_one_place(monkeypatch, given):
+    for name in KERNEL_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    prepare_process()
+    places = {os.environ[name] for name in KERNEL_CACHES}
+    assert len(places) == 1 and places >= set(given.values())
 
 
 def test_these_tests_are_prepared():

@@ -8,54 +8,34 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DeepseekV3Config,
-    GptOssConfig,
+    DeepseekV2Config,
     GraniteMoeConfig,
-    MiniMaxM2Config,
-    OlmoeConfig,
-    Qwen2MoeConfig,
 )
 
 from onpolicy.errors import ConfigError, ContractError
+from onpolicy.models.align import replace_operators
 from onpolicy.models.experts import AlignedExperts, route_by_operators
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
-from tests.support.tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
+from tests.support.tiny import EXPERT_ARCHITECTURES, LATENT_ATTENTION, SIZES, make_checkpoint
+from tests.support.violations import break_operator
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 72}
-ROUTERS = {
-    # A shared expert behind a gate, with a sigmoid of the block's own.
-    "qwen2-moe": (
-        Qwen2MoeConfig,
-        {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56},
-    ),
-    "olmoe": (OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 72}),
-    # The block keeps the correction and gives it to its router.
-    "minimax-m2": (
-        MiniMaxM2Config,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72, "head_dim": 16},
-    ),
-    # float32 scores, routing in the block.
-    "deepseek-v3": (
-        DeepseekV3Config,
-        {
-            **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
-            "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 48,
-            "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-            "num_key_value_heads": 4,
-        },
-    ),
-    **{name: ARCHITECTURES[name] for name in EXPERT_ARCHITECTURES},
-}  # fmt: skip
+ROUTERS = (
+    "qwen2-moe",  # a shared expert behind a gate, with a sigmoid of the block's own
+    "olmoe",
+    "minimax-m2",  # the block keeps the correction and gives it to its router
+    "deepseek-v2",  # a linear whose weight the block reads
+    "deepseek-v3",  # float32 scores, routing in the block
+    "gpt-oss",  # biases, transposed weights, a gate of its own, softmax over the chosen
+    *EXPERT_ARCHITECTURES,
+)
 
 
 @pytest.fixture(scope="module", params=ROUTERS)
 def path(request, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, request.param, ROUTERS[request.param])
-        return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
 
 def blocks_of(model):
@@ -74,10 +54,55 @@ def blocks_of(model):
 def test_blocks_compute_what_transformers_computes_token_by_token(path):
     x = torch.randn(1, 90, 96, generator=torch.Generator().manual_seed(0))
     for stock, aligned in blocks_of(path):
-        whole = aligned(x)
-        torch.testing.assert_close(whole, stock(x), rtol=1e-4, atol=1e-5)
-        for part in (slice(0, 1), slice(7, 20), slice(40, 90)):
-            assert torch.equal(aligned(x[:, part]), whole[:, part])
+        require_alone_as_together(aligned, x)
+        torch.testing.assert_close(hidden(aligned(x)), hidden(stock(x)), rtol=1e-4, atol=1e-5)
+
+
+def hidden(result):
+    """A block's hidden states; some return what their router said too."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def require_alone_as_together(block, x):
+    whole = hidden(block(x))
+    for part in (slice(0, 1), slice(7, 20), slice(40, 90)):
+        assert torch.equal(hidden(block(x[:, part])), whole[:, part])
+
+
+@torch.no_grad()
+def test_blocks_in_bfloat16_compute_token_by_token(path):
+    x = torch.randn(1, 90, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _, aligned in blocks_of(path):
+        require_alone_as_together(aligned.bfloat16(), x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("operator", ["grouped_linear", "grouped_partial_linear", "elementwise"])
+def test_experts_that_depend_on_the_batch_are_found(operator, tmp_path):
+    # GPT-OSS's gate and biases; DeepSeek's products and shared experts.
+    architecture = "deepseek-v3" if operator == "grouped_linear" else "gpt-oss"
+    x = torch.randn(1, 90, 96, generator=torch.Generator().manual_seed(0))
+    [(_, block), *_] = blocks_of(make_checkpoint(tmp_path, architecture))
+    require_alone_as_together(block, x)
+    replace_operators(block, break_operator(CpuOperators(1), operator))
+    with pytest.raises(AssertionError):
+        require_alone_as_together(block, x)
+
+
+@torch.no_grad()
+def test_routing_by_groups_that_transformers_cannot_run_is_run():
+    config = DeepseekV2Config(
+        **{**SIZES, **LATENT_ATTENTION, "topk_method": "group_limited_greedy"}
+    )
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config)
+    aligned = empty_policy(config, CpuOperators(1)).causal_lm
+    aligned.load_state_dict(stock.state_dict(), assign=True)
+    block, stock = aligned.model.layers[1].mlp, stock.model.layers[1].mlp
+    x = torch.randn(1, 90, 96, generator=torch.Generator().manual_seed(0))
+    require_alone_as_together(block, x)
+    stock.num_experts = config.n_routed_experts
+    torch.testing.assert_close(block(x), stock(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_is_made_of_views_of_the_model_under_its_own_names(path):
@@ -94,23 +119,16 @@ def test_a_checkpoint_is_made_of_views_of_the_model_under_its_own_names(path):
 
 def test_shapes_for_the_self_check_are_the_models(path):
     config = AutoConfig.from_pretrained(path)
-    require_alignable(config, 256)
     shapes = operator_shapes(config)
     [(num_experts, intermediate, hidden, k)] = shapes.experts
     assert (intermediate, hidden, k) == (72, 96, config.num_experts_per_tok)
-    assert (num_experts, 96, False) in shapes.linear
+    assert (num_experts, 96, config.model_type == "gpt_oss") in shapes.linear
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "classes"),
-    [
-        ("GptOss", GptOssConfig(num_hidden_layers=1, layer_types=["full_attention"]), "Experts"),
-        ("GraniteMoe", GraniteMoeConfig(num_hidden_layers=1), "ParallelExperts"),
-    ],
-)
-def test_experts_of_another_layout_are_refused_by_name(name, config, classes):
-    config.architectures = [f"{name}ForCausalLM"]
-    with pytest.raises(ConfigError, match=rf"_experts=\d+ in {name}{classes}: only experts of two"):
+def test_experts_of_another_layout_are_refused_by_name():
+    config = GraniteMoeConfig(num_hidden_layers=1, architectures=["GraniteMoeForCausalLM"])
+    problem = "num_local_experts=8 in GraniteMoeParallelExperts: only experts that transformers"
+    with pytest.raises(ConfigError, match=problem):
         require_alignable(config, 128)
 
 

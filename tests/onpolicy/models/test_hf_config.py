@@ -2,7 +2,15 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoConfig
+from transformers import (
+    AutoConfig,
+    BambaConfig,
+    FalconH1Config,
+    Gemma3Config,
+    JambaConfig,
+    MambaConfig,
+    Qwen3VLConfig,
+)
 
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config, require_alignable
@@ -70,11 +78,14 @@ def test_supported_architectures_are_alignable(architecture, tmp_path):
     [
         ({"architectures": ["BertModel"]}, "architecture=BertModel, which is not a causal"),
         ({"num_experts": 8}, "num_experts=8: none of its modules is known to hold experts"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*sliding"),
-        ({"sliding_window": 64}, "sliding_window=64, smaller than the longest context 256"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=.*chunked"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: its layers do not ask"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
-        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config=mxfp4: only weights",
+        ),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
     ],
 )
 def test_what_cannot_be_aligned_is_refused_with_its_value_and_a_way_out(
@@ -85,3 +96,30 @@ def test_what_cannot_be_aligned_is_refused_with_its_value_and_a_way_out(
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=f"{problem}.*run without --true-on-policy-mode"):
         require_alignable(config, 256)
+
+
+def test_a_window_that_the_layers_do_not_hand_on_is_refused_where_it_matters(tmp_path):
+    config = AutoConfig.from_pretrained(make_checkpoint(tmp_path, "llama"))
+    config.sliding_window = 64
+    require_alignable(config, 64)
+    with pytest.raises(
+        ConfigError, match="sliding_window=64, smaller than the longest context 256"
+    ):
+        require_alignable(config, 256)
+
+
+@pytest.mark.parametrize("kind", [MambaConfig, JambaConfig, BambaConfig, FalconH1Config])
+def test_state_space_models_are_refused_as_such(kind):
+    config = kind(architectures=[kind.__name__.replace("Config", "ForCausalLM")])
+    with pytest.raises(ConfigError, match="ForCausalLM, which has linear attention or state-space"):
+        require_alignable(config, 256)
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLConfig, Gemma3Config])
+def test_models_that_also_see_are_refused_by_name(copy, kind):
+    name = kind.__name__.replace("Config", "ForConditionalGeneration")
+    kind(architectures=[name]).save_pretrained(copy)
+    with pytest.raises(
+        ConfigError, match=rf"architecture={name} is made of several .*vision_config"
+    ):
+        load_config(str(copy))

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from onpolicy.models.align import AlignedActivation, AlignedLinear, AlignedRMSNorm
+from onpolicy.models.align import AlignedActivation, AlignedLinear
 from onpolicy.models.experts import AlignedExperts
+from onpolicy.models.norms import AlignedRMSNorm
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
@@ -95,19 +96,10 @@ def test_every_gated_mlp_is_one_operator(path):
     assert torch.equal(got[0], log_probs(load_policy(path), [[5, 9, 3]], [1])[0])
 
 
-def test_a_norm_that_computes_something_else_stays_as_it_is():
-    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-
-    from onpolicy.models.align import align_modules
-
-    parent = torch.nn.Sequential(GemmaRMSNorm(8))
-    align_modules(parent, CpuOperators(1))
-    assert isinstance(parent[0], GemmaRMSNorm)
-
-
 def test_operator_shapes_are_the_models(path):
     shapes = operator_shapes(AutoConfig.from_pretrained(path))
     assert (137, 96, False) in shapes.linear
-    assert (shapes.heads, shapes.kv_heads, shapes.vocab_size) == (4, 2, 137)
+    (kind,) = shapes.attention
+    assert (kind.heads, kind.kv_heads, shapes.vocab_size) == (4, 2, 137)
     assert 96 in shapes.norm
     assert shapes.linear == tuple(sorted(shapes.linear))

@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from onpolicy.models import rotary
-from onpolicy.models.align import ATTENTION_NAME, align_modules, replace_operators
+from onpolicy.models.align import align_modules, replace_operators
+from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import ARCHITECTURES, SIZES
@@ -101,6 +102,38 @@ def test_a_second_call_changes_nothing_and_operators_can_be_replaced():
     replace_operators(model, second)
     log_probs(model, second)
     assert (first.calls, second.calls) == (2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_complex_rotations_are_written_out_and_a_token_does_not_depend_on_the_others(dtype):
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
+
+    assert rotary.is_complex_rotary(apply_rotary_emb)
+    generator = torch.Generator().manual_seed(0)
+    for size in (8, 20, 64):
+        q, k = (torch.randn(1, h, 37, size, generator=generator).to(dtype) for h in (4, 1))
+        angles = 50 * torch.randn(1, 37, size // 2, generator=generator)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        whole = rotary.rotate_pairs(q, k, turns)
+        for got, want in zip(whole, apply_rotary_emb(q, k, turns), strict=True):
+            torch.testing.assert_close(got, want)
+        for t in range(37):
+            one = slice(t, t + 1)
+            alone = rotary.rotate_pairs(q[:, :, one], k[:, :, one], turns[:, one])
+            assert all(torch.equal(a, x[:, :, one]) for a, x in zip(alone, whole, strict=True))
+
+
+def turned_back(xq, xk, freqs_cis):
+    return rotary.rotate_pairs(xq, xk, freqs_cis.conj())
+
+
+def over_another_axis(xq, xk, freqs_cis):
+    return rotary.rotate_pairs(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis)
+
+
+@pytest.mark.parametrize("function", [turned_back, over_another_axis, torch.mul, None])
+def test_a_complex_rotation_is_recognised_by_what_it_computes(function):
+    assert not rotary.is_complex_rotary(function)
 
 
 def turned_the_other_way(q, k, cos, sin):

@@ -4,9 +4,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, Scores
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.cpu import attention as module
+from onpolicy.ops.cpu import attention_tiles as module
 from tests.support.violations import break_gradient
 
 OPERATORS = CpuOperators(1)
@@ -27,7 +27,7 @@ def packed_inputs(lens, shape, dtype):
 
 def attend(q, k, v, layout, operators=OPERATORS):
     with torch.no_grad():
-        return operators.attention(q, k, v, layout, q.shape[-1] ** -0.5)
+        return operators.attention(q, k, v, layout, Scores(q.shape[-1] ** -0.5))
 
 
 @given(lens, heads, dtypes, st.data())
@@ -107,7 +107,7 @@ def test_the_memory_bound_does_not_change_bits(lens, shape):
 def test_results_and_gradients_are_close_to_scaled_dot_product_attention(lens, shape):
     inputs = [x.requires_grad_() for x in packed_inputs(lens, shape, torch.float32)]
     layout, scale = AttentionLayout.packed(tuple(lens)), shape[2] ** -0.5
-    got = OPERATORS.attention(*inputs, layout, scale)
+    got = OPERATORS.attention(*inputs, layout, Scores(scale))
     want = torch.cat(
         [
             F.scaled_dot_product_attention(
@@ -129,7 +129,7 @@ def test_results_and_gradients_are_close_to_scaled_dot_product_attention(lens, s
 
 def gradients(inputs, grad, lens, operators=OPERATORS):
     inputs = [x.clone().requires_grad_() for x in inputs]
-    out = operators.attention(*inputs, AttentionLayout.packed(tuple(lens)), 0.3)
+    out = operators.attention(*inputs, AttentionLayout.packed(tuple(lens)), Scores(0.3))
     return torch.autograd.grad(out, inputs, grad)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onpolicy.config.groups import OperatorsConfig
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import BACKENDS, GPU_BACKENDS, Demand, backend_of
@@ -20,16 +20,20 @@ from onpolicy.ops.machine import Machine
 
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
 CPU = Machine(capability=None, packages={"triton": "3.6.0"})
-H200 = Machine(capability=(9, 0), packages=PACKAGES)
+H200 = Machine(capability=(9, 0), packages=PACKAGES, cuda_toolkit="/usr/local/cuda")
 A100 = Machine(capability=(8, 0), packages=PACKAGES)
 L40 = Machine(capability=(8, 9), packages=PACKAGES)
 B200 = Machine(capability=(10, 0), packages=PACKAGES)
 
 
+def attention(head_dim):
+    return AttentionShape(heads=1, kv_heads=1, head_dim=head_dim, value_dim=head_dim)
+
+
 def shapes(head_dim=128, vocabulary=151936):
     return OperatorShapes(
-        linear=((4096, 2560, False), (vocabulary, 2560, False)), heads=1, kv_heads=1,
-        head_dim=head_dim, norm=(), vocab_size=vocabulary,
+        linear=((4096, 2560, False), (vocabulary, 2560, False)),
+        attention=(attention(head_dim),), norm=(), vocab_size=vocabulary,
     )  # fmt: skip
 
 
@@ -77,6 +81,10 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("triton", "bfloat16", 128, B200, r"compute capability=10.0"),
         ("auto", "bfloat16", 128, without(H200, "deep_gemm"), r"deep_gemm .*sgl-deep-gemm.*\[gpu\]"),
         ("auto", "bfloat16", 128, without(H200, "sgl_kernel"), r"sgl_kernel .*package sglang-kernel"),
+        (
+            "auto", "bfloat16", 128, dataclasses.replace(H200, cuda_toolkit=None),
+            r"--operators=auto: no CUDA toolkit \(nvcc\).*deep_gemm.*CUDA_HOME.*--operators triton",
+        ),
         ("auto", "bfloat16", 128, without(A100, "triton"), r"triton is missing.*pip install"),
         (
             "triton", "bfloat16", 128,
@@ -143,7 +151,7 @@ def test_the_registry_imports_no_library_of_a_device():
         from onpolicy.contract import NumericsContract, OperatorShapes
         from onpolicy.ops import make_operators
         from onpolicy.ops.capability import choose_backend
-        shapes = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=8, norm=(), vocab_size=9)
+        shapes = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=9)
         make_operators(NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=shapes))
         print(*{"triton", "sgl_kernel", "deep_gemm", "sglang", "transformers"} & {*sys.modules})
     """

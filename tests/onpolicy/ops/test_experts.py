@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.stock import StockOperators
 from tests.support.invariance import require_row_invariance, require_same_bits
@@ -19,8 +19,8 @@ NUM_EXPERTS, INTERMEDIATE, HIDDEN, CHOSEN = 6, 72, 96, 2
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-def operands(tokens, dtype, num_experts=NUM_EXPERTS):
-    """(x, experts, weights, gate_up, down): a router's choice without repetition."""
+def operands(tokens, dtype, num_experts=NUM_EXPERTS, has_bias=False):
+    """(x, experts, weights, gate_up, down, and two biases): a router's choice without repetition."""
     generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape, scale=1.0):
@@ -34,31 +34,41 @@ def operands(tokens, dtype, num_experts=NUM_EXPERTS):
         weights.to(dtype),
         normal(num_experts, 2 * INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5),
         normal(num_experts, HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5),
+        *(
+            (normal(num_experts, n, scale=0.1) for n in (2 * INTERMEDIATE, HIDDEN))
+            if has_bias
+            else ()
+        ),
     )
 
 
-def mix(x, experts, weights, gate_up, down, blocks=1, operators=OPERATORS):
-    rows = RowParallel(blocks)
-    return mix_experts(operators, x, experts, weights, gate_up, down, F.silu, rows)
+def mix(x, experts, weights, gate_up, down, *biases, blocks=1, operators=OPERATORS):
+    gate = gated_halves(operators, F.silu)
+    names = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
+    matrices = (gate_up, down)
+    return mix_experts(
+        operators, x, experts, weights, *matrices, gate, RowParallel(blocks), **names
+    )
 
 
-def formula(x, experts, weights, gate_up, down):
+def formula(x, experts, weights, gate_up, down, gate_up_bias=None, down_bias=None):
     """A token and an expert at a time, in the dtype of the operands."""
     out = []
     for t, chosen in enumerate(experts.tolist()):
         mixed = torch.zeros_like(x[t])
         for j, e in enumerate(chosen):
-            gate, up = (gate_up[e] @ x[t]).chunk(2)
-            mixed = mixed + weights[t, j] * (down[e] @ (F.silu(gate) * up))
+            first, second = (0, 0) if gate_up_bias is None else (gate_up_bias[e], down_bias[e])
+            gate, up = (gate_up[e] @ x[t] + first).chunk(2)
+            mixed = mixed + weights[t, j] * (down[e] @ (F.silu(gate) * up) + second)
         out.append(mixed)
     return torch.stack(out)
 
 
-@given(st.integers(2, 300), dtypes, st.sampled_from([1, 2, 4]), st.data())
-def test_a_token_does_not_depend_on_the_rest_of_the_batch(tokens, dtype, blocks, data):
-    x, experts, weights, *matrices = operands(tokens, dtype)
+@given(st.integers(2, 300), dtypes, st.sampled_from([1, 2, 4]), st.booleans(), st.data())
+def test_a_token_does_not_depend_on_the_rest_of_the_batch(tokens, dtype, blocks, has_bias, data):
+    x, experts, weights, *matrices = operands(tokens, dtype, has_bias=has_bias)
     require_row_invariance(
-        lambda i: mix(x[i], experts[i], weights[i], *matrices, blocks), tokens, data
+        lambda i: mix(x[i], experts[i], weights[i], *matrices, blocks=blocks), tokens, data
     )
 
 
@@ -87,8 +97,9 @@ def test_parts_of_the_intermediate_axis_add_up_to_the_blocks_of_one_rank(ranks):
 
 @pytest.mark.parametrize("operators", [OPERATORS, StockOperators()], ids=["aligned", "stock"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_are_close_to_float64(operators, dtype):
-    inputs = operands(40, dtype)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_results_are_close_to_float64(operators, dtype, has_bias):
+    inputs = operands(40, dtype, has_bias=has_bias)
     wide = [t.double() if t.is_floating_point() else t for t in inputs]
     got = mix(*inputs, operators=operators)
     assert got.dtype == dtype
@@ -98,12 +109,13 @@ def test_results_are_close_to_float64(operators, dtype):
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_the_formula(dtype, blocks):
-    x, experts, weights, gate_up, down = operands(30, dtype)
-    ours = [t.clone().requires_grad_() for t in (x, weights, gate_up, down)]
-    wide = [t.double().requires_grad_() for t in (x, weights, gate_up, down)]
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gradients_are_those_of_the_formula(dtype, blocks, has_bias):
+    x, experts, *rest = operands(30, dtype, has_bias=has_bias)
+    ours = [t.clone().requires_grad_() for t in (x, *rest)]
+    wide = [t.double().requires_grad_() for t in (x, *rest)]
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    mix(ours[0], experts, *ours[1:], blocks).backward(grad)
+    mix(ours[0], experts, *ours[1:], blocks=blocks).backward(grad)
     formula(wide[0], experts, *wide[1:]).backward(grad.double())
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
     for got, want in zip(ours, wide, strict=True):

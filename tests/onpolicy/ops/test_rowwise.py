@@ -37,6 +37,12 @@ ROWWISE = {
     "rms_norm": lambda x: OPERATORS.rms_norm(
         x, torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype), 1e-6
     ),
+    "rms_norm rounded last": lambda x: OPERATORS.rms_norm(
+        x, torch.linspace(0.5, 2, x.shape[-1]), 1e-6, round_last=True
+    ),
+    "layer_norm": lambda x: OPERATORS.layer_norm(
+        x, *torch.linspace(0.5, 2, 2 * x.shape[-1]).to(x.dtype).chunk(2), 1e-5
+    ),
     "softmax": OPERATORS.softmax,
     "log_softmax": lambda x: OPERATORS.log_softmax(x, torch.full((len(x), 1), 0.7)),
     **{name: lambda x, f=ACT2FN[name]: OPERATORS.elementwise(f, x) for name in ACTIVATIONS},
@@ -72,6 +78,17 @@ def test_results_are_the_stock_functions(rows, columns, dtype):
     )
     torch.testing.assert_close(
         OPERATORS.rms_norm(x, weight, 1e-6), F.rms_norm(x, (columns,), weight, 1e-6), **tolerance
+    )
+    torch.testing.assert_close(
+        OPERATORS.rms_norm(x, weight, 1e-6, round_last=True),
+        OPERATORS.rms_norm(x.float(), weight.float(), 1e-6).to(dtype),
+        rtol=0,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        OPERATORS.layer_norm(x, weight, weight, 1e-5),
+        F.layer_norm(x, (columns,), weight, weight, 1e-5),
+        **tolerance,
     )
     torch.testing.assert_close(OPERATORS.elementwise(F.silu, x), F.silu(x), **tolerance)
     torch.testing.assert_close(OPERATORS.softmax(x), torch.softmax(x.float(), -1))

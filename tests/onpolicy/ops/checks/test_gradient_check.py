@@ -23,6 +23,7 @@ def test_aligned_operators_pass_on_any_number_of_threads(contract):
     [
         ("linear", "linear, shape=(208, 96)"),
         ("rms_norm", "rms_norm, shape=(48,)"),
+        ("layer_norm", "layer_norm, shape=(96,)"),
         ("elementwise", "silu, shape=(37,)"),
         ("softmax", "softmax, shape=(6,)"),
         ("grouped_linear", "experts, shape=(6, 72, 96, 2)"),

@@ -8,7 +8,7 @@ from onpolicy.errors import ContractError
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.probe import probe
-from onpolicy.ops.checks.self_check import self_check
+from onpolicy.ops.checks.self_check import GPU_ROW_COUNTS, gpu_row_counts, self_check
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny_contract import CONTRACT, SHARED
 from tests.support.violations import ROW_OPERATORS, break_operator, few, next_up
@@ -47,6 +47,7 @@ CONTROLS = {
     "gated": "gated",
     "rotary": "rotary",
     "rms_norm": "rms_norm",
+    "layer_norm": "layer_norm",
     "softmax": "softmax",
     "topk": "experts",
     "log_softmax": "log_softmax",
@@ -155,3 +156,16 @@ def test_an_operator_whose_parts_differ_from_the_whole_is_found_and_named(operat
         self_check(operators(), SHARED)
     without = dataclasses.replace(SHARED.shapes, row_linear=())
     self_check(operators(), dataclasses.replace(SHARED, row_parallel_blocks=1, shapes=without))
+
+
+def test_a_gpu_is_checked_up_to_the_longest_prefill_or_micro_batch():
+    assert gpu_row_counts(0, 1 << 20) == GPU_ROW_COUNTS
+    assert gpu_row_counts(48, 1 << 20) == GPU_ROW_COUNTS
+    assert gpu_row_counts(8192, 1 << 20) == (*GPU_ROW_COUNTS, 6144, 8192)
+    assert gpu_row_counts(9000, 1 << 20) == (*GPU_ROW_COUNTS, 6144, 8192, 9000)
+    assert gpu_row_counts(5000, 1 << 20) == (*GPU_ROW_COUNTS, 5000)
+
+
+def test_but_not_beyond_what_memory_holds():
+    assert gpu_row_counts(8192, 1766)[-2:] == (511, 1024)
+    assert gpu_row_counts(8192, 10)[-1] == 299

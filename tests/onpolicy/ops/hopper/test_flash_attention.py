@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.base import AttentionLayout, Scores
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.hopper import HopperOperators, flash_attention, flash_backward
 from onpolicy.ops.hopper.pages import Pages
@@ -61,9 +61,9 @@ def test_it_is_called_like_sglang_calls_it_and_means_the_same(
 ):
     q, k, v = inputs(queries, keys)
     with torch.no_grad():
-        got = operators.attention(q, k, v, layout, SCALE)
-        again = operators.attention(q, k, v, layout, SCALE)
-        want = CpuOperators().attention(q, k, v, layout, SCALE)
+        got = operators.attention(q, k, v, layout, Scores(SCALE))
+        again = operators.attention(q, k, v, layout, Scores(SCALE))
+        want = CpuOperators().attention(q, k, v, layout, Scores(SCALE))
     torch.testing.assert_close(got, want)
     assert torch.equal(got, again)
     assert calls[0].num_splits == 1 and calls[0].causal and calls[0].k_cache.shape[1] == 1
@@ -75,7 +75,7 @@ def test_gradients_reach_the_rows_that_keys_came_from(calls, operators, name):
     layout, queries, keys = LAYOUTS[name]
     ours = [x.requires_grad_() for x in inputs(queries, keys)]
     grad = random(queries, HEADS, DIM)
-    operators.attention(*ours, layout, SCALE).backward(grad)
+    operators.attention(*ours, layout, Scores(SCALE)).backward(grad)
     q, k, v = (x.detach().clone().requires_grad_() for x in ours)
     pages = Pages.of(layout)
     rows = pages.key_rows

@@ -5,6 +5,7 @@ import torch
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.hopper import HopperOperators, gemm, linear
+from onpolicy.ops.machine import find_cuda_toolkit
 from onpolicy.ops.triton import TritonOperators
 from tests.support.recorded_kernels import BF16_GEMM_NT, deep_gemm
 
@@ -136,3 +137,36 @@ def test_a_library_that_cannot_be_loaded_is_named_with_a_remedy():
         ContractError, match=r"deep_gemm: cannot be loaded.*sgl-deep-gemm.*--operators"
     ):
         gemm.library()
+
+
+def test_a_library_that_asserts_a_toolkit_is_refused_in_plain_words(monkeypatch, tmp_path):
+    """As deep_gemm/cuda_helpers.py of sgl-deep-gemm 0.1.5 does, without a word."""
+    package = tmp_path / "deep_gemm.py"
+    package.write_text("cuda_home = None\nassert cuda_home is not None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: None)
+    library = gemm.library.__wrapped__
+    with pytest.raises(
+        ContractError, match=r"CUDA toolkit, and none .*CUDA_HOME.*operators triton"
+    ):
+        library()
+    package.write_text("assert 1 == 2, 'another assertion'\n")
+    monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: "/usr/local/cuda")
+    with pytest.raises(
+        ContractError, match=r"\(another assertion\)\. Install the version of sgl-deep"
+    ):
+        library()
+
+
+def test_a_toolkit_is_looked_for_where_deep_gemm_does(monkeypatch, tmp_path):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    compiler = tmp_path / "cuda" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.touch(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent))
+    assert find_cuda_toolkit() == str(tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    assert find_cuda_toolkit() == str(tmp_path)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert find_cuda_toolkit() is None

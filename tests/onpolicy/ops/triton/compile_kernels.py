@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, Scores
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators, attention, linear
+from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
 
 OPERATORS = TritonOperators()
 MMA = re.compile(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n\d+k(\d+)")
@@ -78,8 +79,12 @@ def launch_all(dtype: torch.dtype) -> None:
     launch_experts(tensor, training)
     launch_attention(tensor, training, dtype)
     if dtype != torch.float32:  # it makes no difference to what follows
+        launch_hashes()
         for size in (128, 7168):
-            OPERATORS.rms_norm(training(300, size), training(size), 1e-6).sum().backward()
+            for round_last in (False, True):
+                x, weight = training(300, size), training(size)
+                OPERATORS.rms_norm(x, weight, 1e-6, round_last).sum().backward()
+            OPERATORS.layer_norm(x, weight, training(size), 1e-6).sum().backward()
         launch_elementwise(tensor, training)
 
 
@@ -100,11 +105,17 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
     # In float32 the widest alone: its kernels take long to compile, and the most memory.
     for dim in (64, 128, 256) if dtype != torch.float32 else (256,):
         q, k, v = training(200, 32, dim), training(200, 8, dim), training(200, 8, dim)
-        OPERATORS.attention(q, k, v, layout, 0.1).sum().backward()
+        OPERATORS.attention(q, k, v, layout, Scores(0.1)).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
         attention.paged_attention(
             tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, 0.1, page_size=64
         )
+
+
+def launch_hashes() -> None:
+    words = partial(torch.empty, device="meta", dtype=torch.int64)
+    sums = [add_up_blocks(words(128 * blocks), words(24)) for blocks in (1, 5000)]
+    chain_blocks(sums, words(2, 24), words(8))
 
 
 def launch_elementwise(tensor: Any, training: Any) -> None:

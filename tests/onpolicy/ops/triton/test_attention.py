@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, Scores
 from onpolicy.ops.stock import StockOperators
 from onpolicy.ops.triton import TritonOperators
 from onpolicy.ops.triton.attention import Sequences, blockwise_attention, paged_attention
@@ -89,14 +89,14 @@ def test_results_and_gradients_are_close_to_float64(lens, shape, dtype):
     inputs = [x.requires_grad_() for x in packed_inputs(lens, shape, dtype)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     layout, scale = AttentionLayout.packed(tuple(lens)), shape[2] ** -0.5
-    got = OPERATORS.attention(*inputs, layout, scale)
-    want = StockOperators().attention(*exact, layout, scale)
+    got = OPERATORS.attention(*inputs, layout, Scores(scale))
+    want = StockOperators().attention(*exact, layout, Scores(scale))
     tolerance = (
         {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
     )
     torch.testing.assert_close(got.double(), want, **tolerance)
     with torch.no_grad():
-        assert torch.equal(OPERATORS.attention(*inputs, layout, scale), got)
+        assert torch.equal(OPERATORS.attention(*inputs, layout, Scores(scale)), got)
     grad = torch.randn(got.shape).to(dtype)
     ours = torch.autograd.grad(got, inputs, grad)
     for a, b in zip(ours, torch.autograd.grad(want, exact, grad.double()), strict=True):
@@ -135,7 +135,7 @@ def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequence
     inputs = [x.requires_grad_() for x in packed_inputs(lens, (4, 2, 16, 16), torch.float32)]
     grad = torch.randn(sum(lens), 4, 16, generator=torch.Generator().manual_seed(0))
     packed, scale = AttentionLayout.packed(lens), 0.25
-    whole = OPERATORS.attention(*inputs, packed, scale)
+    whole = OPERATORS.attention(*inputs, packed, Scores(scale))
     q, k, v = inputs
     total = torch.zeros(())
     for ends, starts in ((first, (0, 0)), (lens, first)):
@@ -149,7 +149,7 @@ def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequence
         )
         query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
         layout = AttentionLayout(query_lens=query_lens, key_lens=ends, key_rows=packed.key_rows)
-        out = OPERATORS.attention(q[rows], k, v, layout, scale)
+        out = OPERATORS.attention(q[rows], k, v, layout, Scores(scale))
         assert torch.equal(out, whole[rows])
         total = total + (out * grad[rows]).sum()
     parts = torch.autograd.grad(total, inputs)

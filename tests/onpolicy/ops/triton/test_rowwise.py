@@ -30,8 +30,12 @@ def norm(x):
     return OPERATORS.rms_norm(x, torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype), 1e-6)
 
 
+WEIGHT, BIAS = torch.linspace(0.5, 2, 1300), torch.linspace(-1, 1, 1300)
+
 ROWWISE = {
     "rms_norm": norm,
+    "rms_norm rounded last": lambda x: OPERATORS.rms_norm(x, WEIGHT[: x.shape[1]], 1e-6, True),
+    "layer_norm": lambda x: OPERATORS.layer_norm(x, WEIGHT[: x.shape[1]], BIAS[: x.shape[1]], 1e-6),
     "gated": lambda x: OPERATORS.gated(F.silu, x, x.flip(1)),
     "softmax": OPERATORS.softmax,
     "topk": lambda x: OPERATORS.topk(x, 1)[1],
@@ -69,6 +73,32 @@ def test_norms_and_their_gradients_are_close_to_those_of_the_cpu(rows, columns, 
     for a, b in zip(torch.autograd.grad(got, leaves, grad), theirs, strict=True):
         scale = {"rtol": tolerance["rtol"], "atol": tolerance["atol"] * (1 + b.abs().max())}
         torch.testing.assert_close(a.double(), b, **scale)
+
+
+NORMS = {
+    "rms_norm rounded last": lambda o, x, w, b: o.rms_norm(x, w.float() + 1, 1e-6, True) + b,
+    "layer_norm": lambda o, x, w, b: o.layer_norm(x, w, b, 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@few
+@given(rows, columns, dtypes)
+def test_other_norms_and_their_gradients_are_those_of_the_cpu_within_rounding(
+    name, rows, columns, dtype
+):
+    leaves = [values(rows, columns, dtype), WEIGHT[:columns].to(dtype), BIAS[:columns].to(dtype)]
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    got, want = NORMS[name](OPERATORS, *leaves), NORMS[name](CpuOperators(), *exact)
+    grad = values(rows, columns, dtype).cos()
+    ours = got, *torch.autograd.grad(got, leaves, grad)
+    theirs = want, *torch.autograd.grad(want, exact, grad.float())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        atol = tolerance * (1 + b.abs().max().item())
+        torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=atol)
 
 
 def test_a_norm_of_many_rows_sums_its_weight_gradient_over_all_of_them():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.experts import expert_outputs
+from onpolicy.ops.experts import expert_outputs, gated_halves
 from onpolicy.ops.row_parallel import RowParallel
 from tests.support.megatron_ranks import dispatch_rows, expert_weights, loss_of
 
@@ -21,12 +21,14 @@ def on_one_rank(experts):
     gate_up.requires_grad_()
     down.requires_grad_()
     results, row_grads = [], []
+    operators = CpuOperators(1)
+    gate = gated_halves(operators, F.silu)
     for x, choices in zip(rows, experts, strict=True):
         x.requires_grad_()
         chosen = torch.tensor(choices)
         repeated = x.repeat_interleave(chosen.shape[1], 0)
         (result,) = expert_outputs(
-            CpuOperators(1), repeated, chosen.reshape(-1), gate_up, down, F.silu, RowParallel()
+            operators, repeated, chosen.reshape(-1), gate_up, down, gate, RowParallel()
         )
         loss_of(result.sum(1)).backward()
         results.append(result.detach())

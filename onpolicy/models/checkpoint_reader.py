@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from onpolicy.errors import ConfigError
+from onpolicy.models.weight_files import weight_files
 
 SHOWN = 10
 """Names that an error lists before it counts the others."""
@@ -23,8 +24,11 @@ class CheckpointReader:
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
         self._files: dict[str, Path] = {}
-        for file in sorted(self.path.glob("*.safetensors")):
+        for file in weight_files(self.path, "--hf-checkpoint"):
             self._files |= dict.fromkeys(self._handle(file).keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:

@@ -1,0 +1,75 @@
+"""Makes a checkpoint of random weights with the sizes of a published model, for measuring.
+
+    python -m benchmarks.random_checkpoint --geometry qwen3-0.6b DIR               # all 28 layers
+    python -m benchmarks.random_checkpoint --geometry qwen3-0.6b --layers 4 DIR
+
+DIR becomes a real Hugging Face checkpoint: bfloat16 in shards, and a tokenizer of the full vocabulary,
+one token per printable ASCII character and names for the rest. The same command gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+SPECIAL = ["<pad>", "<eos>"]
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    },
+}
+"""The sizes of Qwen/Qwen3-0.6B."""
+
+
+def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token per printable character; 0 is padding, 1 ends a sequence."""
+    tokens = [*SPECIAL, *string.printable]
+    tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    args = parser.parse_args()
+    sizes = dict(GEOMETRIES[args.geometry])
+    sizes["num_hidden_layers"] = args.layers or sizes["num_hidden_layers"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=torch.bfloat16)
+    model.save_pretrained(args.directory, max_shard_size="500MB")
+    make_tokenizer(sizes["vocab_size"]).save_pretrained(args.directory)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{args.directory}: {millions:.0f} million parameters")
+
+
+if __name__ == "__main__":
+    main()

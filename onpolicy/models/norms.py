@@ -1,0 +1,150 @@
+"""Norms by the aligned operators, in whatever Hugging Face model has them.
+
+A norm is recognised by what it computes: on a probe in bfloat16 it gives exactly the bits of one of the
+formulas below. They differ in where they round: Llama's rounds before it multiplies with the weight,
+OLMo-2's and GPT-OSS's after, Gemma's too and its weight is an offset from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.checks.probe import probe
+
+EPSILONS = (1e-5, 1e-6)
+"""Tried of a norm that does not say which it adds (OLMo's)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormKind:
+    """What a norm computes."""
+
+    is_centered: bool
+    """A layer norm, which subtracts the mean; else an RMS norm."""
+
+    eps: float
+
+    offset: float = 0.0
+    """Added to the weight, in float32."""
+
+    round_last: bool = True
+    """Of an RMS norm: whether only the product with the weight is rounded; see `Operators.rms_norm`."""
+
+
+class AlignedRMSNorm(nn.Module):
+    """RMS norm by `Operators.rms_norm`; takes over the weight of the module it replaces."""
+
+    weight: nn.Parameter
+
+    def __init__(self, norm: Any, kind: NormKind, operators: Operators):
+        super().__init__()
+        self.weight, self.kind, self.operators = norm.weight, kind, operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self.kind.offset:
+            weight = self.kind.offset + weight.float()
+        return self.operators.rms_norm(x, weight, self.kind.eps, self.kind.round_last)
+
+
+class AlignedLayerNorm(nn.Module):
+    """Layer norm by `Operators.layer_norm`; takes over the parameters of the module it replaces."""
+
+    def __init__(self, norm: Any, kind: NormKind, operators: Operators):
+        super().__init__()
+        self.weight, self.bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        self.kind, self.operators = kind, operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operators.layer_norm(x, self.weight, self.bias, self.kind.eps)
+
+
+def aligned_norm(module: nn.Module, operators: Operators) -> nn.Module | None:
+    """What replaces `module`, if it is a norm of a known kind."""
+    kind = norm_kind(module)
+    if kind is None:
+        return None
+    return (AlignedLayerNorm if kind.is_centered else AlignedRMSNorm)(module, kind, operators)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the module's class is called one."""
+    return "Norm" in type(module).__name__
+
+
+def norm_sizes(model: nn.Module, *, centered: bool) -> tuple[int, ...]:
+    """Distinct sizes of the model's layer norms, or of its RMS norms."""
+    norms = {
+        _size(module)
+        for module in model.modules()
+        if (kind := norm_kind(module)) is not None and kind.is_centered == centered
+    }
+    return tuple(sorted(norms))
+
+
+def norm_kind(module: Any) -> NormKind | None:
+    """What `module` computes, if it is a norm over the last axis by one of the known formulas."""
+    parameters = dict(module.named_parameters(recurse=False))
+    known = is_norm(module) and not isinstance(module, (AlignedRMSNorm, AlignedLayerNorm))
+    if not known or parameters.keys() - {"weight", "bias"} or list(module.children()):
+        return None
+    size = _size(module)
+    if any(parameter.shape != (size,) for parameter in parameters.values()):
+        return None
+    x = probe(3, size, seed=1).bfloat16()
+    values = {n: probe(size, seed=2 + len(n)).bfloat16() for n in parameters}
+    try:
+        got = torch.func.functional_call(module, values, (x,))
+    except Exception:  # whatever a module raises that takes other arguments
+        return None
+    for kind, formula in _candidates(module):
+        if torch.equal(got, formula(x, values.get("weight"), values.get("bias"), kind)):
+            return kind
+    return None
+
+
+def _size(module: Any) -> int:
+    weight = getattr(module, "weight", None)
+    if weight is not None:
+        return int(weight.shape[-1])
+    return int((getattr(module, "normalized_shape", None) or (1,))[-1])
+
+
+def _candidates(module: Any) -> Iterator[tuple[NormKind, Callable[..., Tensor]]]:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    for each in EPSILONS if eps is None else (eps,):
+        if getattr(module, "weight", None) is not None:
+            for offset, round_last in ((0.0, False), (0.0, True), (1.0, True)):
+                yield NormKind(False, each, offset, round_last), _rms_norm
+        yield NormKind(True, each), _layer_norm
+        yield NormKind(True, each), _layer_norm_of_torch
+
+
+def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> Tensor:
+    rows = x.float()
+    rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + kind.eps)
+    if kind.round_last:
+        return ((kind.offset + weight.float()) * rows).to(x.dtype)
+    return weight * rows.to(x.dtype)
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind) -> Tensor:
+    rows = x.float() - x.float().mean(-1, keepdim=True)
+    rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + kind.eps)
+    rows = rows if weight is None else weight.float() * rows
+    return (rows if bias is None else rows + bias.float()).to(x.dtype)
+
+
+def _layer_norm_of_torch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
+) -> Tensor:
+    """The same on paper, summed in another order."""
+    parameters = [None if p is None else p.float() for p in (weight, bias)]
+    return F.layer_norm(x.float(), x.shape[-1:], *parameters, eps=kind.eps).to(x.dtype)

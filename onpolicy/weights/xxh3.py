@@ -1,0 +1,149 @@
+"""xxh3 (64 bits, seeded) of tensors where they lie, with the very bits of the library `xxhash`.
+
+A push is hashed on both of its ends. On a GPU the bytes would have to come to the host for that, which
+takes longer than the push; so a GPU hashes them itself (`xxh3_kernels.py`), and the host is left with
+the last kilobyte of each tensor. Integers alone are added and multiplied, so a GPU and a CPU agree on
+every digest, and a digest says nothing about where it was computed.
+
+Source: Yann Collet's xxHash 0.8, xxhash.h: XXH3_hashLong_64b_withSeed and what it calls. An input longer
+than 240 bytes is cut into blocks of 16 stripes of 64 bytes; the stripes of a block are added up in any
+order, the blocks are chained.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK, STRIPE, LANES = 1024, 64, 8
+MASK = (1 << 64) - 1
+
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+PRIME64_1 = 0x9E3779B185EBCA87
+START = (
+    0xC2B2AE3D, PRIME64_1, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
+)  # fmt: skip
+
+HELD = 1 << 26
+"""Bytes of block sums, a 16th of the tensors', that are kept before their blocks are chained."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A tensor whose blocks are added up and not chained yet."""
+
+    seed: int
+    num_bytes: int
+    sums: Tensor
+    tail: Tensor
+
+
+class DeviceHashes:
+    """Writes hashes of named tensors of more than BLOCK bytes into a dictionary, many at a time."""
+
+    def __init__(self, hashes: dict[str, int]) -> None:
+        self._hashes = hashes
+        self._begun: dict[str, _Begun] = {}
+        self._held = 0
+
+    def add(self, name: str, data: Tensor, seed: int) -> None:
+        """Begin with uint8 [bytes], which may be changed or freed after this call (on its stream)."""
+        from onpolicy.weights.xxh3_kernels import add_up_blocks
+
+        data = data if data.data_ptr() % 8 == 0 else data.clone()
+        blocks = data[: (len(data) - 1) // BLOCK * BLOCK].view(torch.int64)
+        sums = add_up_blocks(blocks, _words(secret_of(seed)).to(data.device))
+        tail = data[-(BLOCK + STRIPE) :].clone()
+        self._begun[name] = _Begun(seed, len(data), sums, tail)
+        self._held += sums.nbytes
+        if self._held > HELD:
+            self.finish()
+
+    def forget(self, name: str) -> None:
+        """Leave a tensor out that was begun with."""
+        self._begun.pop(name, None)
+
+    def finish(self) -> None:
+        """Write down the hashes of all tensors so far; waits for the device."""
+        for device in {begun.sums.device for begun in self._begun.values()}:
+            group = {n: begun for n, begun in self._begun.items() if begun.sums.device == device}
+            self._hashes |= zip(group, _chained(list(group.values())), strict=True)
+        self._begun, self._held = {}, 0
+
+
+def _chained(group: list[_Begun]) -> list[int]:
+    from onpolicy.weights.xxh3_kernels import chain_blocks
+
+    secrets = torch.stack([_words(secret_of(begun.seed)) for begun in group])
+    start = torch.tensor([_signed(word) for word in START])
+    device = group[0].sums.device
+    chained = chain_blocks([b.sums for b in group], secrets.to(device), start.to(device))
+    states = chained.cpu().numpy().view(np.uint64)
+    tails = torch.cat([begun.tail for begun in group]).cpu()
+    parts = tails.split([len(begun.tail) for begun in group])
+    return [
+        _finished(state, part.numpy(), begun.num_bytes, secret_of(begun.seed))
+        for begun, state, part in zip(group, states, parts, strict=True)
+    ]
+
+
+def secret_of(seed: int) -> bytes:
+    """XXH3_initCustomSecret."""
+    words = struct.unpack("<24Q", SECRET)
+    signs = (1, -1) * 12
+    return struct.pack("<24Q", *((w + s * seed) & MASK for w, s in zip(words, signs, strict=True)))
+
+
+def _words(secret: bytes) -> Tensor:
+    """int64 [24]"""
+    return torch.frombuffer(bytearray(secret), dtype=torch.int64)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _finished(state: np.ndarray, tail: np.ndarray, num_bytes: int, secret: bytes) -> int:
+    """The hash, from the chained blocks [8] and the last bytes: those after the blocks, and 64 more."""
+    after = num_bytes - (num_bytes - 1) // BLOCK * BLOCK
+    stripes = (after - 1) // STRIPE
+    first = len(tail) - after
+    whole = tail[first : first + stripes * STRIPE].tobytes()
+    state = state + _stripe_sums(whole, np.frombuffer(secret, "<u8"))
+    last_secret = np.frombuffer(secret[len(secret) - STRIPE - 7 : -7], "<u8")
+    state = state + _stripe_sums(tail[-STRIPE:].tobytes(), last_secret)
+    keys = struct.unpack("<8Q", secret[11 : 11 + STRIPE])
+    mixed = [int(word) ^ key for word, key in zip(state, keys, strict=True)]
+    total = num_bytes * PRIME64_1
+    for left, right in zip(mixed[::2], mixed[1::2], strict=True):
+        product = left * right
+        total += (product ^ (product >> 64)) & MASK
+    return _avalanche(total & MASK)
+
+
+def _stripe_sums(data: bytes, keys: np.ndarray) -> np.ndarray:
+    """XXH3_accumulate over whole stripes, the i-th of which takes `keys` from word i on: uint64 [8]"""
+    words = np.frombuffer(data, "<u8").reshape(-1, LANES)
+    places = np.arange(len(words))[:, None] + np.arange(LANES)
+    keyed = words ^ keys[places]
+    terms = (keyed & np.uint64(0xFFFFFFFF)) * (keyed >> np.uint64(32))
+    total: np.ndarray = (terms + words[:, np.arange(LANES) ^ 1]).sum(0, dtype=np.uint64)
+    return total
+
+
+def _avalanche(value: int) -> int:
+    value ^= value >> 37
+    value = value * 0x165667919E3779F9 & MASK
+    return value ^ (value >> 32)

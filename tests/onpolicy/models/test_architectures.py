@@ -1,0 +1,103 @@
+"""Every architecture without a server: the trainer's packed pass against a decode loop.
+
+Both run the same aligned Hugging Face model, as they do in the two engines. What only a server can show
+(its own linears, embeddings and logits) is in tests/e2e/test_verify.py and docs/architectures.md.
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from onpolicy.errors import ConfigError
+from onpolicy.models.align import replace_operators
+from onpolicy.models.hf_config import require_alignable
+from onpolicy.models.policy import PackedTokens, empty_policy
+from onpolicy.ops.cpu import CpuOperators
+from tests.support.decode_loop import decode_log_probs
+from tests.support.tiny import ALL_ARCHITECTURES, DIFFERING, REFUSED, make_checkpoint
+from tests.support.violations import break_operator
+
+CONTEXT = 256
+TEMPERATURE = 0.7
+LENS = (150, 37, 9, 2)
+
+CONTROLS = {
+    "linear": "qwen3",
+    "paged_attention": "qwen3",
+    "rms_norm": "gemma",
+    "layer_norm": "starcoder2",
+    "elementwise": "starcoder2",
+    "rotary": "qwen3",
+    "gated": "qwen3",
+    "log_softmax": "qwen3",
+    "grouped_linear": "qwen3-moe",
+    "softmax": "qwen3-moe",
+}
+"""Kinds of operators, and an architecture that calls each."""
+
+
+def load(path, dtype):
+    policy = empty_policy(AutoConfig.from_pretrained(path), CpuOperators(1))
+    weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
+    policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
+    policy.causal_lm.tie_weights()
+    return policy
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, 137, (n,), generator=generator).tolist() for n in LENS]
+
+
+def packed_log_probs(policy):
+    return policy(PackedTokens.pack(sequences(), [1] * len(LENS), TEMPERATURE))[0]
+
+
+def both(policy, operators=None):
+    """The trainer's log-probabilities and the decode loop's."""
+    with torch.no_grad():
+        packed = packed_log_probs(policy)
+    replace_operators(policy, operators or policy.operators)
+    decoded = decode_log_probs(
+        policy, operators or policy.operators, sequences(), temperature=TEMPERATURE
+    )
+    return packed, torch.cat(decoded)
+
+
+def take_a_step(policy):
+    """Every weight against its gradient, by up to a tenth of its own size."""
+    packed_log_probs(policy).sum().backward()
+    for weight in policy.parameters():
+        if weight.grad is not None:
+            step = weight.grad / weight.grad.abs().max().clamp(min=1e-20)
+            weight.data -= 0.1 * weight.data.abs().mean() * step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [a for a in ALL_ARCHITECTURES if a not in REFUSED])
+def test_training_and_decoding_agree_before_and_after_a_step(architecture, dtype, tmp_path):
+    path = make_checkpoint(tmp_path, architecture)
+    require_alignable(AutoConfig.from_pretrained(path), CONTEXT)
+    if (architecture, str(dtype)[6:]) in DIFFERING:
+        pytest.xfail("differs")
+    policy = load(path, dtype)
+    packed, decoded = both(policy)
+    assert packed.isfinite().all() and torch.equal(packed, decoded)
+    take_a_step(policy)
+    after, decoded = both(policy)
+    assert after.isfinite().all() and torch.equal(after, decoded)
+    assert not torch.equal(after, packed)
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_what_has_no_aligned_operators_is_refused_by_name(architecture, tmp_path):
+    path = make_checkpoint(tmp_path, architecture)
+    with pytest.raises(ConfigError, match=REFUSED[architecture]):
+        require_alignable(AutoConfig.from_pretrained(path), CONTEXT)
+
+
+@pytest.mark.parametrize(("operator", "architecture"), CONTROLS.items())
+def test_an_operator_that_depends_on_the_batch_is_found(operator, architecture, tmp_path):
+    broken = break_operator(CpuOperators(1), operator)
+    packed, decoded = both(load(make_checkpoint(tmp_path, architecture), torch.float32), broken)
+    assert not torch.equal(packed, decoded)

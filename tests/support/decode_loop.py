@@ -1,0 +1,105 @@
+"""A rollout engine without a server: the trainer's model, fed in chunks over a paged store.
+
+It computes what SGLang computes with the plug-in's operators, in the order in which SGLang does: the
+prompts in chunks, then one token of every sequence at a time, keys and values read from pages.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.models.policy import PolicyModel
+from onpolicy.ops import Operators, PagedLayout
+
+CHUNK = 48
+"""Tokens of each sequence that are fed at once, as long as it has twice as many left."""
+
+
+class PagedStore:
+    """Keys and values of every layer, on pages of one token in random order."""
+
+    def __init__(self, lens: list[int]):
+        self.pages = torch.randperm(sum(lens), generator=torch.Generator().manual_seed(0)).int()
+        self.pages = list(self.pages.split(lens))
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole store of a layer, as [pages, 1, H_kv, D], after writing new keys and values."""
+        if layer == len(self.layers):
+            count = sum(map(len, self.pages))
+            empty = (x.new_full((count, 1, *x.shape[1:]), float("nan")) for x in (k, v))
+            self.layers.append(tuple(empty))  # type: ignore[arg-type]
+        for store, new in zip(self.layers[layer], (k, v), strict=True):
+            store[slots, 0] = new
+        return self.layers[layer]
+
+
+def decode_log_probs(
+    policy: PolicyModel, operators: Operators, sequences: list[list[int]], temperature: float
+) -> list[Tensor]:
+    """Log-probabilities of every token of each sequence but its first: float32 [len - 1] each."""
+    store = PagedStore([len(s) for s in sequences])
+    done = [0] * len(sequences)
+    result: list[list[Tensor]] = [[] for _ in sequences]
+    while live := [i for i, s in enumerate(sequences) if done[i] < len(s) - 1]:
+        left = [len(sequences[i]) - 1 - done[i] for i in live]
+        counts = [CHUNK if n >= 2 * CHUNK else 1 for n in left]
+        parts = [sequences[i][done[i] : done[i] + n + 1] for i, n in zip(live, counts, strict=True)]
+        starts = [done[i] for i in live]
+        hidden = _feed(policy, operators, store, [p[:-1] for p in parts], live, starts)
+        targets = torch.tensor([token for part in parts for token in part[1:]])
+        log_probs = _log_probs(policy, operators, hidden, targets, temperature)
+        for i, part in zip(live, log_probs.split(counts), strict=True):
+            result[i].append(part)
+            done[i] += len(part)
+    return [torch.cat(parts) for parts in result]
+
+
+@torch.no_grad()
+def _feed(
+    policy: PolicyModel,
+    operators: Operators,
+    store: PagedStore,
+    parts: list[list[int]],
+    sequences: list[int],
+    starts: list[int],
+) -> Tensor:
+    """Hidden states of new tokens, `parts[j]` of sequence `sequences[j]` after `starts[j]` others."""
+    counts = torch.tensor([len(part) for part in parts])
+    key_lens = torch.tensor(starts) + counts
+    pages = [store.pages[i] for i in sequences]
+    spans = zip(starts, key_lens.tolist(), strict=True)
+    positions = [torch.arange(start, end) for start, end in spans]
+    slots = torch.cat([page[where] for page, where in zip(pages, positions, strict=True)]).long()
+    layout = PagedLayout(
+        page_table=torch.nn.utils.rnn.pad_sequence(pages, batch_first=True),
+        page_size=1,
+        key_lens=key_lens.int(),
+        query_starts=F.pad(counts.cumsum(0), (1, 0)).int(),
+        max_query_len=int(counts.max()),
+    )
+    layers = iter(range(10**6))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *how: object) -> Tensor:
+        stores = store.write(next(layers), slots, k, v)
+        return operators.paged_attention(q, *stores, layout, *how)  # type: ignore[arg-type]
+
+    hidden: Tensor = policy.causal_lm.base_model(
+        input_ids=torch.tensor([token for part in parts for token in part])[None],
+        position_ids=torch.cat(positions)[None],
+        use_cache=False,
+        attention_function=attention,
+    )[0][0]
+    return hidden
+
+
+@torch.no_grad()
+def _log_probs(
+    policy: PolicyModel, operators: Operators, hidden: Tensor, targets: Tensor, temperature: float
+) -> Tensor:
+    head = policy.causal_lm.get_output_embeddings()
+    logits = policy.logits_rule.apply(operators, operators.linear(hidden, head.weight, head.bias))
+    log_probs = operators.log_softmax(logits, torch.full((len(logits), 1), temperature))
+    return log_probs.gather(1, targets[:, None])[:, 0]
