@@ -116,12 +116,10 @@ class CpuOperators(Operators):
 
     @on_whole_tensors
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        out = torch.empty_like(logits, dtype=torch.float32)
-
-        def of_rows(logits: Tensor, temperature: Tensor) -> tuple[Tensor]:
-            return (torch.log_softmax(logits.float() / temperature, dim=-1),)
-
-        few_rows_at_a_time(self.pool, of_rows, (logits, temperature), (out,))
+        if torch.is_grad_enabled():
+            return _log_softmax(logits, temperature)
+        out, inputs = torch.empty_like(logits, dtype=torch.float32), (logits, temperature)
+        few_rows_at_a_time(self.pool, lambda *rows: (_log_softmax(*rows),), inputs, (out,))
         return out
 
     def gather_log_probs(
@@ -145,3 +143,7 @@ class CpuOperators(Operators):
         formula, inputs = super().sample, (log_probs, uniform)
         few_rows_at_a_time(self.pool, lambda *rows: (formula(*rows),), inputs, (out,))
         return out
+
+
+def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(logits.float() / temperature, dim=-1)
