@@ -20,7 +20,7 @@ from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
 RATES = [1e-3]
 
 
-@pytest.fixture(scope="module", params=EXPERT_ARCHITECTURES)
+@pytest.fixture(scope="module", params=(*EXPERT_ARCHITECTURES, "deepseek-v2", "gpt-oss"))
 def path(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
