@@ -18,6 +18,7 @@ from sglang_patches import (
     forks,
     harmful_requests,
     head_sizes,
+    layer_attention,
     linear,
     lm_head,
     model,
@@ -55,6 +56,7 @@ def load() -> None:
         determinism.install(contract)
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
+        layer_attention.install()
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)

@@ -104,6 +104,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--enable-deterministic-inference",
             "--model-impl", "transformers",
             "--sampling-backend", "pytorch",
+            # The cache keeps every key: windows are a rule on positions.
+            "--disable-hybrid-swa-memory",
         ]  # fmt: skip
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 

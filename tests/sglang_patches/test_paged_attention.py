@@ -68,6 +68,17 @@ def test_it_hands_the_operator_what_sglang_means():
     }
 
 
+def test_windows_soft_caps_and_sinks_reach_the_operator():
+    class Noted:
+        def paged_attention(self, *args):
+            self.seen = args
+
+    operators, sinks = Noted(), torch.zeros(4)
+    attend(operators, **given(window_size=(31, 0), softcap=30.0, sinks=sinks))
+    assert operators.seen[4] == Scores(0.5, window=32, softcap=30.0)
+    assert operators.seen[5] is sinks
+
+
 def test_triton_computes_it_by_its_own_kernel(monkeypatch):
     seen = []
 
@@ -115,10 +126,8 @@ def test_an_engines_pages_taken_apart_are_its_rows():
     ("name", "value"),
     [
         ("causal", False),
-        ("window_size", (128, 0)),
-        ("softcap", 30.0),
+        ("window_size", (128, 128)),
         ("return_softmax_lse", True),
-        ("sinks", torch.zeros(4)),
         ("k_descale", torch.ones(2, 2)),
         ("qv", torch.zeros(3, 4, 4)),
         ("score_mod", max),

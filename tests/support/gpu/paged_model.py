@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from onpolicy.models.align import ATTENTION_NAME, align_modules
+from onpolicy.models.align import align_modules
+from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.policy import PolicyModel
 from onpolicy.ops import Operators, Scores
 from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
