@@ -121,14 +121,18 @@ def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
 
 def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
     """(out features, in features, has bias) of routers that call `F.linear` themselves."""
-    blocks = [block for block in model.modules() if any(map(has_usual_experts, block.children()))]
-    routers: list[Any] = [
-        child
-        for block in blocks
-        for child in block.children()
-        if not isinstance(child, nn.Linear) and hasattr(child, "weight")
-    ]
+    routers: list[Any] = [router for block in expert_blocks(model) for router in routers_of(block)]
     return {(*r.weight.shape, getattr(r, "bias", None) is not None) for r in routers}
+
+
+def expert_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold a layer's experts and its router."""
+    return [block for block in model.modules() if any(map(has_usual_experts, block.children()))]
+
+
+def routers_of(block: nn.Module) -> list[nn.Module]:
+    """Those of a block that are no linear layers: the block's or their own code chooses."""
+    return [m for m in block.children() if not isinstance(m, nn.Linear) and hasattr(m, "weight")]
 
 
 def route_by_operators(block: Any, operators: Operators) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout
+from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
@@ -42,13 +42,19 @@ class TritonOperators(Operators):
         return _grouped_linear(x, weight, offsets, torch.float32)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = TritonAttention.apply(q, k, v, layout, scale)
+            out: Tensor = TritonAttention.apply(q, k, v, sinks, layout, scores)
             return out
         sequences = attentions.Sequences.of(layout)
-        return attentions.blockwise_attention(q, k, v, sequences, scale)[0]
+        return attentions.blockwise_attention(q, k, v, sequences, scores, sinks)[0]
 
     def paged_attention(
         self,
@@ -56,7 +62,8 @@ class TritonOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         result, _ = attentions.paged_attention(
@@ -67,8 +74,9 @@ class TritonOperators(Operators):
             layout.key_lens,
             layout.query_starts,
             layout.max_query_len,
-            scale,
+            scores,
             layout.page_size,
+            sinks,
         )
         return result if out is None else out.copy_(result)
 

@@ -8,7 +8,10 @@ GIB = 1 << 30
 
 
 def write(root, files):
-    for name, text in {"proc/meminfo": f"MemFree: 1 kB\nMemAvailable: {8 << 20} kB\n", **files}.items():
+    for name, text in {
+        "proc/meminfo": f"MemFree: 1 kB\nMemAvailable: {8 << 20} kB\n",
+        **files,
+    }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root

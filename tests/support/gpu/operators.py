@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import Demand, backend_of
 from onpolicy.ops.machine import Machine
 
 BACKENDS = ("triton", "hopper")
 
-NO_SHAPES = OperatorShapes(linear=(), heads=32, kv_heads=8, head_dim=128, norm=(), vocab_size=1024)
+ATTENTION = AttentionShape(heads=32, kv_heads=8, head_dim=128, value_dim=128)
+NO_SHAPES = OperatorShapes(linear=(), attention=(ATTENTION,), norm=(), vocab_size=1024)
 """The head size decides whether a backend serves a model."""
 
 
