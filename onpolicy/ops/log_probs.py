@@ -11,8 +11,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from onpolicy.ops.base import Operators
 from onpolicy.ops.vocab_parallel import VocabParallel
 
-LOGITS_PER_CHUNK = 1 << 24
-"""Logits alive at a time (64 MiB of float32); rows do not depend on where the chunks are cut."""
+LOGITS_PER_CHUNK = 1 << 26
+"""Logits alive at a time (256 MiB of float32); rows do not depend on where the chunks are cut. Every
+chunk reads the weight twice and adds to its gradient, so few rows would cost more than their sums."""
+
+WHOLE_ROWS = 64
+"""Chunks are of a multiple of so many rows, if they are of more, for the sake of GEMM's tiles."""
 
 
 def token_log_probs(
@@ -45,7 +49,8 @@ def token_log_probs(
 
 def rows_per_chunk(vocab_size: int) -> int:
     """How many tokens' logits are alive at a time."""
-    return max(16, LOGITS_PER_CHUNK // vocab_size)
+    rows = max(16, LOGITS_PER_CHUNK // vocab_size)
+    return rows - rows % WHOLE_ROWS if rows > WHOLE_ROWS else rows
 
 
 def _chunks(hidden: Tensor, vocabulary: VocabParallel) -> list[slice]:

@@ -59,12 +59,13 @@ class StockOperators(Operators):
             q.split(layout.query_lens), layout.key_lens, layout.key_rows, strict=True
         ):
             mask = _visible(len(queries), keys, scores.window, q.device)
-            heads = (x.transpose(0, 1)[None] for x in (queries, k[rows[:keys]], v[rows[:keys]]))
+            parts = (queries, k[rows[:keys]], v[rows[:keys]])
+            one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in parts)
             if scores.softcap or sinks is not None:
-                out = _eager_attention(*heads, mask, scores, sinks)
+                out = _eager_attention(one_q, one_k, one_v, mask, scores, sinks)
             else:
                 out = F.scaled_dot_product_attention(
-                    *heads, attn_mask=mask, scale=scores.scale, enable_gqa=True
+                    one_q, one_k, one_v, attn_mask=mask, scale=scores.scale, enable_gqa=True
                 )
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
@@ -100,12 +101,14 @@ def _eager_attention(
 ) -> Tensor:
     """[1, H, T, D], [1, H_kv, keys, D], [1, H_kv, keys, D_v] -> [1, H, T, D_v]; see `Scores`."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    products = (q @ k.transpose(2, 3) * scores.scale).float()
+    products = (q @ k.transpose(2, 3) * scores.scale).to(
+        torch.promote_types(q.dtype, torch.float32)
+    )
     if scores.softcap:
         products = torch.tanh(products / scores.softcap) * scores.softcap
     products = products.masked_fill(~mask, float("-inf"))
     if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(*products.shape[:3], 1)
+        column = sinks.to(products.dtype).view(1, -1, 1, 1).expand(*products.shape[:3], 1)
         products = torch.cat((products, column), dim=-1)
     weights = torch.softmax(products, dim=-1)[..., : mask.shape[-1]]
     return weights.to(v.dtype) @ v

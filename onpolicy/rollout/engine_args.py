@@ -27,6 +27,11 @@ CACHE_MARGIN = 8
 """Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
 
 
+COLOCATED_FRACTION = 0.4
+"""--sglang-mem-fraction-static of a server that shares its GPUs, unless it is given: the part of a GPU
+for its weights and its cache. SGLang's own default leaves nothing for anyone else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What one SGLang server is started with."""
@@ -49,6 +54,9 @@ class EngineSpec:
     first_gpu: int = 0
     """The first of the GPUs of this engine, where there are any."""
 
+    shares_gpus: bool = False
+    """Whether the trainer computes on them too (--colocate)."""
+
     weight_format: str = ""
     """--rollout-weight-format, where SGLang rounds the weights itself."""
 
@@ -67,6 +75,11 @@ class EngineSpec:
         """The secrets among those flags."""
         given = secrets.split(self.sglang_args)[1]
         return {flag: secrets.reveal(flag, value) for flag, value in given.items()}
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of the server."""
+        return tensor_parallel_size(self.sglang_args)
 
     @property
     def needed_tokens(self) -> int:
@@ -133,6 +146,8 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
+    if spec.shares_gpus:
+        flags += ["--mem-fraction-static", str(COLOCATED_FRACTION)]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
 
 

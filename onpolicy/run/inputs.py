@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.eval_sets import eval_sets
+from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
@@ -27,6 +28,8 @@ from onpolicy.run.input_checks import (
     require_weights,
 )
 from onpolicy.run.ladder import Ladder
+from onpolicy.run.memory import ModelSize, require_run_fits
+from onpolicy.run.push_checks import require_transport
 from onpolicy.run.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
@@ -52,6 +55,15 @@ class Inputs:
 
     stop_token_ids: tuple[int, ...]
 
+    def longest_sequence(self, config: TrainConfig) -> int:
+        """Tokens of the longest prompt and response that the run may ask an engine for."""
+        sampled = config.rollout.rollout_max_response_len
+        evaluated = config.eval.eval_max_response_len or sampled
+        lengths = [len(prompt.prompt_ids) + sampled for prompt in self.prompts.prompts]
+        for prompts in self.eval_sets.values():
+            lengths += [len(prompt.prompt_ids) + evaluated for prompt in prompts]
+        return max(lengths)
+
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
@@ -60,7 +72,8 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     logger.info("reading %s and the prompts", path)
     hf_config = load_config(path, trust)
-    require_addresses(config.engine, config.engine.rollout_api_key)
+    key = reveal("--rollout-api-key", config.engine.rollout_api_key)
+    require_addresses(config.engine, key)
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
 
@@ -87,6 +100,10 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
         )
         require_weights(config, hf_config)
+        spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
+        size = ModelSize.of(hf_config, trust)
+        require_run_fits(config, hf_config, spec, size)
+        require_transport(config, ladder.contract)
         flags.require_passed()
     return inputs
 

@@ -86,13 +86,13 @@ def test_triton_computes_it_by_its_own_kernel(monkeypatch):
         seen.append(args)
         return torch.full((3, 4, 4), 7.0), None
 
-    inspect.signature(attention.paged_attention).bind(*range(9))
+    inspect.signature(attention.paged_attention).bind(*range(10))
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     call = given()
     assert attend(TritonOperators(), **call).unique().item() == 7
     names = ["q", "k_cache", "v_cache", "page_table", "cache_seqlens", "cu_seqlens_q"]
     assert all(a is call[name] for a, name in zip(seen[0], names, strict=False))
-    assert seen[0][6:] == (2, 0.5, 1)
+    assert seen[0][6:] == (2, Scores(0.5), 1, None)
     buffer = torch.zeros(3, 4, 4)
     assert attend(TritonOperators(), **given(out=buffer)) is buffer
     assert buffer.unique().item() == 7

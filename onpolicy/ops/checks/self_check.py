@@ -82,8 +82,8 @@ def _products(operators: Operators, contract: NumericsContract, longest: int = 0
             yield name, (n, k), check
     if row_parallel.blocks > 1:
         check_shards(operators, contract)
-    for kind in shapes.attention:
-        inputs = AttentionInputs.of(kind, dtype, device)
+    for attention in shapes.attention:
+        inputs = AttentionInputs.of(attention, dtype, device)
         packed = check_attention(operators, inputs)
         yield inputs.name(), inputs.shape, packed
         paged = check_paged_attention(operators, inputs, packed)

@@ -17,7 +17,7 @@ from onpolicy.ops.hopper import flash_attention, gemm
 from onpolicy.ops.hopper.attention import HopperAttention
 from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
 from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.triton import TritonOperators, _plain
+from onpolicy.ops.triton import TritonOperators
 
 
 class HopperOperators(TritonOperators):
@@ -57,11 +57,13 @@ class HopperOperators(TritonOperators):
         scores: Scores,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if not flash_attention.fits(q, v, scores, sinks):
+            return super().attention(q, k, v, layout, scores, sinks)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if torch.is_grad_enabled():
-            out: Tensor = HopperAttention.apply(q, k, v, layout, _plain(scores, sinks))
+            out: Tensor = HopperAttention.apply(q, k, v, layout, scores)
             return out
-        return flash_attention.forward(q, k, v, Pages.of(layout), _plain(scores, sinks))[0]
+        return flash_attention.forward(q, k, v, Pages.of(layout), scores)[0]
 
     def paged_attention(
         self,
@@ -73,4 +75,6 @@ class HopperOperators(TritonOperators):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        return flash_attention.over_pages(q, k, v, layout, _plain(scores, sinks), out)
+        if not flash_attention.fits(q, v, scores, sinks):
+            return super().paged_attention(q, k, v, layout, scores, sinks, out)
+        return flash_attention.over_pages(q, k, v, layout, scores, out)

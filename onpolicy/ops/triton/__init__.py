@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onpolicy.errors import ContractError
 from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
@@ -52,10 +51,10 @@ class TritonOperators(Operators):
         sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = TritonAttention.apply(q, k, v, layout, _plain(scores, sinks))
+            out: Tensor = TritonAttention.apply(q, k, v, sinks, layout, scores)
             return out
         sequences = attentions.Sequences.of(layout)
-        return attentions.blockwise_attention(q, k, v, sequences, _plain(scores, sinks))[0]
+        return attentions.blockwise_attention(q, k, v, sequences, scores, sinks)[0]
 
     def paged_attention(
         self,
@@ -75,8 +74,9 @@ class TritonOperators(Operators):
             layout.key_lens,
             layout.query_starts,
             layout.max_query_len,
-            _plain(scores, sinks),
+            scores,
             layout.page_size,
+            sinks,
         )
         return result if out is None else out.copy_(result)
 
@@ -128,12 +128,6 @@ class TritonOperators(Operators):
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         return sample(log_probs, uniform)
-
-
-def _plain(scores: Scores, sinks: Tensor | None) -> float:
-    if scores.window or scores.softcap or sinks is not None:
-        raise ContractError("attention with a window, a softcap or sinks: not on GPUs yet.")
-    return scores.scale
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

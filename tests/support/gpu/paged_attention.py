@@ -70,7 +70,7 @@ def _by_triton(
         batch.cache_seqlens,
         batch.cu_seqlens_q,
         batch.max_seqlen_q,
-        scale,
+        Scores(scale),
         batch.page_size,
     )
 

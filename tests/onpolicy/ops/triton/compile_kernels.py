@@ -108,8 +108,10 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
         OPERATORS.attention(q, k, v, layout, Scores(0.1)).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
         attention.paged_attention(
-            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, 0.1, page_size=64
+            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, Scores(0.1), page_size=64
         )
+    special = Scores(0.1, window=33, softcap=20.0)
+    OPERATORS.attention(q, k, v, layout, special, training(32)).sum().backward()
 
 
 def launch_hashes() -> None:
