@@ -9,7 +9,7 @@ log-probability the same in a batch of decoding requests and in a packed trainin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,23 @@ class Operators(ABC):
 
         The part of a longer sum over K; see `row_parallel_linear`.
         """
+
+    def linear_gradients(
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
+    ) -> list[Tensor]:
+        """Gradients of `out = linear(x, *head)`, of which those of the head are added up over calls.
+
+        x: [M, K]; head: weight [N, K] and perhaps bias [N]; grad: [M, N] -> as x, as each of the head,
+        where an implementation may leave the latter in float32.
+        """
+        return list(torch.autograd.grad(out, (x, *head), grad))
+
+    def rows_per_chunk(self, vocab_size: int) -> int:
+        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability.
+
+        64 MiB of float32 logits here, which is what a CPU's caches and memory bear.
+        """
+        return max(16, (1 << 24) // vocab_size)
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""

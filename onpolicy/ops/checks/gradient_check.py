@@ -22,7 +22,6 @@ from onpolicy.ops.base import AttentionLayout, Operators
 from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.checks.self_check import MAX_EXPERTS
 from onpolicy.ops.experts import gated_halves, mix_experts
-from onpolicy.ops.log_probs import rows_per_chunk
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
@@ -46,7 +45,7 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
             linear = partial(
                 operators.row_parallel_linear, weight=weight, bias=None, row_parallel=how
             )
-            rows = rows_per_chunk(n) if n == shapes.vocab_size else ROWS
+            rows = operators.rows_per_chunk(n) if n == shapes.vocab_size else ROWS
             _check("linear", (n, k), linear, columns, min(rows, ROWS), ROW_COUNTS)
     for size in shapes.norm:
         norm = partial(operators.rms_norm, weight=probe(size, seed=22), eps=1e-6)
@@ -150,7 +149,7 @@ def _check_attention(operators: Operators, shapes: OperatorShapes) -> None:
 
 
 def _check_log_probs(operators: Operators, vocab_size: int) -> None:
-    rows = min(ROWS, rows_per_chunk(vocab_size))
+    rows = min(ROWS, operators.rows_per_chunk(vocab_size))
     logits, grad = 4 * probe(rows, vocab_size, seed=34), probe(rows, seed=35)
     temperature, targets = torch.full((rows, 1), 0.7), torch.arange(rows) % vocab_size
 

@@ -8,7 +8,7 @@ code for an element wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from onpolicy.ops.triton import log_probs, rotary
 from onpolicy.ops.triton.attention_backward import TritonAttention
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
-from onpolicy.ops.triton.linear import TritonLinear, tiled_linear
+from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
 from onpolicy.ops.triton.norm import TritonRMSNorm
 from onpolicy.ops.triton.sampling import sample
 from onpolicy.ops.triton.topk import topk
@@ -34,6 +34,23 @@ class TritonOperators(Operators):
 
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return _linear(x, weight, None, torch.float32)
+
+    def linear_gradients(
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
+    ) -> list[Tensor]:
+        """Those of the head stay in float32, for the sum over calls."""
+        weight, *bias = head
+        grad = grad.to(x.dtype)
+        of_head = [
+            product_in_float32(grad.t(), x),
+            *(grad.sum(0, dtype=torch.float32) for _ in bias),
+        ]
+        return [grad @ weight, *of_head]
+
+    def rows_per_chunk(self, vocab_size: int) -> int:
+        """256 MiB of bfloat16 logits: with fewer rows every chunk would read and write the gradient of
+        the whole head for a few of them. A multiple of 64, so that GEMMs have full tiles."""
+        return max(64, (1 << 27) // vocab_size // 64 * 64)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, x.dtype)

@@ -2,10 +2,12 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onpolicy.ops import Operators
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators
@@ -110,3 +112,41 @@ def test_the_smallest_and_the_largest_uniform_number_draw_a_possible_token():
     log_probs = torch.tensor([0.25, 0.0, 0.5, 0.25, 0.0]).log().expand(2, -1)
     uniform = torch.tensor([0.0, math.nextafter(1, 0)], dtype=torch.float64)
     assert OPERATORS.sample(log_probs, uniform).tolist() == [0, 3]
+
+
+def test_a_chunk_on_a_gpu_has_full_tiles_and_enough_rows_for_its_gemms():
+    assert [OPERATORS.rows_per_chunk(v) for v in (151936, 32000, 137, 1 << 22)] == [
+        832, 4160, 979648, 64,
+    ]  # fmt: skip
+    assert CpuOperators().rows_per_chunk(151936) == 110
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_heads_gradient_is_added_up_over_chunks_in_float32(monkeypatch, has_bias):
+    """Rounded to bfloat16 chunk by chunk, many small gradients would be lost beside a large one."""
+    generator = torch.Generator().manual_seed(0)
+    rows, k, vocabulary = 640, 16, 32
+    hidden, weight, bias = (
+        torch.randn(*size, generator=generator).bfloat16().requires_grad_()
+        for size in ((rows, k), (vocabulary, k), (vocabulary,))
+    )
+    arguments = (hidden, weight, bias if has_bias else None)
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    grad, temperature = torch.randn(rows, generator=generator), torch.ones(rows)
+    monkeypatch.setattr(OPERATORS, "rows_per_chunk", lambda size: 64)
+
+    def gradients():
+        out, _ = token_log_probs(OPERATORS, *arguments, targets, temperature)
+        leaves = [x for x in arguments if x is not None]
+        return torch.autograd.grad(out, leaves, grad)
+
+    logits = hidden.double() @ weight.double().t() + (bias.double() if has_bias else 0)
+    every = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    exact = torch.autograd.grad(every, [x for x in arguments if x is not None], grad.double())
+    got = gradients()
+    monkeypatch.setattr(TritonOperators, "linear_gradients", Operators.linear_gradients)
+    rounded = gradients()
+    for ours, theirs, want in zip(got[1:], rounded[1:], exact[1:], strict=True):
+        error, of_rounded = ((x.double() - want).norm() for x in (ours, theirs))
+        assert error < of_rounded
+    torch.testing.assert_close(got[0].double(), exact[0].double(), rtol=0.05, atol=0.05)
