@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import Operators
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators
@@ -121,32 +120,39 @@ def test_a_chunk_on_a_gpu_has_full_tiles_and_enough_rows_for_its_gemms():
     assert CpuOperators().rows_per_chunk(151936) == 110
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_the_heads_gradient_is_added_up_over_chunks_in_float32(monkeypatch, has_bias):
-    """Rounded to bfloat16 chunk by chunk, many small gradients would be lost beside a large one."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_heads_gradient_is_left_in_float32_for_the_sum_over_chunks(dtype):
+    """Rounded chunk by chunk, small gradients would be lost beside a large one."""
     generator = torch.Generator().manual_seed(0)
-    rows, k, vocabulary = 640, 16, 32
-    hidden, weight, bias = (
-        torch.randn(*size, generator=generator).bfloat16().requires_grad_()
-        for size in ((rows, k), (vocabulary, k), (vocabulary,))
+    x, weight, bias, grad = (
+        torch.randn(*size, generator=generator).to(dtype)
+        for size in ((64, 16), (32, 16), (32,), (64, 32))
     )
-    arguments = (hidden, weight, bias if has_bias else None)
-    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
-    grad, temperature = torch.randn(rows, generator=generator), torch.ones(rows)
+    of_x, *of_head = OPERATORS.linear_gradients(x, x, [weight, bias], grad)
+    assert of_x.dtype == dtype and {g.dtype for g in of_head} == {torch.float32}
+    exact = grad.double().t() @ x.double(), grad.double().sum(0)
+    for got, want in zip(of_head, exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_x.double(), grad.double() @ weight.double(), rtol=0.01, atol=0.1)
+
+
+def test_every_chunk_adds_to_it(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator) for n in (130, 32))
+    weight.requires_grad_()
+    chunks = []
+
+    def counted(self, out, x, head, grad):
+        chunks.append(len(x))
+        return plain(self, out, x, head, grad)
+
+    plain = TritonOperators.linear_gradients
+    monkeypatch.setattr(TritonOperators, "linear_gradients", counted)
     monkeypatch.setattr(OPERATORS, "rows_per_chunk", lambda size: 64)
-
-    def gradients():
-        out, _ = token_log_probs(OPERATORS, *arguments, targets, temperature)
-        leaves = [x for x in arguments if x is not None]
-        return torch.autograd.grad(out, leaves, grad)
-
-    logits = hidden.double() @ weight.double().t() + (bias.double() if has_bias else 0)
-    every = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
-    exact = torch.autograd.grad(every, [x for x in arguments if x is not None], grad.double())
-    got = gradients()
-    monkeypatch.setattr(TritonOperators, "linear_gradients", Operators.linear_gradients)
-    rounded = gradients()
-    for ours, theirs, want in zip(got[1:], rounded[1:], exact[1:], strict=True):
-        error, of_rounded = ((x.double() - want).norm() for x in (ours, theirs))
-        assert error < of_rounded
-    torch.testing.assert_close(got[0].double(), exact[0].double(), rtol=0.05, atol=0.05)
+    targets = torch.randint(0, 32, (130,), generator=generator)
+    out, _ = token_log_probs(OPERATORS, hidden, weight, None, targets, torch.ones(130))
+    (got,) = torch.autograd.grad(out.sum(), weight)
+    assert chunks == [64, 64, 2]
+    every = torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])
+    (want,) = torch.autograd.grad(every.sum(), weight)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
