@@ -76,8 +76,9 @@ class NumericsContract:
     """What the rollout engine and the trainer must agree on, and the operators that keep it."""
 
     backend: str
-    """`cpu`, `triton` (any GPU from Ampere on), `hopper` (FlashAttention-3 and DeepGEMM): the aligned
-    operators of that name (`ops/backends`); `stock`: each engine's own kernels, nothing promised."""
+    """`cpu`, `onednn` (the CPU's, with products by bfloat16 instructions), `triton` (any GPU from Ampere
+    on), `hopper` (FlashAttention-3 and DeepGEMM): the aligned operators of that name (`ops/backends`);
+    `stock`: each engine's own kernels, nothing promised."""
 
     device: str
     """Kind of device that both engines compute on: `cpu` or `cuda`."""

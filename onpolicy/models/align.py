@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from onpolicy.models.embedding import is_known_embedding
-from onpolicy.models.experts import AlignedExperts, has_usual_experts, route_by_operators
+from onpolicy.models.experts import (
+    AlignedExperts,
+    expert_blocks,
+    has_usual_experts,
+    route_by_operators,
+    routers_of,
+)
 from onpolicy.models.gated_mlp import gate_by_operators, is_gated_mlp
 from onpolicy.models.norms import (
     AlignedLayerNorm,
@@ -111,8 +117,9 @@ def unaligned_modules(model: nn.Module) -> list[str]:
 
     What holds no parameters and is no norm maps elements one by one, as far as is known.
     """
-    blocks = [m for m in model.modules() if any(map(has_usual_experts, m.children()))]
+    blocks = expert_blocks(model)
     routing = {part for block in blocks for part in (block, *block.children())}
+    routing |= {part for block in blocks for r in routers_of(block) for part in r.modules()}
     return sorted(
         {
             type(module).__name__

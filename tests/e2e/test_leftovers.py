@@ -21,7 +21,7 @@ from tests.support.footprint import Footprint
 from tests.support.processes import is_guard, listening_addresses
 from tests.support.train_runs import finish, metrics_of, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.anew]
+pytestmark = pytest.mark.engine
 
 SECRETS = ("K-of-the-engines", "A-of-the-admin")
 PATIENCE = 20.0
@@ -61,6 +61,7 @@ def under_way(tmp_path, process):
     assert process.poll() is None, process.stdout.read()[-3000:]
 
 
+@pytest.mark.anew
 def test_a_run_that_ends_leaves_nothing_and_lets_nobody_in_meanwhile(run, tmp_path):
     key_file, flags = tmp_path / "key", tmp_path / "flags.yaml"
     key_file.write_text(SECRETS[0])
@@ -117,6 +118,7 @@ def test_what_is_left_when_everything_is_killed_at_once_the_next_run_removes(run
     assert killed.left(PATIENCE) == footprint.left(PATIENCE) == []
 
 
+@pytest.mark.anew  # what others read is the environment that a process was started with
 def test_serve_shows_a_file_with_its_key_and_not_the_key(checkpoint, tmp_path):
     command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(checkpoint)]
     with TemporaryDirectory() as temporary:

@@ -34,21 +34,21 @@ _one_at_a_time = threading.Lock()
 class ForkServer:
     """The process that forks others for this one, seen from here."""
 
-    def __init__(self, channel: socket.socket):
-        self._channel = channel
+    def __init__(self, channel: socket.socket, process: subprocess.Popen | None = None):
+        self._channel, self._process = channel, process
 
     @classmethod
     def start(cls, modules, environment):
         """One that imports `modules`. It ends with us."""
         ours, theirs = _channel()
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
             env={**os.environ, **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        return cls(ours)
+        return cls(ours, process)
 
     def fork(self, streams, **request):
         """The process id of a new child of this process; see `_become` for the request."""
@@ -108,7 +108,8 @@ def _serve(channel):
                 os._exit(0)
             while os.getppid() == between:  # until then we are not yet the child of who asked
                 time.sleep(0.0005)
-            os.close(read), os.close(write)
+            os.close(read)
+            os.close(write)
             return json.loads(message), streams
         os.waitpid(between, 0)
         channel.send(os.read(read, 32))
@@ -116,7 +117,9 @@ def _serve(channel):
             os.close(fd)
 
 
-def _become(streams, changed, path, *, program, environment, directory, has_own_session):
+def _become(
+    streams, changed, path, *, program, environment, directory, has_own_session, starts_others
+):
     """Run a program in this process, as a Python that was started for it would.
 
     `changed`: variables that imports set. `path`: the modules' path, less what the process adds.
@@ -130,7 +133,8 @@ def _become(streams, changed, path, *, program, environment, directory, has_own_
     os.environ.clear()
     os.environ.update({**changed, **environment})
     _read_environment_again()
-    _offer_forks(changed, path)
+    if starts_others:
+        _offer_forks(changed, path)
     _name_process(program)
     if is_module := program[0] == "-m":
         program = program[1:]

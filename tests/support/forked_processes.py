@@ -21,7 +21,7 @@ MODULES = (
     "torch.distributed.run",
 )
 RUN = (
-    "torch.distributed.run", "onpolicy.run.loop", "onpolicy.run.verify",
+    "torch.distributed.launcher.api", "onpolicy.run.loop", "onpolicy.run.verify",
     "onpolicy.train.fsdp.trainer", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
@@ -77,6 +77,7 @@ def _execute(*args):
         environment=environment,
         directory=os.fspath(given["cwd"] or os.getcwd()),
         has_own_session=given["start_new_session"],
+        starts_others=program[1:2] != ["sglang_patches.serve"],  # its guard has one child
     )
     popen._child_created = True
     ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")

@@ -5,7 +5,8 @@ bits depended on the rest of a micro-batch would depend on threads as well, whic
 in other ways. A weight's gradient is a sum over all rows; that is the same for the same rows in order.
 
 Everything is checked in float32: the CPU operators take their sums in it whatever the dtype, and
-rounding to bfloat16 would hide most differences.
+rounding to bfloat16 would hide most differences. Linear is checked in the contract's dtype too, since
+operands of bfloat16 may be multiplied as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from onpolicy.ops.checks.attention_inputs import LENS, AttentionInputs
 from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.checks.self_check import MAX_EXPERTS
 from onpolicy.ops.experts import gated_halves, mix_experts
-from onpolicy.ops.log_probs import rows_per_chunk
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
@@ -44,12 +44,13 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
         for n, k, _ in linears:
             # A gradient's columns are those of x: a whole tile and the last one stand for all.
             columns = columns_to_check(k // how.blocks, operators.column_tile) * how.blocks
-            weight = probe(n, columns, seed=21).div_(n**0.5)
-            linear = partial(
-                operators.row_parallel_linear, weight=weight, bias=None, row_parallel=how
-            )
-            rows = rows_per_chunk(n) if n == shapes.vocab_size else ROWS
-            _check("linear", (n, k), linear, columns, min(rows, ROWS), ROW_COUNTS)
+            rows = operators.rows_per_chunk(n) if n == shapes.vocab_size else ROWS
+            for dtype in {torch.float32, getattr(torch, contract.dtype)}:
+                weight = probe(n, columns, seed=21).div_(n**0.5).to(dtype)
+                linear = partial(
+                    operators.row_parallel_linear, weight=weight, bias=None, row_parallel=how
+                )
+                _check("linear", (n, k), linear, columns, min(rows, ROWS), ROW_COUNTS, dtype)
     for size in shapes.norm:
         norm = partial(operators.rms_norm, weight=probe(size, seed=22), eps=1e-6)
         _check("rms_norm", (size,), norm, size)
@@ -81,11 +82,12 @@ def _check(
     size: int,
     rows: int = ROWS,
     counts: tuple[int, ...] = FEW_ROW_COUNTS,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Check the gradient of an operator on rows of `size` numbers."""
-    x = probe(rows, size, seed=23)
+    x = probe(rows, size, seed=23).to(dtype)
     with torch.no_grad():
-        grad = probe(rows, function(x[:1]).shape[-1], seed=24)
+        grad = probe(rows, function(x[:1]).shape[-1], seed=24).to(dtype)
 
     def of_rows(rows: Tensor) -> Tensor:
         return _gradient(function, x[rows], grad[rows])
@@ -151,7 +153,7 @@ def _check_attention(operators: Operators, kind: AttentionShape) -> None:
 
 
 def _check_log_probs(operators: Operators, vocab_size: int) -> None:
-    rows = min(ROWS, rows_per_chunk(vocab_size))
+    rows = min(ROWS, operators.rows_per_chunk(vocab_size))
     logits, grad = 4 * probe(rows, vocab_size, seed=34), probe(rows, seed=35)
     temperature, targets = torch.full((rows, 1), 0.7), torch.arange(rows) % vocab_size
 

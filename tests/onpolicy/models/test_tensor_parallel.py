@@ -119,3 +119,13 @@ def test_a_model_without_a_plan_is_refused_for_more_than_one_rank():
     require(config, 1, 1)
     with pytest.raises(ConfigError, match="model_type=llama has no base_model_tp_plan"):
         require(config, 2, 2)
+
+
+def test_attention_that_a_plan_leaves_whole_is_refused_on_more_ranks():
+    config_class, sizes = ALL_ARCHITECTURES["deepseek-v3"]
+    config = config_class(**{**SIZES, **sizes})
+    require(config, 1, 1)
+    with pytest.raises(
+        ConfigError, match="model_type=deepseek_v3 leaves DeepseekV3Attention whole"
+    ):
+        require(config, 1, 2)
