@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from onpolicy.cli.main import main
 from onpolicy.rollout.server import EngineServer
 from onpolicy.train import distributed
+from tests.support.forked_processes import forked_processes
 from tests.support.tiny import make_checkpoint, make_tokenizer
 
 GOOD = {
@@ -239,6 +240,13 @@ TRAIN = [
     ("url-nobody", NOTHING, "--rollout-server-url http://127.0.0.1:1", "--rollout-server-url=http://127.0.0.1:1: nothing answers there .*Connection refused"),
     ("url-unknown-host", NOTHING, "--rollout-server-url http://no.such.host.invalid:1", "no.such.host.invalid:1: nothing answers there"),
     ("url-another-server", NOTHING, "--rollout-server-url {http}", "--rollout-server-url=http.*: what answers there is no SGLang server"),
+    # Shared GPUs, and ways of weights
+    ("colocate-on-a-cpu", NOTHING, "--colocate", "--colocate: this machine has no GPU .*on a CPU they share .*Leave it out"),
+    ("colocate-elsewhere", NOTHING, "--colocate --rollout-server-url http://127.0.0.1:1", "--colocate=True: only a run without --rollout-server-url"),
+    ("colocate-nccl", NOTHING, "--colocate --weight-sync distributed", "--weight-sync=distributed: with --colocate .*Choose --weight-sync tensor or ipc"),
+    ("memory-fraction-2", NOTHING, "--sglang-mem-fraction-static 2", "--sglang-mem-fraction-static=2.0: must be above 0 and below 1"),
+    ("memory-fraction-text", NOTHING, "--sglang-mem-fraction-static half", "--sglang-mem-fraction-static: .*invalid float.*such as 0.4"),
+    ("ipc-on-a-cpu", NOTHING, "--weight-sync ipc", "--weight-sync=ipc: engines open the memory of the trainer's GPUs, and this machine has none"),
     # Command line
     ("flag-unknown", NOTHING, "--rollout-batchsize 3", "--rollout-batchsize: unknown flag. Did you mean --rollout-batch-size"),
     ("flag-of-another-command", NOTHING, "--num-prompts 3", "--num-prompts: unknown flag"),
@@ -440,6 +448,13 @@ OTHERS = [
     ("verify-temperature-0", NOTHING, "verify --temperature 0", "--temperature=0.0: must be at least 1e-06"),
     ("verify-seed", NOTHING, f"verify --seed {2**63}", "--seed=9223372036854775808: must be at most 4294967295"),
     ("verify-engines-0", NOTHING, "verify --rollout-num-engines 0", "--rollout-num-engines=0: must be at least 1"),
+    ("verify-url-nobody", NOTHING, "verify --rollout-server-url http://127.0.0.1:1", "--rollout-server-url=http://127.0.0.1:1: nothing answers there"),
+    ("verify-url-ftp", NOTHING, "verify --rollout-server-url ftp://localhost", "--rollout-server-url=ftp://localhost: does not begin with http://"),
+    ("verify-url-and-engines", NOTHING, "verify --rollout-server-url http://127.0.0.1:1 --rollout-num-engines 2", "--rollout-num-engines=2: with --rollout-server-url no server is started"),
+    ("verify-url-and-sglang", NOTHING, "verify --rollout-server-url http://127.0.0.1:1 --sglang-tp-size 2", "--sglang-.*nothing would read it"),
+    ("verify-key-file", NOTHING, "verify --rollout-server-url {http} --rollout-api-key @{d}/none", "--rollout-api-key=@.*none: the file with the secret cannot be read"),
+    ("verify-colocate", NOTHING, "verify --colocate", "--colocate: this machine has no GPU"),
+    ("verify-ipc", NOTHING, "verify --weight-sync ipc", "--weight-sync=ipc: .*this machine has none"),
     ("verify-unread", NOTHING, "verify --megatron-pp 2", "--megatron-pp=2: only --train-backend megatron reads it"),
     ("verify-blocks", NOTHING, "verify --row-parallel-blocks 3", "--row-parallel-blocks=3: must be a power of two"),
     ("verify-operators", NOTHING, "verify --no-true-on-policy-mode --operators triton", "--operators=triton: without --true-on-policy-mode"),
@@ -540,7 +555,8 @@ def test_a_bad_input_is_refused_in_one_message_before_anything_starts(
     if make is not None:
         make(tmp_path)
     try:
-        code = main(arguments(argv, tmp_path, web_server))
+        with forked_processes():
+            code = main(arguments(argv, tmp_path, web_server))
     except SystemExit as stopped:  # tyro's, for values that are not of a flag's type
         code = stopped.code
     printed = capfd.readouterr().err

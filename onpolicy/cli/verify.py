@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from onpolicy.cli.parse import parse
 from onpolicy.cli.result import put_out, require_places
 from onpolicy.config import sglang_flags
+from onpolicy.config.addresses import require_urls
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.config.unread import refuse_unread
-from onpolicy.config.validate import require_mode_for_operators
+from onpolicy.config.validate import (
+    require_mode_for_operators,
+    require_secrets,
+    require_servers,
+)
 from onpolicy.outputs.console import configure_logging
 from onpolicy.system.ranks import is_first_rank
 
@@ -43,5 +48,8 @@ def _validate(config: VerifyConfig) -> None:
     require_ranges(config)
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
     require_mode_for_operators(config.operators.operators, aligned=config.true_on_policy_mode)
+    require_servers(config.servers, config.weight_sync, config.sglang_args)
+    require_urls(config.servers.rollout_server_url)
+    require_secrets(config.servers.rollout_api_key, config.sglang_args)
     refuse_unread(config)
     require_places(config.run_dir, config.json)

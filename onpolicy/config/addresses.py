@@ -21,10 +21,11 @@ def validate(engine: EngineConfig) -> None:
             f"--rollout-base-port={port}: the last of --rollout-num-engines {servers} ports would be "
             f"{port + servers - 1}, beyond {LAST_PORT}. Give a smaller port, or leave the flag out."
         )
-    _require_urls(engine.rollout_server_url)
+    require_urls(engine.rollout_server_url)
 
 
-def _require_urls(urls: Sequence[str]) -> None:
+def require_urls(urls: Sequence[str]) -> None:
+    """Raise ConfigError for URLs that name no server, or one server twice."""
     seen: set[str] = set()
     for url in urls:
         if rule := _broken_rule(url):

@@ -129,6 +129,27 @@ def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> i
     return count
 
 
+def memory_fraction(sglang_args: Sequence[str]) -> float | None:
+    """The value of --sglang-mem-fraction-static, None if it is not given.
+
+    Raises ConfigError for a value that is no share of a GPU.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--mem-fraction-static", type=float)
+    try:
+        fraction: float | None = parser.parse_known_args(sglang_args)[0].mem_fraction_static
+    except argparse.ArgumentError as error:
+        raise ConfigError(
+            f"{PREFIX}mem-fraction-static: {error.message}. Give a share of a GPU, such as 0.4."
+        ) from error
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(
+            f"{PREFIX}mem-fraction-static={fraction}: must be above 0 and below 1, a share of a GPU's "
+            "memory. Give one, such as 0.4."
+        )
+    return fraction
+
+
 def validate(sglang_args: Sequence[str], aligned: bool) -> None:
     """Refuse flags that onpolicy sets itself, and in an aligned run those that break the contract."""
     for arg in sglang_args:

@@ -12,7 +12,7 @@ import tyro
 
 from fallback_correction.ranges import at_least
 from onpolicy.config import groups, sglang_flags, tensor_parallel
-from onpolicy.config.kinds import Count, Directory, Engines, Seed, Temperature
+from onpolicy.config.kinds import Count, Directory, Seed, Temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,15 @@ class VerifyConfig:
 
     Samples with a real SGLang server (prompts share prefixes, prefill is chunked), trains one step,
     pushes the changed weights, samples again, and scores everything with the trainer in other batch
-    shapes. Says what memory and time it takes before it starts, and refuses what cannot fit. Exit code
-    0 with true-on-policy mode only if not one token differs.
+    shapes. Says what memory and time it takes before it starts, and refuses what cannot fit. A server
+    of --rollout-server-url is left with the changed weights. Exit code 0 with true-on-policy mode only
+    if not one token differs.
     """
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
-    cpu: groups.CpuConfig = field(default_factory=groups.CpuConfig)
+    servers: groups.ServersConfig = field(default_factory=groups.ServersConfig)
 
     num_prompts: Count = 32
     """Prompts in each of the two rounds."""
@@ -52,11 +53,8 @@ class VerifyConfig:
     train_backend: groups.TrainBackend = "fsdp"
     """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
 
-    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    weight_sync: groups.WeightSync = "tensor"
     """Way of the changed weights to the server."""
-
-    rollout_num_engines: Engines = 1
-    """SGLang servers to start."""
 
     json: str = ""
     """Also write the report into this file."""

@@ -96,7 +96,7 @@ READERS = (
     Reader("allow_changed_settings", "--load", lambda v: v["load"]),
     Reader("wandb_*", "--use-wandb", lambda v: v["use_wandb"]),
     Reader(
-        "rollout_host rollout_base_port rollout_start_timeout rollout_max_restarts",
+        "rollout_host rollout_base_port rollout_start_timeout rollout_max_restarts colocate",
         "a run without --rollout-server-url, which starts its servers itself,",
         lambda v: not v.get("rollout_server_url"),
     ),

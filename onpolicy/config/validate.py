@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onpolicy.config import addresses, corrections, secrets, settings, sglang_flags
+from onpolicy.config import addresses, corrections, groups, secrets, settings, sglang_flags
 from onpolicy.config.eval_sets import eval_sets
 from onpolicy.config.flags import spelled
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
@@ -128,23 +128,39 @@ def _require_companions(config: TrainConfig) -> None:
 
 def _require_engines(config: TrainConfig) -> None:
     engine = config.engine
-    if engine.rollout_server_url and engine.rollout_num_engines != 1:
-        _refuse(
-            "rollout_num_engines",
-            engine.rollout_num_engines,
-            "with --rollout-server-url no server is started",
-            "Leave one of the two out.",
-        )
-    if engine.rollout_server_url and config.sglang_args:
-        _refuse(
-            "sglang_*",
-            " ".join(secrets.hide(config.sglang_args)),
-            "with --rollout-server-url no server is started, so nothing would read it",
-            "Give it to the command that starts the server.",
-        )
+    require_servers(engine, config.sync.weight_sync, config.sglang_args)
     addresses.validate(engine)
     require_key_for_host(engine.rollout_host, engine.rollout_api_key)
     require_secrets(engine.rollout_api_key, config.sglang_args)
+
+
+def require_servers(
+    servers: groups.ServersConfig, weight_sync: str, sglang_args: Sequence[str]
+) -> None:
+    """Raise ConfigError if servers are asked for in two ways, or GPUs are shared that cannot be."""
+    if servers.rollout_server_url and servers.rollout_num_engines != 1:
+        _refuse(
+            "rollout_num_engines",
+            servers.rollout_num_engines,
+            "with --rollout-server-url no server is started",
+            "Leave one of the two out.",
+        )
+    if servers.rollout_server_url and sglang_args:
+        _refuse(
+            "sglang_*",
+            " ".join(secrets.hide(sglang_args)),
+            "with --rollout-server-url no server is started, so nothing would read it",
+            "Give it to the command that starts the server.",
+        )
+    if servers.colocate and weight_sync == "distributed":
+        _refuse(
+            "weight_sync",
+            weight_sync,
+            "with --colocate a server and the trainer are on one GPU, and a group of NCCL's takes each "
+            "GPU once",
+            "Choose --weight-sync tensor or ipc.",
+        )
+    sglang_flags.memory_fraction(sglang_args)
 
 
 def require_secrets(api_key: str, sglang_args: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ log-probability the same in a batch of decoding requests and in a packed trainin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +93,36 @@ class PagedLayout:
         return layout
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer of attention scores the keys that a query sees.
+
+    A key at position j of its sequence has for the query at position i the score
+
+        s_ij = softcap * tanh(scale * (q_i . k_j) / softcap)    (without a softcap: scale * (q_i . k_j))
+
+    and i sees j where 0 <= i - j < window. Scores, their softmax and the sums over keys are float32.
+    Sources: transformers' masking_utils.sliding_window_overlay; eager_attention_forward of
+    modeling_gemma2.py, which also caps before it masks.
+    """
+
+    scale: float
+
+    window: int | None = None
+    """Keys that a query sees at most, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """Bound of the scores' absolute value, greater than 0; None: they are not capped."""
+
+
 class Operators(ABC):
     """The operators whose bits the two engines share. T: packed tokens, H: heads, D: head dim."""
 
     column_tile: int | None = None
     """Output columns that one GEMM computes, if `linear` always cuts them so; None if it does not."""
+
+    logits_per_chunk: int = 1 << 26
+    """256 MiB of float32, which a CPU's memory bears."""
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,6 +134,25 @@ class Operators(ABC):
 
         The part of a longer sum over K; see `row_parallel_linear`.
         """
+
+    def linear_gradients(
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
+    ) -> list[Tensor]:
+        """Gradients of `out = linear(x, *head)`, of which those of the head are added up over calls.
+
+        x: [M, K]; head: weight [N, K] and perhaps bias [N]; grad: [M, N] -> as x, as each of the head,
+        where an implementation may leave the latter in float32.
+        """
+        return list(torch.autograd.grad(out, (x, *head), grad))
+
+    @classmethod
+    def rows_per_chunk(cls, vocab_size: int) -> int:
+        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability.
+
+        Every chunk reads the head twice and adds to its gradient, so few rows would cost more than
+        their sums. A multiple of 64, so that GEMMs have full tiles.
+        """
+        return max(64, cls.logits_per_chunk // vocab_size // 64 * 64)
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""
@@ -141,13 +185,22 @@ class Operators(ABC):
 
     @abstractmethod
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over the sequences of `layout`.
 
-        q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store.
-        Returns [T, H, D_v] in the dtype of `q`; sums are taken in float32. Gradients flow to all
-        three where no key row is used twice, as in packed sequences.
+        q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store; D_v may be
+        another than D. sinks: [H] of any dtype, one more score per head in the softmax, of a key
+        whose value is 0: weights are exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (transformers'
+        modeling_gpt_oss.py, there rounded to the model's dtype before the softmax; here float32.)
+        Returns [T, H, D_v] in the dtype of `q`; sums are taken in float32. Gradients flow to q, k, v
+        and sinks where no key row is used twice, as in packed sequences.
         """
 
     def paged_attention(
@@ -156,7 +209,8 @@ class Operators(ABC):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """`attention` over a rollout engine's pages, to the same bits; no autograd.
@@ -165,7 +219,8 @@ class Operators(ABC):
         Returns [T, H, D_v], which is `out` if that is given.
         """
         with torch.no_grad():
-            result = self.attention(q, k.flatten(0, 1), v.flatten(0, 1), layout.by_rows(), scale)
+            stores = k.flatten(0, 1), v.flatten(0, 1)
+            result = self.attention(q, *stores, layout.by_rows(), scores, sinks)
         return result if out is None else out.copy_(result)
 
     @abstractmethod

@@ -53,7 +53,10 @@ class RolloutGroup(ABC):
 
     @abstractmethod
     def launch(self) -> None:
-        """Start the engines' processes, if they are ours to start; returns at once."""
+        """Start the engines' processes, if they are ours to start.
+
+        Returns at once, or, if they share GPUs with the trainer, when they have taken their part.
+        """
 
     @abstractmethod
     def connect(self, self_check: dict[str, str]) -> None:

@@ -27,6 +27,11 @@ CACHE_MARGIN = 8
 """Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
 
 
+COLOCATED_FRACTION = 0.4
+"""--sglang-mem-fraction-static of a server that shares its GPUs, unless it is given: the part of a GPU
+for its weights and its cache. SGLang's own default leaves nothing for anyone else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What one SGLang server is started with."""
@@ -48,6 +53,9 @@ class EngineSpec:
 
     first_gpu: int = 0
     """The first of the GPUs of this engine, where there are any."""
+
+    shares_gpus: bool = False
+    """Whether the trainer computes on them too (--colocate)."""
 
     weight_format: str = ""
     """--rollout-weight-format, where SGLang rounds the weights itself."""
@@ -109,6 +117,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--enable-deterministic-inference",
             "--model-impl", "transformers",
             "--sampling-backend", "pytorch",
+            # The cache keeps every key: windows are a rule on positions.
+            "--disable-hybrid-swa-memory",
         ]  # fmt: skip
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 
@@ -136,6 +146,8 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
+    if spec.shares_gpus:
+        flags += ["--mem-fraction-static", str(COLOCATED_FRACTION)]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
 
 

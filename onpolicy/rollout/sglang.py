@@ -67,6 +67,11 @@ class SglangGroup(RolloutGroup):
         for server in self.servers:
             server.start()
             logger.info("starting an SGLang server; its log: %s", server.log_file)
+        if self.config.colocate:
+            # SGLang takes a part of what is free, so it measures before the trainer allocates.
+            logger.info("waiting for the servers, which share GPUs with the trainer")
+            for server in self.servers:
+                server.wait_until_healthy(self.config.rollout_start_timeout)
 
     def connect(self, self_check: dict[str, str]) -> None:
         self._self_check = self_check

@@ -17,6 +17,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.colocation import require_shareable
 from onpolicy.run.placement import cache_tokens, require_gpus, share_of_cores
 from onpolicy.train import distributed
 
@@ -42,15 +43,18 @@ def rollout_spec(
     """What each of the rollout's servers is; its cache holds a sequence of `longest_sequence` tokens,
     or of the model's context if that is not known.
 
-    Raises ConfigError if the host has too few GPUs.
+    Raises ConfigError if the host's GPUs are too few or too small.
     """
     engine = config.engine
     if contract.device == "cuda":
         require_gpus(config)
+    if engine.colocate:
+        require_shareable(config, contract)
     requests = engine.rollout_max_concurrency
     return replace(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
-        first_gpu=distributed.local_world_size(),
+        first_gpu=0 if engine.colocate else distributed.local_world_size(),
+        shares_gpus=engine.colocate,
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
     )

@@ -67,12 +67,15 @@ class EnginePair:
 
     def start(self) -> None:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
-        if self.rollout is not None:
-            self.rollout.launch()
+        distributed.run_on_rank_zero(self._launch)
         logger.info("loading the model into the trainer")
         threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
         self.trainer = self._make_trainer(self.config, self.contract, threads)
         self._connect()
+
+    def _launch(self) -> None:
+        assert self.rollout is not None
+        self.rollout.launch()
 
     def _connect(self) -> None:
         def connect() -> None:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.eval_sets import eval_sets
+from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
@@ -28,6 +29,7 @@ from onpolicy.run.input_checks import (
 )
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.memory import ModelSize, require_run_fits
+from onpolicy.run.push_checks import require_transport
 from onpolicy.run.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
@@ -70,7 +72,8 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     logger.info("reading %s and the prompts", path)
     hf_config = load_config(path, trust)
-    require_addresses(config.engine, config.engine.rollout_api_key)
+    key = reveal("--rollout-api-key", config.engine.rollout_api_key)
+    require_addresses(config.engine, key)
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
 
@@ -100,6 +103,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust)
         require_run_fits(config, hf_config, spec, size)
+        require_transport(config, ladder.contract)
         flags.require_passed()
     return inputs
 

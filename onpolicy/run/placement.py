@@ -19,19 +19,30 @@ CACHE_BYTES = 2 << 30
 
 
 def require_gpus(config: TrainConfig) -> None:
-    """The trainer's ranks take the first GPUs of this host, the servers those after them.
+    """The trainer's ranks take the first GPUs of this host, the servers those after them, or, with
+    --colocate, the first ones too.
 
     Raises ConfigError if there are not as many.
     """
-    ranks, servers = distributed.local_world_size(), config.engine.rollout_num_engines
-    gpus_per_server = tensor_parallel_size(config.sglang_args)
-    needed, found = ranks + servers * gpus_per_server, torch.cuda.device_count()
-    if not config.engine.rollout_server_url and needed > found:
+    engine = config.engine
+    ranks, servers = distributed.local_world_size(), engine.rollout_num_engines
+    per_server = tensor_parallel_size(config.sglang_args)
+    theirs, found = servers * per_server, torch.cuda.device_count()
+    needed = max(ranks, theirs) if engine.colocate else ranks + theirs
+    if engine.rollout_server_url or needed <= found:
+        return
+    what = f"{servers} servers x --sglang-tp-size {per_server}"
+    if engine.colocate:
         raise ConfigError(
-            f"--rollout-num-engines={servers}: {ranks} trainer ranks + {servers} servers x "
-            f"--sglang-tp-size {gpus_per_server} = {needed} GPUs, and this host has {found}. Start "
-            "fewer ranks (torchrun --nproc-per-node) or fewer servers."
+            f"--colocate: {ranks} trainer ranks and {what} = {theirs} GPUs, of which each takes one of "
+            f"its own, and this host has {found}. Start fewer ranks (torchrun --nproc-per-node) or "
+            "fewer servers."
         )
+    share = " or let them share GPUs (--colocate)" if max(ranks, theirs) <= found else ""
+    raise ConfigError(
+        f"--rollout-num-engines={servers}: {ranks} trainer ranks + {what} = {needed} GPUs, and this "
+        f"host has {found}. Start fewer ranks (torchrun --nproc-per-node) or fewer servers{share}."
+    )
 
 
 def share_of_cores(processes: int) -> int:
@@ -52,7 +63,8 @@ def cache_tokens(
 
 def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     """Bytes of a token's keys and values in all layers."""
-    shapes = contract.shapes
     itemsize = getattr(torch, contract.dtype).itemsize
-    size: int = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
+    kinds = contract.shapes.attention
+    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
+    size: int = hf_config.num_hidden_layers * per_layer * itemsize
     return size

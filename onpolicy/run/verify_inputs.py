@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.secrets import reveal
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -17,11 +18,13 @@ from onpolicy.models.weight_files import require_fit, weight_files
 from onpolicy.outputs.console import duration
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.reach import require_addresses
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.duration import operations_per_second, verify_work
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
 from onpolicy.run.memory import ModelSize, require_run_fits
+from onpolicy.run.push_checks import require_transport
 from onpolicy.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -51,12 +54,15 @@ def check_inputs(config: VerifyConfig) -> None:
     longest = longest_prompt(config, hf_config)
     train_config = make_train_config(config, longest)
     check_layout(train_config)
+    key = reveal("--rollout-api-key", config.servers.rollout_api_key)
+    require_addresses(train_config.engine, key)
     contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
     spec = rollout_spec(train_config, hf_config, contract, longest + config.max_new_tokens)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
         require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
         size = ModelSize.of(hf_config, model.trust_remote_code)
         require_run_fits(train_config, hf_config, spec, size)
+        require_transport(train_config, contract)
         _say_how_long(config, hf_config, spec, size)
         flags.require_passed()
 
@@ -118,7 +124,9 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Pr
 def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
     """A run of one rollout with this command's flags, on prompts of up to `longest` tokens."""
     sglang_args = config.sglang_args
-    if not any(arg.startswith("--chunked-prefill-size") for arg in sglang_args):
+    starts_servers = not config.servers.rollout_server_url
+    chunked = any(arg.startswith("--chunked-prefill-size") for arg in sglang_args)
+    if starts_servers and not chunked:
         sglang_args = (*sglang_args, "--chunked-prefill-size", str(chunk_size(longest)))
     sequence = longest + config.max_new_tokens
     return TrainConfig(
@@ -131,9 +139,8 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
             rollout_temperature=config.temperature,
         ),
         engine=groups.EngineConfig(
-            rollout_num_engines=config.rollout_num_engines,
+            **asdict(config.servers),
             rollout_max_concurrency=min(MAX_CONCURRENCY, config.num_prompts),
-            cpu_threads=config.cpu.cpu_threads,
         ),
         trainer=groups.TrainerConfig(
             train_backend=config.train_backend,

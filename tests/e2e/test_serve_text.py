@@ -12,6 +12,7 @@ import openai
 import pytest
 import requests
 
+from onpolicy.cli.main import main
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.types import Request, SamplingParams
@@ -210,3 +211,20 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(chec
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2
     assert "its tokenizer has no tokens" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_verify_takes_a_server_that_somebody_else_started(server, checkpoint, tmp_path):
+    """The last test of this file: it leaves the server with weights that it trained."""
+    url, key = server
+    key_file, file = tmp_path / "key", tmp_path / "report.json"
+    key_file.write_text(key)
+    code = main([
+        "verify", "--hf-checkpoint", str(checkpoint), "--dtype", "float32",
+        "--rollout-server-url", url, "--rollout-api-key", f"@{key_file}",
+        "--num-prompts", "8", "--max-new-tokens", "8",
+        "--json", str(file), "--run-dir", str(tmp_path / "run"),
+    ])  # fmt: skip
+    report = json.loads(file.read_text())
+    assert code == 0, report
+    assert report["num_mismatched_tokens"] == 0 and report["num_compared_tokens"] == 2 * 8 * 8
+    assert not list((tmp_path / "run").rglob("*.log"))  # none was started

@@ -1,4 +1,4 @@
-"""A real SGLang server and a real trainer on GPUs: `onpolicy verify` on a tiny Qwen3."""
+"""A real SGLang server and a real trainer on GPUs, or on one: `onpolicy verify` on a tiny Qwen3."""
 
 import importlib.util
 import json
@@ -19,8 +19,7 @@ def test_verify_finds_no_mismatch(operators, backend, setting, tally, tmp_path):
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs: the trainer's and the server's own")
+    shared = ["--colocate"] if torch.cuda.device_count() == 1 else []
     from tests.support.tiny import make_checkpoint
 
     checkpoint = make_checkpoint(tmp_path / "model", head_dim=128, vocab_size=144, hidden_size=128)
@@ -29,6 +28,7 @@ def test_verify_finds_no_mismatch(operators, backend, setting, tally, tmp_path):
         "--hf-checkpoint", str(checkpoint), "--operators", backend,
         "--num-prompts", str(PROMPTS), "--max-new-tokens", str(NEW_TOKENS),
         "--json", str(tmp_path / "report.json"), "--run-dir", str(tmp_path / "run"),
+        *shared,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-4000:]

@@ -17,6 +17,8 @@ from onpolicy.config.groups.rollout import (
     EngineConfig,
     RolloutConfig,
     ServerConfig,
+    ServersConfig,
+    WeightSync,
     WeightSyncConfig,
 )
 from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
@@ -39,7 +41,9 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "ServerConfig",
+    "ServersConfig",
     "TrainBackend",
     "TrainerConfig",
+    "WeightSync",
     "WeightSyncConfig",
 ]

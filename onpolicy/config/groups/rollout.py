@@ -13,6 +13,9 @@ NO_LIMIT_IS_MINUS_ONE = Rule(
 )
 
 
+WeightSync = Literal["tensor", "ipc", "distributed", "disk"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     num_rollout: Count = 100
@@ -50,26 +53,36 @@ class CpuConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(CpuConfig):
-    rollout_host: str = "127.0.0.1"
-    """Address that servers listen on. Another than loopback needs --rollout-api-key."""
-
-    rollout_base_port: Port = 0
-    """Port of the first server; 0 takes free ones."""
-
+class KeyConfig(CpuConfig):
     rollout_api_key: HeaderText = ""
     """API key of the servers, or @ and a file that holds it; one is made up for servers that are
     started without. Command lines can be read by everyone on the host, files need not."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ServerConfig):
+class ServerConfig(KeyConfig):
+    rollout_host: str = "127.0.0.1"
+    """Address that servers listen on. Another than loopback needs --rollout-api-key."""
+
+    rollout_base_port: Port = 0
+    """Port of the first server; 0 takes free ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersConfig(KeyConfig):
     rollout_num_engines: Engines = 1
     """SGLang servers to start on this host."""
 
     rollout_server_url: tuple[str, ...] = ()
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
 
+    colocate: bool = False
+    """On GPUs: servers share those of the trainer's ranks instead of taking the ones after them. Nobody
+    sleeps: a server keeps --sglang-mem-fraction-static of a GPU, 0.4 if it is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ServersConfig, ServerConfig):
     rollout_max_concurrency: Count = 256
     """Requests in flight per server."""
 
@@ -93,8 +106,9 @@ class EngineConfig(ServerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
-    """Way of new weights to the servers: shared memory, torch.distributed, or safetensors files."""
+    weight_sync: WeightSync = "tensor"
+    """Way of new weights to the servers: shared memory, CUDA IPC (servers on GPUs of this host read the
+    trainer's memory), torch.distributed, or safetensors files."""
 
     update_weight_buffer_size: Annotated[int, at_least(1), at_most(1 << 20)] = 512
     """MiB of weights gathered and sent at a time."""

@@ -8,19 +8,19 @@ code for an element wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout
+from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
 from onpolicy.ops.triton.attention_backward import TritonAttention
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
-from onpolicy.ops.triton.linear import TritonLinear, tiled_linear
+from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
 from onpolicy.ops.triton.norm import TritonRMSNorm
 from onpolicy.ops.triton.sampling import sample
 from onpolicy.ops.triton.topk import topk
@@ -29,11 +29,25 @@ from onpolicy.ops.triton.topk import topk
 class TritonOperators(Operators):
     """Row-invariant operators; float32, bfloat16 and float16."""
 
+    logits_per_chunk = 1 << 27
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(x, weight, bias, x.dtype)
 
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return _linear(x, weight, None, torch.float32)
+
+    def linear_gradients(
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
+    ) -> list[Tensor]:
+        """Those of the head stay in float32, for the sum over calls."""
+        weight, *bias = head
+        grad = grad.to(x.dtype)
+        of_head = [
+            product_in_float32(grad.t(), x),
+            *(grad.sum(0, dtype=torch.float32) for _ in bias),
+        ]
+        return [grad @ weight, *of_head]
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, x.dtype)
@@ -42,13 +56,19 @@ class TritonOperators(Operators):
         return _grouped_linear(x, weight, offsets, torch.float32)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = TritonAttention.apply(q, k, v, layout, scale)
+            out: Tensor = TritonAttention.apply(q, k, v, sinks, layout, scores)
             return out
         sequences = attentions.Sequences.of(layout)
-        return attentions.blockwise_attention(q, k, v, sequences, scale)[0]
+        return attentions.blockwise_attention(q, k, v, sequences, scores, sinks)[0]
 
     def paged_attention(
         self,
@@ -56,7 +76,8 @@ class TritonOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         result, _ = attentions.paged_attention(
@@ -67,8 +88,9 @@ class TritonOperators(Operators):
             layout.key_lens,
             layout.query_starts,
             layout.max_query_len,
-            scale,
+            scores,
             layout.page_size,
+            sinks,
         )
         return result if out is None else out.copy_(result)
 

@@ -15,6 +15,10 @@ def make_transport(way: str, directory: Path) -> Transport:
         from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 
         return SharedMemoryTransport()
+    if way == "ipc":
+        from onpolicy.weights.transports.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport()
     if way == "distributed":
         from onpolicy.weights.transports.distributed import DistributedTransport
 

@@ -20,11 +20,15 @@ from onpolicy.weights.push import Engine, Transport, on_all, size_of
 class SharedMemoryTransport(Transport):
     """SGLang's update_weights_from_tensor. Every rank of an engine opens the same memory."""
 
-    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+    def share(self, bucket: WeightBucket) -> WeightBucket:
+        """The bucket in memory that other processes can open."""
         # Handles by name, not by file descriptor: the engine is no child of this process.
         torch.multiprocessing.set_sharing_strategy("file_system")
         _start_manager()
-        shared = [(name, tensor.cpu().share_memory_()) for name, tensor in bucket]
+        return [(name, tensor.cpu().share_memory_()) for name, tensor in bucket]
+
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+        shared = self.share(bucket)
 
         def update(engine: Engine) -> None:
             ranks = int(engine.report()["tp_size"])

@@ -13,7 +13,6 @@ OWN = {
     "run_dir": "one for each command",
     "true_on_policy_mode": "off in a run unless it is asked for, on where it is what is looked at",
     "train_backend": "bench takes two at once",
-    "rollout_num_engines": "of all flags for a run's servers the one that verify has",
     "weight_sync": "without the size of its buffer, which verify chooses",
 }
 

@@ -239,3 +239,11 @@ def test_a_server_that_cannot_hold_the_longest_sequence_is_refused():
     """On a GPU, or elsewhere, its cache is known when it has started."""
     with pytest.raises(ConfigError, match=r"its cache holds 1000 tokens, and .* need 1001"):
         connect(longest_sequence=CACHE_TOKENS - CACHE_MARGIN + 1)
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_servers_that_share_gpus_are_up_before_the_trainer_loads(monkeypatch, colocate):
+    waited = []
+    monkeypatch.setattr(Engine, "wait_until_healthy", lambda self, timeout: waited.append(timeout))
+    Host().make_group(EngineConfig(colocate=colocate, rollout_num_engines=2)).launch()
+    assert len(waited) == 2 * colocate

@@ -1,0 +1,87 @@
+"""A server and a rank of the trainer on one GPU. No GPU has held both yet."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.rollout.engine_args import COLOCATED_FRACTION, engine_flags
+from onpolicy.run.colocation import require_room
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.engine_specs import rollout_spec
+
+H100 = {"itemsize": 2, "ranks": 1, "gpus_per_server": 1, "fraction": 0.4, "gpu_bytes": 80 * 10**9}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "changes", "message"),
+    [
+        (2_000_000_000, {}, None),
+        (4_000_000_000, {}, r"4,000,000,000 x 16 bytes / 1 ranks\) take 64.0 GB .* 80.0 GB is 48.0"),
+        (4_000_000_000, {"fraction": 0.19}, None),
+        (4_000_000_000, {"ranks": 2}, None),
+        (4_000_000_000, {"gpu_bytes": 141 * 10**9}, None),
+        (
+            30_000_000_000, {"ranks": 16},
+            r"--sglang-mem-fraction-static=0.4: the server's weights \(30,000,000,000 x 2 bytes / 1 "
+            r"GPUs\) take 60.0 GB of every GPU, .* is 32.0\. Raise it, or --sglang-tp-size",
+        ),
+        (30_000_000_000, {"ranks": 16, "gpus_per_server": 2}, None),
+    ],
+)  # fmt: skip
+def test_what_surely_does_not_fit_is_refused_with_the_sum(parameters, changes, message):
+    if message is None:
+        require_room(parameters=parameters, **{**H100, **changes})
+        return
+    with pytest.raises(ConfigError, match=message):
+        require_room(parameters=parameters, **{**H100, **changes})
+
+
+def spec_on(device, checkpoint, sglang_args=(), **engine):
+    model = groups.ModelConfig(hf_checkpoint=str(checkpoint))
+    config = TrainConfig(
+        model=model, engine=groups.EngineConfig(**engine), sglang_args=tuple(sglang_args)
+    )
+    hf_config = load_config(str(checkpoint))
+    contract = contract_for(config, hf_config, aligned=False)
+    return rollout_spec(config, hf_config, dataclasses.replace(contract, device=device))
+
+
+def test_on_a_cpu_it_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match=r"--colocate: this machine has no GPU .* Leave it out"):
+        spec_on("cpu", checkpoint, colocate=True)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    class Properties:
+        total_memory = 141 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    return Properties
+
+
+def test_a_server_begins_at_the_trainers_first_gpu_and_takes_its_part(one_gpu, checkpoint):
+    flags = engine_flags(spec_on("cuda", checkpoint, colocate=True), 1)
+    assert flags[flags.index("--base-gpu-id") + 1] == "0"
+    assert flags[flags.index("--mem-fraction-static") + 1] == str(COLOCATED_FRACTION)
+
+
+def test_the_users_fraction_comes_last_and_is_the_one_that_is_judged(one_gpu, checkpoint):
+    asked = ("--mem-fraction-static", "0.3")
+    flags = engine_flags(spec_on("cuda", checkpoint, asked, colocate=True), 1)
+    assert tuple(flags[-2:]) == asked
+    one_gpu.total_memory = 1 << 20
+    with pytest.raises(ConfigError, match=r"--sglang-mem-fraction-static=0\.3: "):
+        spec_on("cuda", checkpoint, asked, colocate=True)
+
+
+def test_a_server_of_its_own_gpus_keeps_sglangs_default(monkeypatch, one_gpu, checkpoint):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    flags = engine_flags(spec_on("cuda", checkpoint), 1)
+    assert flags[flags.index("--base-gpu-id") + 1] == "1"
+    assert "--mem-fraction-static" not in flags
