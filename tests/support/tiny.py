@@ -132,7 +132,7 @@ MORE_ARCHITECTURES = {
     "cohere2": (Cohere2Config, {"logit_scale": 0.3, **WINDOWS}),
     "starcoder2": (Starcoder2Config, {"use_bias": True, "sliding_window": None}),
     "nemotron": (NemotronConfig, {"partial_rotary_factor": 0.5}),
-    "gpt-neox": (GPTNeoXConfig, {}),
+    "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
     "exaone4": (Exaone4Config, WINDOWS),
     "ernie4.5": (Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
     "qwen2-moe": (

@@ -125,5 +125,7 @@ def test_attention_that_a_plan_leaves_whole_is_refused_on_more_ranks():
     config_class, sizes = ALL_ARCHITECTURES["deepseek-v3"]
     config = config_class(**{**SIZES, **sizes})
     require(config, 1, 1)
-    with pytest.raises(ConfigError, match="model_type=deepseek_v3 leaves DeepseekV3Attention whole"):
+    with pytest.raises(
+        ConfigError, match="model_type=deepseek_v3 leaves DeepseekV3Attention whole"
+    ):
         require(config, 1, 2)
