@@ -55,22 +55,22 @@ class AlignedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], int64 [T, k], [T, k] -> [T, H]."""
-        gate_up, down = (
-            p.transpose(1, 2) if self.is_transposed else p
-            for p in (self.gate_up_proj, self.down_proj)
-        )
         return mix_experts(
             self.operators,
             hidden_states,
             top_k_index,
             top_k_weights,
-            gate_up,
-            down,
+            self._weight(self.gate_up_proj),
+            self._weight(self.down_proj),
             self._gate_by_operators if self.own_gate else gated_halves(self.operators, self.act_fn),
             self.row_parallel,
             gate_up_bias=getattr(self, "gate_up_proj_bias", None),
             down_bias=getattr(self, "down_proj_bias", None),
         )
+
+    def _weight(self, parameter: Tensor) -> Tensor:
+        """[E, out, in], the same in memory too whether or not the engine keeps it transposed."""
+        return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
 
     def _gate_by_operators(self, gate_up: Tensor) -> Tensor:
         with torch._C._EnableTorchFunction(), _ByOperators(self.operators, None):
