@@ -111,6 +111,7 @@ LATENT_ATTENTION = {
 MORE_ARCHITECTURES = {
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
     "mistral-window": (MistralConfig, {"head_dim": 16, "sliding_window": 24}),
+    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, **WINDOWS}),
     "phi3": (Phi3Config, {"sliding_window": None}),
     "phi": (PhiConfig, {"partial_rotary_factor": 0.5}),
     "granite": (
