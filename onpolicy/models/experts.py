@@ -25,7 +25,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.base import Operators
-from onpolicy.ops.experts import gated_halves, mix_experts
+from onpolicy.ops.experts import Gate, gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel
 
 Choice = Callable[[Tensor, int], Tensor]
@@ -49,8 +49,8 @@ class AlignedExperts(nn.Module):
             self.register_parameter(name, parameter)
             delattr(experts, name)
         self.is_transposed = experts.is_transposed
-        self.own_gate = None if _has_default_gate(experts) else experts._apply_gate
-        self.act_fn = None if self.own_gate else experts.act_fn
+        self.own_gate: Gate | None = None if _has_default_gate(experts) else experts._apply_gate
+        self.act_fn: Any = getattr(experts, "act_fn", None)
         self.operators, self.row_parallel = operators, row_parallel
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class AlignedExperts(nn.Module):
             top_k_weights,
             self._weight(self.gate_up_proj),
             self._weight(self.down_proj),
-            self._gate_by_operators if self.own_gate else gated_halves(self.operators, self.act_fn),
+            self._gate(),
             self.row_parallel,
             gate_up_bias=getattr(self, "gate_up_proj_bias", None),
             down_bias=getattr(self, "down_proj_bias", None),
@@ -72,10 +72,16 @@ class AlignedExperts(nn.Module):
         """[E, out, in], the same in memory too whether or not the engine keeps it transposed."""
         return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
 
-    def _gate_by_operators(self, gate_up: Tensor) -> Tensor:
-        with torch._C._EnableTorchFunction(), _ByOperators(self.operators, None):
-            gated: Tensor = self.own_gate(gate_up)
-            return gated
+    def _gate(self) -> Gate:
+        if self.own_gate is None:
+            return gated_halves(self.operators, self.act_fn)
+        own_gate = self.own_gate
+
+        def by_operators(gate_up: Tensor) -> Tensor:
+            with torch._C._EnableTorchFunction(), _ByOperators(self.operators, None):
+                return own_gate(gate_up)
+
+        return by_operators
 
 
 def has_usual_experts(module: Any) -> bool:
@@ -115,7 +121,7 @@ def unusual_experts(model: nn.Module) -> list[str]:
 
 def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
     """Distinct (experts E, intermediate I, hidden H, chosen per token k) of the model's layers."""
-    chosen = getattr(model.config, "num_experts_per_tok", None)
+    chosen: Any = getattr(model.config, "num_experts_per_tok", None)
     k = max(chosen) if isinstance(chosen, list) else chosen
     return {(*expert_sizes(experts), k) for experts in experts_of(model)}
 
