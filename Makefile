@@ -16,9 +16,9 @@ GPU_TEST_ARGS ?=
 GPU_BENCH_ARGS ?=
 
 CPU_SETTINGS ?=
-SOAK_ARGS ?=
+ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-cpus soak lint gpu-test gpu-bench
+.PHONY: setup demo test test-cpus soak architectures lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -48,6 +48,11 @@ test-cpus: setup
 #   make soak SOAK_ARGS='--kills 40 --seed 1'
 soak: setup
 	PYTHONPATH=. $(BIN)/python tests/support/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
+
+# What each architecture does, on real engines; about half a minute a cell of docs/architectures.md.
+#   make architectures ARCHITECTURES_ARGS='--only gemma2,phi3 --columns float32 --again'
+architectures: setup
+	PYTHONPATH=. $(BIN)/python tests/support/architecture_table.py $(ARCHITECTURES_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

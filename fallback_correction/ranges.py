@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 Number = int | float
@@ -82,6 +83,7 @@ class FieldError(ValueError):
         return self.rule.format(*map(spell, self.others)) if self.others else self.rule
 
 
+@cache
 def notes_of(record: type) -> Mapping[str, tuple[Any, ...]]:
     """What stands beside the type of every field."""
     hints = get_type_hints(record, include_extras=True)

@@ -24,15 +24,37 @@ LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """A kind of attention that some layers of a model have; see `Operators.attention`."""
+
+    heads: int
+    kv_heads: int
+
+    head_dim: int
+    """Numbers of a query and of a key."""
+
+    value_dim: int
+    """Numbers of a value."""
+
+    window: int | None = None
+    """Keys that a query sees at most, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """Bound of the scores' absolute value; None: they are not capped."""
+
+    sinks: bool = False
+    """Whether every head has one more score in the softmax."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShapes:
     """The sizes at which a model calls the operators, for the self-check at start-up."""
 
     linear: tuple[tuple[int, int, bool], ...]
     """Distinct (out features N, in features K, has bias). Example: ((768, 256, False),)"""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: tuple[AttentionShape, ...]
+    """Distinct kinds of attention, in the order of the layers that have them."""
 
     norm: tuple[int, ...]
     """Distinct sizes of RMS norms. Example: (32, 256)"""
@@ -54,8 +76,9 @@ class NumericsContract:
     """What the rollout engine and the trainer must agree on, and the operators that keep it."""
 
     backend: str
-    """`cpu`, `triton` (any GPU from Ampere on), `hopper` (FlashAttention-3 and DeepGEMM): the aligned
-    operators of that name (`ops/backends`); `stock`: each engine's own kernels, nothing promised."""
+    """`cpu`, `onednn` (the CPU's, with products by bfloat16 instructions), `triton` (any GPU from Ampere
+    on), `hopper` (FlashAttention-3 and DeepGEMM): the aligned operators of that name (`ops/backends`);
+    `stock`: each engine's own kernels, nothing promised."""
 
     device: str
     """Kind of device that both engines compute on: `cpu` or `cuda`."""
@@ -94,6 +117,7 @@ class NumericsContract:
             record = json.loads(text)
             shapes = record.pop("shapes")
             shapes["linear"] = tuple(map(tuple, shapes["linear"]))
+            shapes["attention"] = tuple(AttentionShape(**kind) for kind in shapes["attention"])
             shapes["norm"] = tuple(shapes["norm"])
             shapes["layer_norm"] = tuple(shapes["layer_norm"])
             shapes["row_linear"] = tuple(map(tuple, shapes["row_linear"]))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onpolicy.ops import Operators, PagedLayout
+from onpolicy.ops import Operators, PagedLayout, Scores
 from sglang_patches import registry
 from sglang_patches.platform import ATTENTION_BACKEND
 
@@ -64,6 +64,7 @@ def _backend_class() -> type:
             layer: Any,
             forward_batch: Any,
             save_kv_cache: bool = True,
+            sinks: torch.Tensor | None = None,
             **_: Any,
         ) -> torch.Tensor:
             if save_kv_cache:
@@ -75,7 +76,10 @@ def _backend_class() -> type:
                 self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, None],
                 self.token_to_kv_pool.get_value_buffer(layer.layer_id)[:, None],
                 self.layout,
-                layer.scaling,
+                Scores(
+                    layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None
+                ),
+                sinks,
             )
             return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 

@@ -5,9 +5,9 @@ with tensor parallelism the sum over a K that ranks share (tensor_parallel.py). 
 styles of transformers' tensor-parallel plans, and dies of one even on one rank; it is told what they
 mean. Where all ranks have computed all heads (a norm over all of them, one projection for q, k and v),
 each attends with its own.
-Source: sglang/srt/layers/quantization/unquant.py, linear.py, radix_attention.py, and
-_normalize_tp_style in models/transformers.py. Can go when SGLang lets a platform choose its GEMM and its
-reduction, and knows these styles.
+Source: sglang/srt/layers/quantization/unquant.py, sglang/srt/layers/linear.py,
+sglang/srt/layers/radix_attention.py, and _normalize_tp_style in sglang/srt/models/transformers.py. Can go
+when SGLang lets a platform choose its GEMM and its reduction, and knows these styles.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops import Operators, PagedLayout
+from onpolicy.ops import Operators, PagedLayout, Scores
 from sglang_patches import registry
 
 MODULE = "sglang.srt.layers.attention.flashattention_backend"
@@ -48,19 +48,21 @@ def attend(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     return_softmax_lse: bool = False,
     out: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
     """FlashAttention-3's function, as far as its backend calls it for a decoder's own attention.
 
-    q: [T, H, D]; k_cache: [pages, page size, H_kv, D]; v_cache: likewise with D_v. Rows of the
+    q: [T, H, D]; k_cache: [pages, page size, H_kv, D]; v_cache: likewise with D_v; window_size: keys
+    before a query's own that it sees, and keys after it, or -1 and -1; sinks: [H]. Rows of the
     result [T, H, D_v] after the last query of `cu_seqlens_q` are not written.
     """
     asked = {name: value for name, value in others.items() if value is not None}
     asked |= {"causal": causal} if not causal else {}
-    asked |= {"window_size": window_size} if tuple(window_size) != (-1, -1) else {}
-    asked |= {"softcap": softcap} if softcap else {}
+    before, after = window_size
+    asked |= {"window_size": window_size} if before > -1 and after != 0 else {}
     asked |= {"return_softmax_lse": True} if return_softmax_lse else {}
     if refused := asked.keys() - SCHEDULE - IRRELEVANT:
         raise ContractError(
@@ -75,4 +77,5 @@ def attend(
         max_query_len=max_seqlen_q,
         schedule={name: asked[name] for name in sorted(SCHEDULE & asked.keys())},
     )
-    return operators.paged_attention(q, k_cache, v_cache, layout, softmax_scale, out)
+    scores = Scores(softmax_scale, (before + 1) or None, softcap or None)
+    return operators.paged_attention(q, k_cache, v_cache, layout, scores, sinks, out)

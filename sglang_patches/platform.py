@@ -8,11 +8,13 @@ serves both the aligned and the stock contract. Can go when sgl_kernel has a CPU
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
 from sglang_patches import registry
+from sglang_patches.head_sizes import head_sizes
 
 NAME = "onpolicy_cpu"
 ATTENTION_BACKEND = "torch_native"
@@ -37,8 +39,16 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
         registry.require_active()  # every model process comes by here before it can serve
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        pool: type = MHATokenToKVPool
-        return pool
+        class Pool(MHATokenToKVPool):
+            """SGLang tells an out-of-tree platform's pool the size of keys, and not of values."""
+
+            def __init__(self, *args: Any, **kwargs: Any):
+                contract = registry.contract()
+                if contract.is_aligned:
+                    kwargs = {"v_head_dim": head_sizes(contract)[1], **kwargs}
+                super().__init__(*args, **kwargs)
+
+        return Pool
 
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator

@@ -17,6 +17,8 @@ from sglang_patches import (
     experts,
     forks,
     harmful_requests,
+    head_sizes,
+    layer_attention,
     linear,
     lm_head,
     model,
@@ -54,6 +56,7 @@ def load() -> None:
         determinism.install(contract)
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
+        layer_attention.install()
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)
@@ -61,6 +64,7 @@ def load() -> None:
         request_seeds.install()
         parallel_samples.install()
         experts.install()
+        head_sizes.install(contract)
         buffers.install()
         model.install(operators, contract)
     registry.started(contract)

@@ -38,6 +38,11 @@ def started(contract: NumericsContract) -> None:
     report["contract"] = contract.to_json()
 
 
+def contract() -> NumericsContract:
+    """The contract under which the plug-in ran in this process."""
+    return NumericsContract.from_json(report["contract"])
+
+
 def active() -> list[str]:
     """The patches in force in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry

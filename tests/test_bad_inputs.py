@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from onpolicy.cli.main import main
 from onpolicy.rollout.server import EngineServer
 from onpolicy.train import distributed
+from tests.support.forked_processes import forked_processes
 from tests.support.tiny import make_checkpoint, make_tokenizer
 
 GOOD = {
@@ -554,7 +555,8 @@ def test_a_bad_input_is_refused_in_one_message_before_anything_starts(
     if make is not None:
         make(tmp_path)
     try:
-        code = main(arguments(argv, tmp_path, web_server))
+        with forked_processes():
+            code = main(arguments(argv, tmp_path, web_server))
     except SystemExit as stopped:  # tyro's, for values that are not of a flag's type
         code = stopped.code
     printed = capfd.readouterr().err

@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
-    from onpolicy.run.verify import check_inputs, passes, verify
+    from onpolicy.run.verify import passes, verify
+    from onpolicy.run.verify_inputs import check_inputs
     from onpolicy.train import distributed
 
     if is_first_rank():

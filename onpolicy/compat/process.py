@@ -1,7 +1,8 @@
-"""What a process that computes asks of torch's libraries, each of which reads its variable once."""
+"""What a process that computes asks of its libraries, most of which read a variable once."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 STRICT_SUMS = ("MKL_CBWR", "AUTO,STRICT")
@@ -20,6 +21,14 @@ KERNEL_CACHES = ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR")
 for the second; the trainer is to find what an engine compiled, and an engine what the trainer did."""
 
 
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
+"""Parameters of glibc's mallopt (malloc.h)."""
+
+KEPT_BUFFERS = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1))
+"""As it comes, malloc maps a large block and gives it back to the system when it is freed, so the next
+one costs a page fault, and zeros, for every 4 KiB. So blocks of all sizes are kept, for all threads."""
+
+
 def prepare_process() -> None:
     """Ask for these where the environment asks for nothing else; children inherit it.
 
@@ -31,6 +40,14 @@ def prepare_process() -> None:
     given = [os.environ[name] for name in KERNEL_CACHES if os.environ.get(name)]
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, [*given, os.path.expanduser("~/.cache/sglang/deep_gemm")][0])
+    _keep_buffers()
+
+
+def _keep_buffers() -> None:
+    """Tell glibc's malloc; another C library keeps its own ways, which cost time and change no bit."""
+    if "CS_GNU_LIBC_VERSION" in os.confstr_names and os.confstr("CS_GNU_LIBC_VERSION"):
+        for parameter, value in KEPT_BUFFERS:
+            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def strict_sums_remedy() -> str:

@@ -72,6 +72,7 @@ class Flag:
         return next(filter(None, found), "")
 
 
+@cache
 def flags_of(config_class: type) -> tuple[Flag, ...]:
     """The flags of a command, or of a group of them, in their order."""
     return tuple(flag for flag in _walk(config_class) if flag.path != (SGLANG_ARGS,))

@@ -10,19 +10,23 @@ in this model alone, each only where the replacement is known to mean the same:
 - the rotary embedding that an attention module calls (`models/rotary.py`);
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
-Attention goes through transformers' attention interface under the name `onpolicy`.
+Attention goes through transformers' attention interface (`models/attention.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from onpolicy.models.embedding import is_known_embedding
-from onpolicy.models.experts import AlignedExperts, has_usual_experts, route_by_operators
+from onpolicy.models.experts import (
+    AlignedExperts,
+    expert_blocks,
+    has_usual_experts,
+    route_by_operators,
+    routers_of,
+)
 from onpolicy.models.gated_mlp import gate_by_operators, is_gated_mlp
 from onpolicy.models.norms import (
     AlignedLayerNorm,
@@ -35,11 +39,6 @@ from onpolicy.models.rotary import rotate_by_operators
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-
-ATTENTION_NAME = "onpolicy"
-
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scale) -> [T, H, D_v], the layout bound in."""
 
 
 class AlignedLinear(nn.Linear):
@@ -118,37 +117,24 @@ def unaligned_modules(model: nn.Module) -> list[str]:
 
     What holds no parameters and is no norm maps elements one by one, as far as is known.
     """
-    blocks = [m for m in model.modules() if any(map(has_usual_experts, m.children()))]
+    blocks = expert_blocks(model)
     routing = {part for block in blocks for part in (block, *block.children())}
+    routing |= {part for block in blocks for r in routers_of(block) for part in r.modules()}
     return sorted(
         {
             type(module).__name__
             for module in model.modules()
-            if (is_norm(module) or {name for name, _ in module.named_parameters(recurse=False)})
+            if (
+                is_norm(module)
+                or {name for name, _ in module.named_parameters(recurse=False)} - SINKS
+            )
             and not (type(module) is nn.Linear or norm_kind(module) or is_known_embedding(module))
             and module not in routing
         }
     )
 
 
+SINKS = {"sinks"}
+"""What an attention module calls the parameter that it hands to its attention function."""
+
 _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}
-
-
-def _attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    attention_function: AttentionFunction,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D_v] out."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_function(q, k, v, scale)[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention_forward)

@@ -12,7 +12,8 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,19 +117,28 @@ def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
     """Distinct (experts E, intermediate I, hidden H, chosen per token k) of the model's layers."""
     chosen = getattr(model.config, "num_experts_per_tok", None)
     k = max(chosen) if isinstance(chosen, list) else chosen
-    return {(*expert_sizes(m), k) for m in model.modules() if has_usual_experts(m)}
+    return {(*expert_sizes(experts), k) for experts in experts_of(model)}
 
 
 def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
     """(out features, in features, has bias) of routers that call `F.linear` themselves."""
-    blocks = [block for block in model.modules() if any(map(has_usual_experts, block.children()))]
-    routers: list[Any] = [
-        child
-        for block in blocks
-        for child in block.children()
-        if not isinstance(child, nn.Linear) and hasattr(child, "weight")
-    ]
+    routers: list[Any] = [router for block in expert_blocks(model) for router in routers_of(block)]
     return {(*r.weight.shape, getattr(r, "bias", None) is not None) for r in routers}
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that `AlignedExperts` takes the place of, layer after layer."""
+    return [module for module in model.modules() if has_usual_experts(module)]
+
+
+def expert_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold a layer's experts and its router."""
+    return [block for block in model.modules() if any(map(has_usual_experts, block.children()))]
+
+
+def routers_of(block: nn.Module) -> list[nn.Module]:
+    """Those of a block that are no linear layers: the block's or their own code chooses."""
+    return [m for m in block.children() if not isinstance(m, nn.Linear) and hasattr(m, "weight")]
 
 
 def route_by_operators(block: Any, operators: Operators) -> None:
@@ -195,6 +205,23 @@ class _ByOperators(TorchFunctionMode):
             indices = self.choice(indices, input.shape[-1])
             values = input.gather(-1, indices)
         return torch.return_types.topk((values, indices))
+
+
+@contextmanager
+def watch_choices() -> Iterator[list[int]]:
+    """Out of how many each top-k inside chose."""
+    candidates: list[int] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function in _TOPK:
+                candidates.append(args[0].shape[-1])
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        yield candidates
 
 
 def _linear(

@@ -12,8 +12,10 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
+from onpolicy.models.attention import layer_shapes
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import has_usual_experts, unusual_experts
 from onpolicy.models.logits import logits_rule
@@ -98,9 +100,12 @@ def require_alignable(
     Raises ConfigError that names the property, its value and what is possible instead.
     """
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    problems = _problems(config, architecture, max_context_len)
+    problems = _problems(config, architecture)
     if not problems:
         problems = _problems_of_model(empty_causal_lm(config, trust_remote_code), config)
+    if not problems:
+        layers = layer_shapes(config, trust_remote_code)
+        problems = _problems_of_attention(config, layers, max_context_len)
     for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
@@ -108,7 +113,7 @@ def require_alignable(
         )
 
 
-def _problems(config: PretrainedConfig, architecture: str, max_context_len: int) -> list[str]:
+def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
     def value(name: str) -> Any:
         return getattr(config, name, None)
 
@@ -123,19 +128,16 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
         )
     elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
         problems.append("which transformers cannot run with another attention function")
-    if kinds := sorted(set(value("layer_types") or ()) - {"full_attention"}):
-        problems.append(f"layer_types={kinds}: only full attention has an aligned operator")
-    window = value("sliding_window")
-    if window and window < max_context_len:  # some configurations say 0 for none
+    if kinds := sorted(set(value("layer_types") or ()) - {"full_attention", "sliding_attention"}):
         problems.append(
-            f"sliding_window={window}, smaller than the longest context {max_context_len}: SGLang's "
-            "transformers backend ignores the window and the trainer would not"
+            f"layer_types={kinds}: only full and sliding attention have aligned operators"
         )
     rope = value("rope_parameters") or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        problems.append(
-            f"rope_type={rope['rope_type']}: its angles depend on the other sequences of a batch"
-        )
+    for one in (rope, *(x for x in rope.values() if isinstance(x, dict))):  # one per kind of layer
+        if one.get("rope_type") in ("dynamic", "longrope"):
+            problems.append(
+                f"rope_type={one['rope_type']}: its angles depend on the other sequences of a batch"
+            )
     if value("clip_qkv") is not None:
         problems.append(f"clip_qkv={value('clip_qkv')}: transformers clips what a gradient needs")
     if quantization := value("quantization_config"):
@@ -144,9 +146,30 @@ def _problems(config: PretrainedConfig, architecture: str, max_context_len: int)
             f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
             "aligned operators; let transformers save it dequantized"
         )
-    for name in ("attn_logit_softcapping",):
-        if value(name):
-            problems.append(f"{name}={value(name)}: has no aligned operator")
+    return problems
+
+
+def _problems_of_attention(
+    config: PretrainedConfig, layers: list[AttentionShape], max_context_len: int
+) -> list[str]:
+    """What the configuration says of attention, and the layers' calls of it do not."""
+    softcap = getattr(config, "attn_logit_softcapping", None) or None
+    window = getattr(config, "sliding_window", None) or None  # some configurations say 0 for none
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
+    wanted = [window if one == "sliding_attention" else None for one in types]
+    problems = []
+    if len(layers) != config.num_hidden_layers:
+        problems.append(
+            f"num_hidden_layers={config.num_hidden_layers}, of which {len(layers)} call an attention "
+            "function: the others have no aligned operator"
+        )
+    elif window and window < max_context_len and [x.window for x in layers] != wanted:
+        problems.append(
+            f"sliding_window={window}, smaller than the longest context {max_context_len}: its layers "
+            "do not say so to their attention function, where aligned operators would learn of it"
+        )
+    if any(x.softcap != softcap for x in layers):
+        problems.append(f"attn_logit_softcapping={softcap}: its layers do not ask for it")
     return problems
 
 

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import OperatorShapes
-from onpolicy.models.align import ATTENTION_NAME, align_modules
+from onpolicy.contract import AttentionShape, OperatorShapes
+from onpolicy.errors import ConfigError
+from onpolicy.models.align import align_modules
+from onpolicy.models.attention import ATTENTION_NAME, layer_shapes
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import experts_shapes, router_shapes
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.norms import norm_sizes
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.tensor_parallel import row_parallel_linears
-from onpolicy.ops import AttentionLayout, Operators
+from onpolicy.ops import AttentionLayout, Operators, Scores
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.row_parallel import RowParallel
 
@@ -127,8 +129,10 @@ class PolicyModel(nn.Module):
     def forward(self, batch: PackedTokens) -> tuple[Tensor, Tensor]:
         """Returns (log_probs, entropy) of the tokens asked for, both float32 [R]."""
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return self.operators.attention(q, k, v, batch.layout, scale)
+        def attention(
+            q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+        ) -> Tensor:
+            return self.operators.attention(q, k, v, batch.layout, scores, sinks)
 
         self.replay = routing_replay(batch, self.causal_lm.config)
         # Until the next forward pass, since a backward pass may compute activations again.
@@ -179,18 +183,29 @@ def operator_shapes(
     model = empty_causal_lm(config, trust_remote_code)
     linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
     shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
-    heads = config.num_attention_heads
     return OperatorShapes(
         linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        attention=_attention_shapes(config, trust_remote_code),
         norm=norm_sizes(model, centered=False),
         layer_norm=norm_sizes(model, centered=True),
         vocab_size=config.vocab_size,
         row_linear=tuple(sorted(_linear_shapes(shared))),
         experts=tuple(sorted(experts_shapes(model))),
     )
+
+
+def _attention_shapes(
+    config: PretrainedConfig, trust_remote_code: bool
+) -> tuple[AttentionShape, ...]:
+    """The distinct ones; of a model that tells none, which no aligned run gets to, the usual one."""
+    try:
+        return tuple(dict.fromkeys(layer_shapes(config, trust_remote_code)))
+    except ConfigError:
+        heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        usual = AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim)
+        return (usual,)
 
 
 def _linear_shapes(linears: set[nn.Linear]) -> set[tuple[int, int, bool]]:

@@ -70,6 +70,13 @@ def unknown_styles(model: PreTrainedModel) -> list[str]:
     return sorted({s for s in styles if _plain(s) not in STYLES or _plain(s) == "packed_colwise"})
 
 
+def whole_attention(model: PreTrainedModel) -> list[str]:
+    """Classes of attention that the plan leaves whole on every rank, as DeepSeek-V3's does."""
+    shared = row_parallel_linears(model)
+    attention = [m for m in model.base_model.modules() if hasattr(m, "is_causal")]
+    return sorted({type(m).__name__ for m in attention if not shared & set(m.children())})
+
+
 def _styles_of_linears(model: PreTrainedModel) -> dict[nn.Linear, str]:
     plan = {
         "model." + re.sub(r"^(\^?)model(\\?)\.", r"\1", pattern): style
@@ -116,16 +123,25 @@ def _problems(
             "base_model_tp_plan, so nothing says which of its layers tensor parallelism cuts. Use "
             "--sglang-tp-size 1 and leave the blocks out."
         )
-    if blocks > 1 and (styles := unknown_styles(empty_causal_lm(config, trust_remote_code))):
+    model = empty_causal_lm(config, trust_remote_code) if blocks > 1 else None
+    if model and (styles := unknown_styles(model)):
         yield (
             f"--row-parallel-blocks={blocks}: the plan of model_type={config.model_type} calls layers "
             f"{', '.join(styles)}, and SGLang's transformers backend cannot share them out. Use "
             "--sglang-tp-size 1 and leave the blocks out."
         )
-    for name, heads in (("heads", shapes.heads), ("kv_heads", shapes.kv_heads)):
-        if heads % tp_size:
+    if model and (classes := whole_attention(model)):
+        yield (
+            f"--row-parallel-blocks={blocks}: the plan of model_type={config.model_type} leaves "
+            f"{', '.join(classes)} whole, and SGLang's transformers backend shares the heads. Use "
+            "--sglang-tp-size 1 and leave the blocks out."
+        )
+    counts = {f"heads={kind.heads}": kind.heads for kind in shapes.attention}
+    counts |= {f"kv_heads={kind.kv_heads}": kind.kv_heads for kind in shapes.attention}
+    for name, count in counts.items():
+        if count % tp_size:
             yield (
-                f"--sglang-tp-size={tp_size}: does not divide {name}={heads}, which ranks share "
+                f"--sglang-tp-size={tp_size}: does not divide {name}, which ranks share "
                 "equally (SGLang's transformers backend keeps no copies). Choose a divisor."
             )
     inner = {f"in_features={k}": k for _, k, _ in shapes.row_linear}

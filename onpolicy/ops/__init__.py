@@ -3,10 +3,10 @@
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends import Demand, backend_of
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout
+from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
 from onpolicy.ops.machine import Machine
 
-__all__ = ["AttentionLayout", "Operators", "PagedLayout", "make_operators"]
+__all__ = ["AttentionLayout", "Operators", "PagedLayout", "Scores", "make_operators"]
 
 
 def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operators:

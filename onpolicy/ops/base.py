@@ -93,8 +93,40 @@ class PagedLayout:
         return layout
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer of attention scores the keys that a query sees.
+
+    A key at position j of its sequence has for the query at position i the score
+
+        s_ij = softcap * tanh(scale * (q_i . k_j) / softcap)    (without a softcap: scale * (q_i . k_j))
+
+    and i sees j where 0 <= i - j < window. Scores, their softmax and the sums over keys are float32.
+    Sources: transformers' masking_utils.sliding_window_overlay; eager_attention_forward of
+    modeling_gemma2.py, which also caps before it masks.
+    """
+
+    scale: float
+
+    window: int | None = None
+    """Keys that a query sees at most, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """Bound of the scores' absolute value, greater than 0; None: they are not capped."""
+
+
+def rows_per_chunk(vocab_size: int, logits: int) -> int:
+    """Rows of so many logits; many of them are a multiple of 64, for the sake of GEMM's tiles."""
+    rows = max(16, logits // vocab_size)
+    return rows - rows % 64 if rows > 64 else rows
+
+
 class Operators(ABC):
     """The operators whose bits the two engines share. T: packed tokens, H: heads, D: head dim."""
+
+    logits_per_chunk = 1 << 26
+    """Logits alive at a time in training (256 MiB of float32). Every chunk reads the weight twice and
+    adds to its gradient, so few rows would cost more than their sums."""
 
     column_tile: int | None = None
     """Output columns that one GEMM computes, if `linear` always cuts them so; None if it does not."""
@@ -121,11 +153,8 @@ class Operators(ABC):
         return list(torch.autograd.grad(out, (x, *head), grad))
 
     def rows_per_chunk(self, vocab_size: int) -> int:
-        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability.
-
-        64 MiB of float32 logits here, which is what a CPU's caches and memory bear.
-        """
-        return max(16, (1 << 24) // vocab_size)
+        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability."""
+        return rows_per_chunk(vocab_size, self.logits_per_chunk)
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""
@@ -158,13 +187,22 @@ class Operators(ABC):
 
     @abstractmethod
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over the sequences of `layout`.
 
-        q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store.
-        Returns [T, H, D_v] in the dtype of `q`; sums are taken in float32. Gradients flow to all
-        three where no key row is used twice, as in packed sequences.
+        q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store; D_v may be
+        another than D. sinks: [H] of any dtype, one more score per head in the softmax, of a key
+        whose value is 0: weights are exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (transformers'
+        modeling_gpt_oss.py, there rounded to the model's dtype before the softmax; here float32.)
+        Returns [T, H, D_v] in the dtype of `q`; sums are taken in float32. Gradients flow to q, k, v
+        and sinks where no key row is used twice, as in packed sequences.
         """
 
     def paged_attention(
@@ -173,7 +211,8 @@ class Operators(ABC):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """`attention` over a rollout engine's pages, to the same bits; no autograd.
@@ -182,7 +221,8 @@ class Operators(ABC):
         Returns [T, H, D_v], which is `out` if that is given.
         """
         with torch.no_grad():
-            result = self.attention(q, k.flatten(0, 1), v.flatten(0, 1), layout.by_rows(), scale)
+            stores = k.flatten(0, 1), v.flatten(0, 1)
+            result = self.attention(q, *stores, layout.by_rows(), scores, sinks)
         return result if out is None else out.copy_(result)
 
     @abstractmethod

@@ -20,6 +20,14 @@ OLDEST = {"triton": (3, 6)}
 COMPILED_HERE = frozenset({"deep_gemm"})
 """Modules whose kernels are compiled when they are first needed, with a CUDA toolkit."""
 
+ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables that keep oneDNN from using later instruction sets than theirs."""
+
+WITHOUT_BFLOAT16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+"""Values of theirs below AVX512_CORE_BF16."""
+
 INSTALL = "Install what is missing with: pip install -e '.[gpu]'"
 
 
@@ -36,6 +44,9 @@ class Machine:
     cuda_toolkit: str | None = None
     """Where the CUDA toolkit is that compiles kernels, None without one. Example: /usr/local/cuda"""
 
+    bfloat16_products: bool = False
+    """Whether oneDNN has this CPU multiply bfloat16 by instructions made for it."""
+
     @staticmethod
     def here() -> Machine:
         """The machine that this process runs on."""
@@ -47,6 +58,7 @@ class Machine:
             capability=capability,
             packages={name: _version(name) for name in found},
             cuda_toolkit=find_cuda_toolkit(),
+            bfloat16_products=_multiplies_bfloat16(os.environ),
         )
 
     @property
@@ -82,6 +94,14 @@ def find_cuda_toolkit() -> str | None:
     compiler = shutil.which("nvcc")
     found = given or (str(Path(compiler).parent.parent) if compiler else "/usr/local/cuda")
     return found if Path(found).is_dir() else None
+
+
+def _multiplies_bfloat16(environment: Mapping[str, str]) -> bool:
+    import torch
+
+    asked = [environment.get(name, "").upper() for name in ONEDNN_LIMITS]
+    there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return there and not WITHOUT_BFLOAT16.intersection(asked)
 
 
 def _version(module: str) -> str:

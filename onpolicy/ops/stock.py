@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.base import AttentionLayout, Operators, Scores
 from onpolicy.ops.row_parallel import RowParallel
 
 
 class StockOperators(Operators):
-    """PyTorch's own kernels; attention is one scaled_dot_product_attention per sequence.
+    """PyTorch's own kernels; attention is one scaled_dot_product_attention per sequence, or, where that
+    does not know the scores, transformers' eager attention.
 
     Creating them sets torch's own number of CPU threads.
     """
@@ -45,21 +46,27 @@ class StockOperators(Operators):
         return self.grouped_linear(x, weight, offsets).float()
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         outputs = []
         for queries, keys, rows in zip(
             q.split(layout.query_lens), layout.key_lens, layout.key_rows, strict=True
         ):
-            mask = torch.ones(len(queries), keys, dtype=torch.bool, device=q.device)
-            out = F.scaled_dot_product_attention(
-                queries.transpose(0, 1)[None],
-                k[rows[:keys]].transpose(0, 1)[None],
-                v[rows[:keys]].transpose(0, 1)[None],
-                attn_mask=mask.tril(keys - len(queries)),
-                scale=scale,
-                enable_gqa=True,
-            )
+            mask = _visible(len(queries), keys, scores.window, q.device)
+            parts = (queries, k[rows[:keys]], v[rows[:keys]])
+            one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in parts)
+            if scores.softcap or sinks is not None:
+                out = _eager_attention(one_q, one_k, one_v, mask, scores, sinks)
+            else:
+                out = F.scaled_dot_product_attention(
+                    one_q, one_k, one_v, attn_mask=mask, scale=scores.scale, enable_gqa=True
+                )
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
 
@@ -81,3 +88,27 @@ class StockOperators(Operators):
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys the last `queries` of `keys` tokens see: bool [queries, keys]."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask.triu(keys - queries - window + 1) if window else mask
+
+
+def _eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """[1, H, T, D], [1, H_kv, keys, D], [1, H_kv, keys, D_v] -> [1, H, T, D_v]; see `Scores`."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    products = (q @ k.transpose(2, 3) * scores.scale).to(
+        torch.promote_types(q.dtype, torch.float32)
+    )
+    if scores.softcap:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
+    products = products.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(products.dtype).view(1, -1, 1, 1).expand(*products.shape[:3], 1)
+        products = torch.cat((products, column), dim=-1)
+    weights = torch.softmax(products, dim=-1)[..., : mask.shape[-1]]
+    return weights.to(v.dtype) @ v

@@ -77,6 +77,11 @@ class EngineSpec:
         return {flag: secrets.reveal(flag, value) for flag, value in given.items()}
 
     @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of the server."""
+        return tensor_parallel_size(self.sglang_args)
+
+    @property
     def needed_tokens(self) -> int:
         """What the cache of any engine must hold, whoever started it: one sequence."""
         return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
@@ -112,6 +117,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--enable-deterministic-inference",
             "--model-impl", "transformers",
             "--sampling-backend", "pytorch",
+            # The cache keeps every key: windows are a rule on positions.
+            "--disable-hybrid-swa-memory",
         ]  # fmt: skip
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 

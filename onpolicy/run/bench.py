@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -21,12 +22,20 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
 from onpolicy.rollout.base import SamplingJob
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engine_specs import make_rollout_group, rollout_spec
 from onpolicy.run.input_checks import check_layout
+from onpolicy.run.memory import (
+    ModelSize,
+    ProcessMemory,
+    require_cache,
+    require_memory,
+    server_memory,
+    trainer_memory,
+)
 from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import (
@@ -75,7 +84,8 @@ def bench_rollout(config: BenchConfig) -> dict[str, Any]:
         for kind in KINDS:
             train_config, contract = _setting(config, hf_config, kind)
             logs = Path(config.run_dir) / kind
-            group = make_rollout_group(train_config, hf_config, contract, logs)
+            longest = config.prompt_len + config.max_new_tokens
+            group = make_rollout_group(train_config, hf_config, contract, logs, longest)
             on_exit.callback(group.stop)
             group.launch()
             group.connect({})
@@ -129,9 +139,23 @@ def check_inputs(config: BenchConfig) -> None:
     for backend in _backends(config):
         check_layout(make_train_config(config, "aligned", backend))
     train_config, contract = _setting(config, hf_config, "aligned")
-    with FlagCheck(rollout_spec(train_config, hf_config, contract)) as flags:
+    spec = rollout_spec(train_config, hf_config, contract, length)
+    with FlagCheck(spec) as flags:
         require_fit(config.model.hf_checkpoint, hf_config)
+        require_memory(_processes(config, train_config, hf_config, spec), contract.device)
         flags.require_passed()
+
+
+def _processes(
+    config: BenchConfig, train_config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec
+) -> list[ProcessMemory]:
+    """Both sides are there at once: two servers, or two trainers in one process."""
+    size = ModelSize.of(hf_config)
+    if config.what == "rollout":
+        require_cache(spec)
+        return [server_memory(spec, size, hf_config, servers=2)]
+    length = spec.longest_sequence
+    return [replace(trainer_memory(train_config, size, length, ranks=1), count=2)]
 
 
 def bench_step(config: BenchConfig) -> dict[str, Any]:
@@ -218,13 +242,20 @@ def _setting(
 
 def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
     """A run on one kind of operators, with this command's flags."""
-    is_aligned = kind == "aligned"
+    is_aligned, length = kind == "aligned", config.prompt_len + config.max_new_tokens
     return TrainConfig(
         model=groups.ModelConfig(
             hf_checkpoint=config.model.hf_checkpoint, dtype=config.model.dtype
         ),
-        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1),
-        engine=groups.EngineConfig(cpu_threads=config.cpu.cpu_threads),
+        rollout=groups.RolloutConfig(
+            num_rollout=1,
+            rollout_batch_size=max(1, max(config.num_tokens) // length),
+            n_samples_per_prompt=1,
+        ),
+        engine=groups.EngineConfig(
+            cpu_threads=config.cpu.cpu_threads,
+            rollout_max_concurrency=min(MAX_CONCURRENCY, config.num_prompts),
+        ),
         trainer=groups.TrainerConfig(
             train_backend=backend, max_tokens_per_gpu=max(config.num_tokens)
         ),

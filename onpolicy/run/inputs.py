@@ -28,6 +28,7 @@ from onpolicy.run.input_checks import (
     require_weights,
 )
 from onpolicy.run.ladder import Ladder
+from onpolicy.run.memory import ModelSize, require_run_fits
 from onpolicy.run.push_checks import require_transport
 from onpolicy.run.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
@@ -53,6 +54,15 @@ class Inputs:
     """The prompts of each evaluation set, by its name; the name of a single set may be empty."""
 
     stop_token_ids: tuple[int, ...]
+
+    def longest_sequence(self, config: TrainConfig) -> int:
+        """Tokens of the longest prompt and response that the run may ask an engine for."""
+        sampled = config.rollout.rollout_max_response_len
+        evaluated = config.eval.eval_max_response_len or sampled
+        lengths = [len(prompt.prompt_ids) + sampled for prompt in self.prompts.prompts]
+        for prompts in self.eval_sets.values():
+            lengths += [len(prompt.prompt_ids) + evaluated for prompt in prompts]
+        return max(lengths)
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
@@ -90,6 +100,9 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
         )
         require_weights(config, hf_config)
+        spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
+        size = ModelSize.of(hf_config, trust)
+        require_run_fits(config, hf_config, spec, size)
         require_transport(config, ladder.contract)
         flags.require_passed()
     return inputs

@@ -54,14 +54,17 @@ def cache_tokens(
     hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
 ) -> int:
     """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
-    CACHE_BYTES, and one in any case."""
+    CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
+    admits a request."""
     one = longest_sequence + CACHE_MARGIN
-    return max(one, min(requests * one, CACHE_BYTES // token_bytes(hf_config, contract)))
+    fitting = CACHE_BYTES // token_bytes(hf_config, contract)
+    return max(one, min((requests + 1) * one, fitting))
 
 
 def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     """Bytes of a token's keys and values in all layers."""
-    shapes = contract.shapes
     itemsize = getattr(torch, contract.dtype).itemsize
-    size: int = 2 * hf_config.num_hidden_layers * shapes.kv_heads * shapes.head_dim * itemsize
+    kinds = contract.shapes.attention
+    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
+    size: int = hf_config.num_hidden_layers * per_layer * itemsize
     return size

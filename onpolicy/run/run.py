@@ -79,7 +79,10 @@ class Run:
             self._continue(resumed.state)
         run_dir = Path(config.output.run_dir)
         hf_config, contract = self.inputs.hf_config, self.ladder.contract
-        self.engines = self._make_engines(config, hf_config, contract, run_dir)
+        longest = self.inputs.longest_sequence(config)
+        self.engines = self._make_engines(
+            config, hf_config, contract, run_dir, longest_sequence=longest
+        )
         distributed.run_on_rank_zero(lambda: self._open_directory(resumed))
         logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)

@@ -6,31 +6,20 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
-from onpolicy.config import TrainConfig, groups
-from onpolicy.config.secrets import reveal
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.weight_files import require_fit
 from onpolicy.outputs.directory import versions
 from onpolicy.outputs.progress import Phases
 from onpolicy.parity import ParityCounts, compare_log_probs
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY
-from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.rollout.reach import require_addresses
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.input_checks import check_layout
-from onpolicy.run.push_checks import require_transport
+from onpolicy.run.verify_inputs import TRAINED, longest_prompt, make_prompts, make_train_config
 from onpolicy.train import distributed
 from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
@@ -38,41 +27,10 @@ logger = logging.getLogger(__name__)
 
 LEARNING_RATE = 1e-3
 
-LONGEST_PROMPT = 1024
-"""Tokens of the longest prompt, unless --max-prompt-len says otherwise or the context is shorter."""
-
-SHORTEST_PROMPT = 8
-"""What the context must leave for a prompt."""
-
-CHUNKS = 5
-"""Prefill chunks that the longest prompt takes."""
-
-SHORTEST_CHUNK = 16
-
-TRAINED = 8
-"""Samples of the step between the rounds: all weights change, however few they are."""
-
 SCORED_AT_ONCE = 8
 """Samples that the trainer scores before it says how far it is."""
 
 Report = dict[str, Any]
-
-
-def check_inputs(config: VerifyConfig) -> None:
-    """Raise ConfigError for whatever `verify` could not run; starts nothing."""
-    model = config.model
-    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
-    longest = longest_prompt(config, hf_config)
-    train_config = make_train_config(config, longest)
-    check_layout(train_config)
-    key = reveal("--rollout-api-key", config.servers.rollout_api_key)
-    require_addresses(train_config.engine, key)
-    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
-    spec = rollout_spec(train_config, hf_config, contract)
-    with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
-        require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
-        require_transport(train_config, contract)
-        flags.require_passed()
 
 
 def verify(config: VerifyConfig) -> Report:
@@ -123,31 +81,6 @@ def verify(config: VerifyConfig) -> Report:
     }
 
 
-def longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
-    """Tokens of the longest prompt. Raises ConfigError if the context is too short for it."""
-    context = hf_config.max_position_embeddings
-    room: int = context - CONTEXT_MARGIN - config.max_new_tokens
-    if room < SHORTEST_PROMPT:
-        raise ConfigError(
-            f"--max-new-tokens={config.max_new_tokens}: does not fit the model's context of {context}. "
-            "Lower it."
-        )
-    if config.max_prompt_len is None:
-        return min(LONGEST_PROMPT, room)
-    if config.max_prompt_len > room:
-        raise ConfigError(
-            f"--max-prompt-len={config.max_prompt_len}: with --max-new-tokens {config.max_new_tokens} "
-            f"and {CONTEXT_MARGIN} tokens that SGLang keeps free it does not fit the model's context of "
-            f"{context}. At most {room} fit."
-        )
-    return config.max_prompt_len
-
-
-def chunk_size(longest: int) -> int:
-    """Tokens of a prefill chunk, so that the longest prompt takes several."""
-    return max(SHORTEST_CHUNK, -(-longest // CHUNKS))
-
-
 def passes(report: Report, config: VerifyConfig) -> bool:
     """Whether the report is what the mode promises, on paths that were really taken."""
     if not config.true_on_policy_mode:
@@ -158,56 +91,6 @@ def passes(report: Report, config: VerifyConfig) -> bool:
         and report["num_cached_tokens"] > 0
     )
     return passed
-
-
-def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Prompt]:
-    """Random token ids of random lengths, some longer than a prefill chunk, sharing prefixes."""
-    rng = random.Random(f"prompts/{config.seed}")
-    shared = [rng.randrange(vocab_size) for _ in range(longest // 2)]
-    prompts = []
-    for i in range(config.num_prompts):
-        prefix = shared[: rng.randrange(len(shared))]
-        length = longest if i == 0 else rng.randrange(1, longest - len(prefix))
-        token_ids = (prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest]
-        prompts.append(Prompt(index=i, prompt_ids=token_ids, label="", text=""))
-    return prompts
-
-
-def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
-    """A run of one rollout with this command's flags, on prompts of up to `longest` tokens."""
-    sglang_args = config.sglang_args
-    starts_servers = not config.servers.rollout_server_url
-    chunked = any(arg.startswith("--chunked-prefill-size") for arg in sglang_args)
-    if starts_servers and not chunked:
-        sglang_args = (*sglang_args, "--chunked-prefill-size", str(chunk_size(longest)))
-    sequence = longest + config.max_new_tokens
-    return TrainConfig(
-        model=config.model,
-        rollout=groups.RolloutConfig(
-            num_rollout=1,
-            rollout_batch_size=config.num_prompts,
-            n_samples_per_prompt=1,
-            rollout_max_response_len=config.max_new_tokens,
-            rollout_temperature=config.temperature,
-        ),
-        engine=groups.EngineConfig(
-            **asdict(config.servers),
-            rollout_max_concurrency=min(MAX_CONCURRENCY, config.num_prompts),
-        ),
-        trainer=groups.TrainerConfig(
-            train_backend=config.train_backend,
-            max_tokens_per_gpu=max(999, 2 * sequence - 1),
-            activation_checkpointing=True,
-        ),
-        megatron=config.megatron,
-        parity=groups.ParityConfig(
-            true_on_policy_mode=config.true_on_policy_mode, parity_policy="warn"
-        ),
-        operators=config.operators,
-        sync=groups.WeightSyncConfig(weight_sync=config.weight_sync, update_weight_buffer_size=1),
-        seed=config.seed,
-        sglang_args=sglang_args,
-    )
 
 
 def _sample(

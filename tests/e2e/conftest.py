@@ -1,10 +1,23 @@
-"""Whole runs as a user starts them."""
+"""Whole runs as a user starts them, in processes that need not import everything anew."""
 
 import functools
 
 import pytest
 
+from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import start_train, write_prompts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_processes():
+    with forked_processes():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _start_processes_anew(request):
+    with forked_processes(request.node.get_closest_marker("anew") is None):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import yaml
 from onpolicy.config.secrets import reveal
 from onpolicy.rollout.client import EngineClient
 from tests.support.footprint import Footprint
-from tests.support.processes import listening_addresses
+from tests.support.processes import is_guard, listening_addresses
 from tests.support.train_runs import finish, metrics_of, wait_for
 
 pytestmark = pytest.mark.engine
@@ -45,7 +45,7 @@ def run(start, tmp_path):
 def engine_of(process):
     """The server's main process, below its guard."""
     children = psutil.Process(process.pid).children()
-    (guard,) = (child for child in children if "sglang_patches.serve" in child.cmdline())
+    (guard,) = filter(is_guard, children)
     return guard.children()[0]
 
 
@@ -61,6 +61,7 @@ def under_way(tmp_path, process):
     assert process.poll() is None, process.stdout.read()[-3000:]
 
 
+@pytest.mark.anew
 def test_a_run_that_ends_leaves_nothing_and_lets_nobody_in_meanwhile(run, tmp_path):
     key_file, flags = tmp_path / "key", tmp_path / "flags.yaml"
     key_file.write_text(SECRETS[0])
@@ -117,6 +118,7 @@ def test_what_is_left_when_everything_is_killed_at_once_the_next_run_removes(run
     assert killed.left(PATIENCE) == footprint.left(PATIENCE) == []
 
 
+@pytest.mark.anew  # what others read is the environment that a process was started with
 def test_serve_shows_a_file_with_its_key_and_not_the_key(checkpoint, tmp_path):
     command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(checkpoint)]
     with TemporaryDirectory() as temporary:

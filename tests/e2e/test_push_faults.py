@@ -141,12 +141,13 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
 KILLED_IN_A_PUSH = """
 import os, psutil
 from onpolicy.rollout.client import EngineClient
+from tests.support.processes import is_guard
 post, struck = EngineClient.post, []
 def post_and_kill(self, path, body, num_bytes=0):
     if path.startswith("/update") and body["weight_version"] == "1" and not struck:
         struck.append(path)
         children = psutil.Process().children()
-        (guard,) = (child for child in children if "sglang_patches.serve" in child.cmdline())
+        (guard,) = filter(is_guard, children)
         guard.children()[0].kill()
     return post(self, path, body, num_bytes)
 EngineClient.post = post_and_kill

@@ -9,6 +9,8 @@ import pytest
 
 from onpolicy.outputs.meanings import MEANINGS
 from onpolicy.outputs.metrics import read_jsonl
+from tests.support.forked_processes import forked_processes
+from tests.support.processes import is_guard
 from tests.support.train_runs import (
     ROLLOUTS,
     exported_weights,
@@ -26,11 +28,12 @@ pytestmark = pytest.mark.engine
 def plain(start, data, tmp_path_factory):
     """An undisturbed run with one engine: (directory, output, hash)."""
     directory = tmp_path_factory.mktemp("plain")
-    process = start(
-        directory, "--save", str(directory / "save"), "--save-interval", "2",
-        "--eval-interval", "4", "--eval-prompt-data", str(data), "--eval-temperature", "0",
-    )  # fmt: skip
-    output = finish(process)
+    with forked_processes(False):
+        process = start(
+            directory, "--save", str(directory / "save"), "--save-interval", "2",
+            "--eval-interval", "4", "--eval-prompt-data", str(data), "--eval-temperature", "0",
+        )  # fmt: skip
+        output = finish(process)
     return directory, output, run_hash(output)
 
 
@@ -116,7 +119,7 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, dat
     prefills = log.read_text().count("Prefill batch")
     wait_for(lambda: log.read_text().count("Prefill batch") > prefills)
     children = psutil.Process(process.pid).children()
-    servers = [child for child in children if "sglang_patches.serve" in child.cmdline()]
+    servers = [child for child in children if is_guard(child)]
     servers[-1].send_signal(signal.SIGKILL)
     output = finish(process)
     assert "starting http://127.0.0.1" in output

@@ -5,19 +5,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from tests.support.forked_commands import forked_commands
 from tests.support.tiny import make_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.fixture(scope="module")
+def commands():
+    """Where `onpolicy` and `torchrun` are whose processes need not import everything anew."""
+    with TemporaryDirectory() as directory, forked_commands(Path(directory)):
+        yield directory
+
+
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, commands):
     def run(script, *argv, **variables):
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = f"{commands}:{os.environ['PATH']}"
         return subprocess.run(
             [str(EXAMPLES / script), *argv],
             env={**os.environ, "PATH": path, **variables},
@@ -91,7 +100,9 @@ def test_without_a_gpu_a_launcher_says_so_once(launch, inputs, script):
     ("argv", "message"),
     [([], "ConfigError: --prompt-data=none.jsonl: "), (["--lr", "nan"], "ConfigError: --lr=nan: ")],
 )
-def test_ranks_that_torchrun_starts_say_once_what_is_wrong(tmp_path, checkpoint, argv, message):
+def test_ranks_that_torchrun_starts_say_once_what_is_wrong(
+    commands, tmp_path, checkpoint, argv, message
+):
     """For users with launchers of their own; torchrun adds a traceback that is not ours."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     flags = [
@@ -135,6 +146,7 @@ def test_the_megatron_launcher_is_a_valid_run(launch, inputs):
 
 
 def test_the_megatron_launcher_of_the_corrections_is_a_valid_run(launch, tmp_path):
+    """With the commands of its own .venv, started anew."""
     pytest.importorskip("megatron.core")
     inputs = tmp_path / "inputs"
     make_checkpoint(inputs / "model")

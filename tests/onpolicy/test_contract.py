@@ -2,12 +2,11 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ContractError
 
-SHAPES = OperatorShapes(
-    linear=((8, 4, False),), heads=2, kv_heads=1, head_dim=4, norm=(4,), vocab_size=9
-)
+ATTENTION = AttentionShape(heads=2, kv_heads=1, head_dim=4, value_dim=4)
+SHAPES = OperatorShapes(linear=((8, 4, False),), attention=(ATTENTION,), norm=(4,), vocab_size=9)
 CONTRACT = NumericsContract(backend="cpu", device="cpu", dtype="bfloat16", shapes=SHAPES)
 
 
@@ -21,7 +20,11 @@ def test_json_keeps_every_field():
         {"backend": "stock"},
         {"dtype": "float32"},
         {"log_prob": "log(softmax)"},
-        {"shapes": dataclasses.replace(SHAPES, head_dim=8)},
+        {
+            "shapes": dataclasses.replace(
+                SHAPES, attention=(dataclasses.replace(ATTENTION, window=8),)
+            )
+        },
         {"shapes": dataclasses.replace(SHAPES, linear=((8, 4, True),))},
     ],
 )

@@ -12,6 +12,7 @@ from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.placement import cache_tokens
+from tests.support.forked_processes import forked_processes
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,10 @@ REFUSED = [
 
 
 def test_good_flags_pass_and_bad_ones_are_refused_in_sglangs_words(spec):
-    """All at once, since each asks a process of its own that imports SGLang."""
+    """All at once: the first asks a process that imports SGLang, the others some that need not."""
     good = FlagCheck(spec("--chunked-prefill-size", "48", "--disable-radix-cache"))
-    bad = [(FlagCheck(spec(*argv)), message) for argv, message in REFUSED]
+    with forked_processes():
+        bad = [(FlagCheck(spec(*argv)), message) for argv, message in REFUSED]
     with good:
         good.require_passed()
     for check, message in bad:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onpolicy.errors import ContractError
-from onpolicy.ops import Operators, PagedLayout
+from onpolicy.ops import Operators, PagedLayout, Scores
 from onpolicy.ops.hopper import HopperOperators, flash_attention
 from onpolicy.ops.triton import TritonOperators, attention
 from sglang_patches.paged_attention import attend
@@ -53,18 +53,30 @@ def test_it_hands_the_operator_what_sglang_means():
             self.seen = args
             return "the result"
 
-    inspect.signature(Operators.paged_attention).bind(*range(7))
+    inspect.signature(Operators.paged_attention).bind(*range(8))
     operators, call = Noted(), given(scheduler_metadata=torch.zeros(2), out=torch.zeros(3, 4, 4))
     assert attend(operators, **call) == "the result"
-    q, k, v, layout, scale, out = operators.seen
+    q, k, v, layout, scores, sinks, out = operators.seen
     assert q is call["q"] and k is call["k_cache"] and v is call["v_cache"] and out is call["out"]
-    assert (scale, layout.page_size, layout.max_query_len) == (0.5, 1, 2)
+    assert scores == Scores(0.5) and sinks is None
+    assert (layout.page_size, layout.max_query_len) == (1, 2)
     assert layout.page_table is call["page_table"]
     assert layout.key_lens is call["cache_seqlens"]
     assert layout.query_starts is call["cu_seqlens_q"]
     assert {**layout.schedule} == {
         name: call[name] for name in ("cu_seqlens_k_new", "scheduler_metadata")
     }
+
+
+def test_windows_soft_caps_and_sinks_reach_the_operator():
+    class Noted:
+        def paged_attention(self, *args):
+            self.seen = args
+
+    operators, sinks = Noted(), torch.zeros(4)
+    attend(operators, **given(window_size=(31, 0), softcap=30.0, sinks=sinks))
+    assert operators.seen[4] == Scores(0.5, window=32, softcap=30.0)
+    assert operators.seen[5] is sinks
 
 
 def test_triton_computes_it_by_its_own_kernel(monkeypatch):
@@ -74,13 +86,13 @@ def test_triton_computes_it_by_its_own_kernel(monkeypatch):
         seen.append(args)
         return torch.full((3, 4, 4), 7.0), None
 
-    inspect.signature(attention.paged_attention).bind(*range(9))
+    inspect.signature(attention.paged_attention).bind(*range(10))
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     call = given()
     assert attend(TritonOperators(), **call).unique().item() == 7
     names = ["q", "k_cache", "v_cache", "page_table", "cache_seqlens", "cu_seqlens_q"]
     assert all(a is call[name] for a, name in zip(seen[0], names, strict=False))
-    assert seen[0][6:] == (2, 0.5, 1)
+    assert seen[0][6:] == (2, Scores(0.5), 1, None)
     buffer = torch.zeros(3, 4, 4)
     assert attend(TritonOperators(), **given(out=buffer)) is buffer
     assert buffer.unique().item() == 7
@@ -114,10 +126,8 @@ def test_an_engines_pages_taken_apart_are_its_rows():
     ("name", "value"),
     [
         ("causal", False),
-        ("window_size", (128, 0)),
-        ("softcap", 30.0),
+        ("window_size", (128, 128)),
         ("return_softmax_lse", True),
-        ("sinks", torch.zeros(4)),
         ("k_descale", torch.ones(2, 2)),
         ("qv", torch.zeros(3, 4, 4)),
         ("score_mod", max),

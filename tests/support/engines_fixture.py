@@ -16,6 +16,7 @@ from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import distributed
 from onpolicy.types import Request, SamplingParams
+from tests.support.forked_processes import forked_processes
 
 CHUNKED_PREFILL_SIZE = 48
 
@@ -45,10 +46,14 @@ def make_engines(
 
 
 @contextmanager
-def running(pair: EnginePair) -> Iterator[EnginePair]:
-    """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards."""
+def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
+    """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards.
+
+    anew: not forked, but as a user's run would start it.
+    """
     try:
-        pair.start()
+        with forked_processes(not anew):
+            pair.start()
         pair.push_weights("0")
         yield pair
     finally:
@@ -58,7 +63,7 @@ def running(pair: EnginePair) -> Iterator[EnginePair]:
 @pytest.fixture(scope="session")
 def engines(checkpoint, tmp_path_factory):
     """One server and one trainer in float32."""
-    with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines"))) as pair:
+    with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines")), anew=True) as pair:
         yield pair
 
 

@@ -16,6 +16,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +230,13 @@ class Host:
         return sum((engine.answered for engine in self.engines), Counter())
 
     def make_group(
-        self, config: EngineConfig, contract: NumericsContract = ALIGNED, logs: Path = Path("logs")
+        self,
+        config: EngineConfig,
+        contract: NumericsContract = ALIGNED,
+        logs: Path = Path("logs"),
+        **changes: Any,
     ) -> SglangGroup:
-        """A group of servers here, not started yet."""
+        """A group of servers here, not started yet; `changes` are those of an `EngineSpec`."""
         spec = EngineSpec(
             hf_checkpoint="",
             contract=contract,
@@ -244,6 +249,7 @@ class Host:
             trust_remote_code=False,
             sglang_args=(),
         )
+        spec = replace(spec, **changes)
         make: dict[str, Any] = {"make_server": self.make_server, "make_client": self.make_client}
         return SglangGroup(config, spec, logs, **make)
 

@@ -29,6 +29,11 @@ def engine_processes(server):
     return found
 
 
+def is_guard(process):
+    """Whether it is what a run starts for a server; where it was forked, its command is one word."""
+    return "sglang_patches.serve" in " ".join(process.cmdline())
+
+
 def is_gone(process):
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ContractError
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
@@ -33,9 +33,7 @@ CONTRACT = NumericsContract(
             (HIDDEN, INTERMEDIATE, False),
             (VOCABULARY, HIDDEN, False),
         ),
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
+        attention=(AttentionShape(heads=16, kv_heads=8, head_dim=128, value_dim=128),),
         norm=(128, HIDDEN),
         vocab_size=VOCABULARY,
     ),

@@ -117,9 +117,19 @@ def flash_attn(calls: list[SimpleNamespace]) -> SimpleNamespace:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    scale: float,
+    before: int = -1,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention over packed sequences in float32: out [T, H, D_v] and lse [H, T]."""
+    """Causal attention over packed sequences in float32: out [T, H, D_v] and lse [H, T].
+
+    before: keys before its own that a query sees, -1 for all.
+    """
     outs, lses = [], []
     group = q.shape[1] // k.shape[1]
     for queries, keys in zip(query_starts.unfold(0, 2, 1), key_starts.unfold(0, 2, 1), strict=True):
@@ -128,7 +138,10 @@ def attend(
             x[keys[0] : keys[1]].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v)
         )
         scores = qs @ ks.transpose(1, 2) * scale
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(ks.shape[1] - qs.shape[1])
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        offset = ks.shape[1] - qs.shape[1]
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(offset)
+        mask = mask.triu(offset - before) if before >= 0 else mask
         scores = scores.masked_fill(~mask, float("-inf"))
         outs.append((scores.softmax(-1) @ vs).transpose(0, 1))
         lses.append(scores.logsumexp(-1))
@@ -146,7 +159,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor
     assert q.dim() == 3 and k.dim() == v.dim() == 4
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert given.max_seqlen_q >= int(given.cu_seqlens_q.diff().max())
-    assert given.is_causal and (given.window_size_left, given.window_size_right) == (-1, -1)
+    assert given.is_causal and (given.window_size_left < 0 or given.window_size_right == 0)
     page_size = k.shape[1]
     rows = given.page_table.long()[..., None] * page_size + torch.arange(page_size)
     lens = given.seqused_k.tolist()
@@ -154,7 +167,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor
     starts = torch.tensor([0, *lens]).cumsum(0)
     out, lse = attend(
         q, k.flatten(0, 1)[chosen], v.flatten(0, 1)[chosen], given.cu_seqlens_q, starts,
-        given.softmax_scale,
+        given.softmax_scale, given.window_size_left, given.softcap,
     )  # fmt: skip
     return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
 
@@ -170,7 +183,10 @@ def _bwd(*args: object) -> tuple[Tensor, ...]:
     assert given.is_causal and given.deterministic
     with torch.enable_grad():
         inputs = [x.detach().float().requires_grad_() for x in (given.q, given.k, given.v)]
-        out, lse = attend(*inputs, given.cu_seqlens_q, given.cu_seqlens_k, given.softmax_scale)
+        out, lse = attend(
+            *inputs, given.cu_seqlens_q, given.cu_seqlens_k, given.softmax_scale,
+            given.window_size_left, given.softcap,
+        )  # fmt: skip
         torch.testing.assert_close(out.to(given.out.dtype), given.out)
         torch.testing.assert_close(lse, given.softmax_lse)
         grads = torch.autograd.grad(out, inputs, given.dout.float())

@@ -12,6 +12,8 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -19,12 +21,17 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    HunYuanMoEV1Config,
+    JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
@@ -35,6 +42,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -124,7 +132,7 @@ MORE_ARCHITECTURES = {
     "cohere2": (Cohere2Config, {"logit_scale": 0.3, **WINDOWS}),
     "starcoder2": (Starcoder2Config, {"use_bias": True, "sliding_window": None}),
     "nemotron": (NemotronConfig, {"partial_rotary_factor": 0.5}),
-    "gpt-neox": (GPTNeoXConfig, {}),
+    "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
     "exaone4": (Exaone4Config, WINDOWS),
     "ernie4.5": (Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
     "qwen2-moe": (
@@ -136,6 +144,25 @@ MORE_ARCHITECTURES = {
         MiniMaxM2Config,
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72, "head_dim": 16},
     ),
+    "ernie4.5-moe": (
+        Ernie4_5_MoeConfig,
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 72, "moe_num_shared_experts": 1},
+    ),
+    "hunyuan-moe": (
+        HunYuanMoEV1Config,
+        {"num_experts": 6, "moe_topk": 2, "intermediate_size": 72, "head_dim": 16},
+    ),
+    "dots1": (
+        Dots1Config,
+        {
+            **EXPERTS, "head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
+            "topk_group": 1, "first_k_dense_replace": 1,
+        },
+    ),
+    "phimoe": (
+        PhimoeConfig,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72},
+    ),
     "granite-moe": (GraniteMoeConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "gpt-oss": (
         GptOssConfig,
@@ -144,8 +171,12 @@ MORE_ARCHITECTURES = {
             "intermediate_size": 72, **WINDOWS,
         },
     ),
+    "glm4-moe-lite": (Glm4MoeLiteConfig, LATENT_ATTENTION),
     "deepseek-v2": (DeepseekV2Config, {**LATENT_ATTENTION, "n_group": 1, "topk_group": 1}),
     "deepseek-v3": (DeepseekV3Config, LATENT_ATTENTION),
+    "llama4": (Llama4TextConfig, {"num_local_experts": 4, "head_dim": 16}),
+    "jamba": (JambaConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "minimax": (MiniMaxConfig, {"num_local_experts": 6, "head_dim": 16, "intermediate_size": 72}),
     "qwen3-next": (
         Qwen3NextConfig,
         {
@@ -159,15 +190,15 @@ MORE_ARCHITECTURES = {
 
 ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 
-NO_WINDOWS = r"layer_types=\['sliding_attention'\]: only full attention has an aligned operator"
 OTHER_ATTENTION = "which transformers cannot run with another attention function"
 
 REFUSED = {
-    "mistral-window": "sliding_window=24, smaller than the longest context 256",
-    **dict.fromkeys(("gemma2", "gemma3", "olmo3", "cohere2", "exaone4", "gpt-oss"), NO_WINDOWS),
     "phi": "a bias in the output projection",
     "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts that",
     "nemotron": OTHER_ATTENTION,
+    "llama4": r"layer_types=\['chunked_attention'\]",
+    "minimax": r"layer_types=\['linear_attention'\]",
+    "jamba": "which has linear attention or state-space layers",
     "qwen3-next": "which has linear attention or state-space layers",
 }
 """What `require_alignable` says of those that have no aligned operators: a regular expression."""

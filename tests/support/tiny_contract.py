@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
+
+ATTENTION = AttentionShape(heads=6, kv_heads=2, head_dim=48, value_dim=48)
+LATENT = AttentionShape(heads=4, kv_heads=4, head_dim=40, value_dim=24)
+WINDOWS = (
+    dataclasses.replace(ATTENTION, window=33, softcap=3.0),
+    dataclasses.replace(ATTENTION, window=128, sinks=True),
+)
 
 CONTRACT = NumericsContract(
     backend="cpu",
@@ -12,9 +19,7 @@ CONTRACT = NumericsContract(
     dtype="float32",
     shapes=OperatorShapes(
         linear=((208, 96, False), (137, 96, True), (600, 512, False)),
-        heads=6,
-        kv_heads=2,
-        head_dim=48,
+        attention=(ATTENTION, LATENT, *WINDOWS),
         norm=(48, 96),
         layer_norm=(96,),
         vocab_size=137,
@@ -27,7 +32,9 @@ SHARED = dataclasses.replace(
     CONTRACT,
     row_parallel_blocks=4,
     shapes=dataclasses.replace(
-        CONTRACT.shapes, row_linear=((96, 208, True), (96, 1504, False)), kv_heads=6
+        CONTRACT.shapes,
+        row_linear=((96, 208, True), (96, 1504, False)),
+        attention=(dataclasses.replace(ATTENTION, kv_heads=6),),
     ),
 )
 """Sums over K in the blocks of up to four ranks."""

@@ -23,9 +23,7 @@ ALIGNED = NumericsContract(
     backend="cpu",
     device="cpu",
     dtype="float32",
-    shapes=OperatorShapes(
-        linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=VOCAB_SIZE
-    ),
+    shapes=OperatorShapes(linear=(), attention=(), norm=(), vocab_size=VOCAB_SIZE),
 )
 
 STOCK = dataclasses.replace(ALIGNED, backend="stock")

@@ -22,6 +22,7 @@ class OperatorsConfig:
     """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
     two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
 
-    operators: Literal["auto", "triton", "hopper"] = "auto"
-    """Aligned operators on a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16), or
-    triton (A100 to H200, also float32). auto: hopper where it can, else triton; see the log."""
+    operators: Literal["auto", "cpu", "onednn", "triton", "hopper"] = "auto"
+    """Aligned operators. On a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16) or
+    triton (A100 to H200, also float32). On a CPU: onednn (products by bfloat16 instructions, where the
+    CPU has them) or cpu (products in float32, on any). auto: the first that can; see the log."""

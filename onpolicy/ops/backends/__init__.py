@@ -6,15 +6,19 @@ from onpolicy.errors import ContractError
 from onpolicy.ops.backends.base import Backend, Demand
 from onpolicy.ops.backends.cpu import CPU
 from onpolicy.ops.backends.hopper import HOPPER
+from onpolicy.ops.backends.onednn import ONEDNN
 from onpolicy.ops.backends.stock import STOCK
 from onpolicy.ops.backends.triton import TRITON
 
-__all__ = ["BACKENDS", "GPU_BACKENDS", "Backend", "Demand", "backend_of"]
+__all__ = ["BACKENDS", "CPU_BACKENDS", "GPU_BACKENDS", "Backend", "Demand", "backend_of"]
 
-BACKENDS = (CPU, HOPPER, TRITON, STOCK)
-
-GPU_BACKENDS = tuple(backend for backend in BACKENDS if backend.needs_gpu)
+CPU_BACKENDS = (ONEDNN, CPU)
 """The most particular first: the order in which `--operators auto` asks them."""
+
+GPU_BACKENDS = (HOPPER, TRITON)
+"""In the same order."""
+
+BACKENDS = (*CPU_BACKENDS, *GPU_BACKENDS, STOCK)
 
 
 def backend_of(name: str) -> Backend:

@@ -27,9 +27,10 @@ def _unfit(demand: Demand, machine: Machine) -> str | None:
         )
     if demand.dtype != "bfloat16":
         return f"dtype={demand.dtype}: hopper operators compute in bfloat16 only. {_OTHER}"
-    if shapes.head_dim not in FLASH_HEAD_DIMS:
+    unfit = [x.head_dim for x in shapes.attention if x.head_dim not in FLASH_HEAD_DIMS]
+    if unfit:
         return (
-            f"head_dim={shapes.head_dim}: FlashAttention-3 gives a query the same bits in every "
+            f"head_dim={unfit[0]}: FlashAttention-3 gives a query the same bits in every "
             f"batch for head sizes {', '.join(map(str, FLASH_HEAD_DIMS))} only. {_OTHER}"
         )
     # Tensor parallelism shares out columns; the parts must take the kernel that the whole takes.

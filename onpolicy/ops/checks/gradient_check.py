@@ -5,20 +5,23 @@ bits depended on the rest of a micro-batch would depend on threads as well, whic
 in other ways. A weight's gradient is a sum over all rows; that is the same for the same rows in order.
 
 Everything is checked in float32: the CPU operators take their sums in it whatever the dtype, and
-rounding to bfloat16 would hide most differences.
+rounding to bfloat16 would hide most differences. Linear is checked in the contract's dtype too, since
+operands of bfloat16 may be multiplied as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract
 from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.checks.attention_inputs import LENS, AttentionInputs
 from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.checks.self_check import MAX_EXPERTS
 from onpolicy.ops.experts import gated_halves, mix_experts
@@ -41,12 +44,13 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
         for n, k, _ in linears:
             # A gradient's columns are those of x: a whole tile and the last one stand for all.
             columns = columns_to_check(k // how.blocks, operators.column_tile) * how.blocks
-            weight = probe(n, columns, seed=21).div_(n**0.5)
-            linear = partial(
-                operators.row_parallel_linear, weight=weight, bias=None, row_parallel=how
-            )
             rows = operators.rows_per_chunk(n) if n == shapes.vocab_size else ROWS
-            _check("linear", (n, k), linear, columns, min(rows, ROWS), ROW_COUNTS)
+            for dtype in {torch.float32, getattr(torch, contract.dtype)}:
+                weight = probe(n, columns, seed=21).div_(n**0.5).to(dtype)
+                linear = partial(
+                    operators.row_parallel_linear, weight=weight, bias=None, row_parallel=how
+                )
+                _check("linear", (n, k), linear, columns, min(rows, ROWS), ROW_COUNTS, dtype)
     for size in shapes.norm:
         norm = partial(operators.rms_norm, weight=probe(size, seed=22), eps=1e-6)
         _check("rms_norm", (size,), norm, size)
@@ -59,7 +63,8 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
     for sizes in shapes.experts:
         _check("softmax", sizes[:1], operators.softmax, sizes[0])
         _check_experts(operators, sizes, row_parallel)
-    _check_attention(operators, shapes)
+    for kind in shapes.attention:
+        _check_attention(operators, kind)
     _check_log_probs(operators, shapes.vocab_size)
 
 
@@ -77,11 +82,12 @@ def _check(
     size: int,
     rows: int = ROWS,
     counts: tuple[int, ...] = FEW_ROW_COUNTS,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Check the gradient of an operator on rows of `size` numbers."""
-    x = probe(rows, size, seed=23)
+    x = probe(rows, size, seed=23).to(dtype)
     with torch.no_grad():
-        grad = probe(rows, function(x[:1]).shape[-1], seed=24)
+        grad = probe(rows, function(x[:1]).shape[-1], seed=24).to(dtype)
 
     def of_rows(rows: Tensor) -> Tensor:
         return _gradient(function, x[rows], grad[rows])
@@ -125,27 +131,25 @@ def _check_experts(
     _check_rows("experts", sizes, of_rows, ROWS, FEW_ROW_COUNTS)
 
 
-def _check_attention(operators: Operators, shapes: OperatorShapes) -> None:
-    """Every sequence alone, and all of them packed."""
-    sizes = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    lens = (300, 1, 64, 65, 17)
-    heads = (sizes[0], sizes[1], sizes[1])
-    inputs = [probe(sum(lens), h, sizes[2], seed=30 + i) for i, h in enumerate(heads)]
-    grad = probe(sum(lens), *inputs[0].shape[1:], seed=33)
+def _check_attention(operators: Operators, kind: AttentionShape) -> None:
+    """Every sequence alone, and all of them packed; a sink's gradient is a sum over all rows."""
+    whole = AttentionInputs.of(kind, torch.float32, seed=30)
+    grad = probe(sum(LENS), kind.heads, kind.value_dim, seed=34)
 
-    def gradients(inputs: list[Tensor], grad: Tensor, lens: tuple[int, ...]) -> list[Tensor]:
-        q, k, v = (x.detach().requires_grad_() for x in inputs)
-        layout = AttentionLayout.packed(lens)
+    def gradients(inputs: AttentionInputs, grad: Tensor, lens: tuple[int, ...]) -> list[Tensor]:
+        q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
         with torch.enable_grad():
-            out = operators.attention(q, k, v, layout, sizes[2] ** -0.5)
+            leaves = replace(inputs, q=q, k=k, v=v)
+            out = leaves.attend(operators, AttentionLayout.packed(lens))
             return list(torch.autograd.grad(out, (q, k, v), grad))
 
-    together = [x.split(lens) for x in gradients(inputs, grad, lens)]
-    for i, count in enumerate(lens):
-        alone = gradients([x.split(lens)[i] for x in inputs], grad.split(lens)[i], (count,))
+    together = [x.split(LENS) for x in gradients(whole, grad, LENS)]
+    for i, count in enumerate(LENS):
+        q, k, v = (x.split(LENS)[i] for x in (whole.q, whole.k, whole.v))
+        alone = gradients(replace(whole, q=q, k=k, v=v), grad.split(LENS)[i], (count,))
         for name, got, want in zip("qkv", alone, together, strict=True):
             case = f"{name} of a sequence of {count} alone"
-            require_equal("gradient of attention", sizes, case, got, want[i])
+            require_equal(f"gradient of {whole.name()}", whole.shape, case, got, want[i])
 
 
 def _check_log_probs(operators: Operators, vocab_size: int) -> None:

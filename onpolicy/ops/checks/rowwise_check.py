@@ -40,9 +40,9 @@ def check_rowwise(operators: Operators, contract: NumericsContract) -> Results:
         name = function.__name__
         yield name, (37,), check_rows(name, (37,), apply, x, FEW_ROW_COUNTS)
     yield "gated", (37,), _check_gated(operators, x)
-    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    if shapes.head_dim % 2 == 0:  # no model rotates others
-        yield "rotary", heads, _check_rotary(operators, heads, dtype, device)
+    for heads in sorted({(x.heads, x.kv_heads, x.head_dim) for x in shapes.attention}):
+        if heads[2] % 2 == 0:  # no model rotates others
+            yield "rotary", heads, _check_rotary(operators, heads, dtype, device)
     yield from _over_vocabulary(operators, shapes, dtype, device)
 
 

@@ -18,11 +18,8 @@ from torch import Tensor
 
 from onpolicy.contract import NumericsContract
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.attention_check import (
-    attention_inputs,
-    check_attention,
-    check_paged_attention,
-)
+from onpolicy.ops.checks.attention_check import check_attention, check_paged_attention
+from onpolicy.ops.checks.attention_inputs import AttentionInputs
 from onpolicy.ops.checks.probe import ROWS, Results, check_rows, columns_to_check, probe
 from onpolicy.ops.checks.rowwise_check import check_rowwise
 from onpolicy.ops.checks.shard_check import check_shards
@@ -85,11 +82,12 @@ def _products(operators: Operators, contract: NumericsContract, longest: int = 0
             yield name, (n, k), check
     if row_parallel.blocks > 1:
         check_shards(operators, contract)
-    heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
-    inputs = attention_inputs(heads, dtype, device)
-    packed = check_attention(operators, *inputs)
-    yield "attention", heads, packed
-    yield "paged_attention", heads, check_paged_attention(operators, *inputs, packed)
+    for attention in shapes.attention:
+        inputs = AttentionInputs.of(attention, dtype, device)
+        packed = check_attention(operators, inputs)
+        yield inputs.name(), inputs.shape, packed
+        paged = check_paged_attention(operators, inputs, packed)
+        yield inputs.name("paged_attention"), inputs.shape, paged
     for sizes in shapes.experts:
         yield "experts", sizes, _check_experts(operators, contract, sizes)
 

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import AttentionShape, NumericsContract
 from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.checks.attention_inputs import AttentionInputs
 from onpolicy.ops.checks.probe import columns_to_check, probe, require_equal
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 
@@ -30,7 +31,8 @@ def check_shards(operators: Operators, contract: NumericsContract) -> None:
         _check_columns(operators, weight, bias, blocks)
     for n, k, _ in shapes.row_linear:
         _check_blocks(operators, probe(n, k, seed=5, device=device).div_(k**0.5).to(dtype), blocks)
-    _check_heads(operators, shapes.heads, shapes.kv_heads, shapes.head_dim, blocks, dtype, device)
+    for kind in shapes.attention:
+        _check_heads(operators, kind, blocks, dtype, device)
 
 
 def _rows(size: int, like: Tensor) -> Tensor:
@@ -62,23 +64,14 @@ def _check_blocks(operators: Operators, weight: Tensor, blocks: int) -> None:
 
 
 def _check_heads(
-    operators: Operators,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    blocks: int,
-    dtype: torch.dtype,
-    device: str,
+    operators: Operators, kind: AttentionShape, blocks: int, dtype: torch.dtype, device: str
 ) -> None:
     """The heads of as many ranks as can share the key heads."""
-    lens, ranks = (100, 1, 65), math.gcd(kv_heads, blocks)
-    q = probe(sum(lens), heads, head_dim, seed=8, device=device).to(dtype)
-    k = probe(sum(lens), kv_heads, head_dim, seed=9, device=device).to(dtype)
-    v = probe(sum(lens), kv_heads, head_dim, seed=10, device=device).to(dtype)
-    layout, scale = AttentionLayout.packed(lens, device), head_dim**-0.5
-    whole = operators.attention(q, k, v, layout, scale)
+    lens, ranks = (100, 1, 65), math.gcd(kind.kv_heads, blocks)
+    inputs = AttentionInputs.of(kind, dtype, device, lens)
+    layout = AttentionLayout.packed(lens, device)
+    whole = inputs.attend(operators, layout)
     for rank in range(ranks):
-        my_q, my_k, my_v, want = (x.chunk(ranks, 1)[rank] for x in (q, k, v, whole))
-        got = operators.attention(my_q, my_k, my_v, layout, scale)
-        case = f"{my_q.shape[1]} of the heads"
-        require_equal("attention", (heads, kv_heads, head_dim), case, got, want)
+        got = inputs.of_rank(rank, ranks).attend(operators, layout)
+        case = f"{kind.heads // ranks} of the heads"
+        require_equal(inputs.name(), inputs.shape, case, got, whole.chunk(ranks, 1)[rank])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.base import AttentionLayout, Operators, Scores
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
 from onpolicy.ops.cpu.layout import on_whole_tensors
@@ -15,9 +15,11 @@ from onpolicy.ops.cpu.linear import (
     COLUMNS,
     AlignedGroupedLinear,
     AlignedLinear,
+    Gemms,
     tiled_grouped_linear,
     tiled_linear,
 )
+from onpolicy.ops.cpu.rows import few_rows_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
 
 
@@ -26,13 +28,15 @@ class CpuOperators(Operators):
 
     So are the gradients of their rows: what a row of `x`, or a sequence of q, k and v, gets back. A
     weight's gradient is a sum over rows, the same for the same rows in the same order.
-    Creating them sets torch's own number of threads to 1 (see `PiecePool`).
+    Creating them sets torch's own number of threads to 1 (see `PiecePool`). `multiplied` is the dtype
+    in which a product of bfloat16 is computed: see `Gemms`.
     """
 
     column_tile = COLUMNS
 
-    def __init__(self, num_threads: int = 1):
+    def __init__(self, num_threads: int = 1, multiplied: torch.dtype = torch.float32):
         self.pool = PiecePool(num_threads)
+        self.gemms = Gemms(self.pool, multiplied)
 
     @on_whole_tensors
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,9 +59,9 @@ class CpuOperators(Operators):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out: Tensor = AlignedLinear.apply(rows, weight, bias, self.pool, out_dtype, blocks)
+            out: Tensor = AlignedLinear.apply(rows, weight, bias, self.gemms, out_dtype, blocks)
         else:
-            out = tiled_linear(self.pool, rows, weight, bias, out_dtype, blocks)
+            out = tiled_linear(self.gemms, rows, weight, bias, out_dtype, blocks)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @on_whole_tensors
@@ -72,18 +76,24 @@ class CpuOperators(Operators):
         self, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = AlignedGroupedLinear.apply(x, weight, offsets, self.pool, out_dtype)
+            out: Tensor = AlignedGroupedLinear.apply(x, weight, offsets, self.gemms, out_dtype)
             return out
-        return tiled_grouped_linear(self.pool, x, weight, offsets, out_dtype)
+        return tiled_grouped_linear(self.gemms, x, weight, offsets, out_dtype)
 
     @on_whole_tensors
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = AlignedAttention.apply(q, k, v, layout, scale, self.pool)
+            out: Tensor = AlignedAttention.apply(q, k, v, sinks, layout, scores, self.pool)
             return out
-        return blockwise_attention(self.pool, q, k, v, layout, scale)
+        return blockwise_attention(self.pool, q, k, v, sinks, layout, scores)
 
     @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
@@ -112,4 +122,34 @@ class CpuOperators(Operators):
 
     @on_whole_tensors
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        return torch.log_softmax(logits.float() / temperature, dim=-1)
+        if torch.is_grad_enabled():
+            return _log_softmax(logits, temperature)
+        out, inputs = torch.empty_like(logits, dtype=torch.float32), (logits, temperature)
+        few_rows_at_a_time(self.pool, lambda *rows: (_log_softmax(*rows),), inputs, (out,))
+        return out
+
+    def gather_log_probs(
+        self, logits: Tensor, temperature: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        chosen, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
+        of_rows, inputs = super().gather_log_probs, (logits, temperature, targets)
+        few_rows_at_a_time(self.pool, of_rows, inputs, (chosen, entropy))
+        return chosen, entropy
+
+    def grad_logits(
+        self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
+    ) -> Tensor:
+        out = torch.empty_like(logits)
+        formula, inputs = super().grad_logits, (logits, temperature, targets, grad)
+        few_rows_at_a_time(self.pool, lambda *rows: (formula(*rows),), inputs, (out,))
+        return out
+
+    def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
+        out = torch.empty_like(uniform, dtype=torch.int64)
+        formula, inputs = super().sample, (log_probs, uniform)
+        few_rows_at_a_time(self.pool, lambda *rows: (formula(*rows),), inputs, (out,))
+        return out
+
+
+def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(logits.float() / temperature, dim=-1)

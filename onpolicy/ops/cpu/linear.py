@@ -12,13 +12,16 @@ they are computed by GEMMs of that one width. For a given K only 16 different GE
 and the self-check tries them all.
 
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
-the end, and CPUs without bfloat16 instructions are several times faster this way.
+the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
+them oneDNN multiplies bfloat16 twice as fast as float32. It sums in float32 and rounds once too, in an
+order of its own: the same tiles, other bits, so the contract says which (`ops/backends/onednn.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +36,22 @@ MAX_ROWS = 256
 COLUMNS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Gemms:
+    """Where GEMMs run, and what they multiply."""
+
+    pool: PiecePool
+
+    multiplied: torch.dtype = torch.float32
+    """bfloat16: operands of that dtype are not widened where the result is bfloat16 as well."""
+
+    def operand(self, x: Tensor, out: Tensor) -> torch.dtype:
+        """The dtype in which `x` is multiplied for `out`."""
+        return self.multiplied if x.dtype == out.dtype == self.multiplied else torch.float32
+
+
 def tiled_linear(
-    pool: PiecePool,
+    gemms: Gemms,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -47,13 +64,13 @@ def tiled_linear(
     """
     rows = x.shape[0]
     out = x.new_empty(rows + -rows % ROW_MULTIPLE, weight.shape[0], dtype=out_dtype)
-    pieces = _pieces(_whole_rows(x), weight, bias, out, blocks)
-    pool.run(pieces, 2.0 * len(out) * weight.numel())
+    pieces = _pieces(_whole_rows(x, gemms.operand(x, out)), weight, bias, out, blocks)
+    gemms.pool.run(pieces, 2.0 * len(out) * weight.numel())
     return out[:rows]
 
 
 def tiled_grouped_linear(
-    pool: PiecePool,
+    gemms: Gemms,
     x: Tensor,
     weight: Tensor,
     offsets: Tensor,
@@ -62,15 +79,15 @@ def tiled_grouped_linear(
     """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
     bounds = offsets.tolist()
     groups = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
-    inputs = [_whole_rows(x[a:b]) for _, a, b in groups]
-    outs = [x.new_empty(len(rows), weight.shape[1], dtype=out_dtype) for rows in inputs]
+    none = x.new_empty(0, weight.shape[1], dtype=out_dtype)
+    inputs = [_whole_rows(x[a:b], gemms.operand(x, none)) for _, a, b in groups]
+    outs = [none.new_empty(len(rows), weight.shape[1]) for rows in inputs]
     pieces = [
         piece
         for (expert, _, _), rows, out in zip(groups, inputs, outs, strict=True)
         for piece in _pieces(rows, weight[expert], None, out)
     ]
-    pool.run(pieces, 2.0 * sum(map(len, outs)) * weight[0].numel())
-    none = x.new_empty(0, weight.shape[1], dtype=out_dtype)
+    gemms.pool.run(pieces, 2.0 * sum(map(len, outs)) * weight[0].numel())
     return torch.cat([none, *(out[: b - a] for (_, a, b), out in zip(groups, outs, strict=True))])
 
 
@@ -84,8 +101,8 @@ def _pieces(
     ]
 
 
-def _whole_rows(x: Tensor) -> Tensor:
-    return whole(_pad_rows(x, ROW_MULTIPLE).float())
+def _whole_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return whole(_pad_rows(x, ROW_MULTIPLE).to(dtype))
 
 
 def _pad_rows(x: Tensor, multiple: int) -> Tensor:
@@ -97,9 +114,9 @@ def _tile(
     x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, out: Tensor, blocks: int
 ) -> Piece:
     def piece() -> None:
-        tile = weight[columns].float()
+        tile = weight[columns].to(x.dtype)
         count = len(tile)
-        tile_bias = None if bias is None else F.pad(bias[columns].float(), (0, COLUMNS - count))
+        tile_bias = None if bias is None else F.pad(bias[columns].to(x.dtype), (0, COLUMNS - count))
         out[:, columns] = _tree(x, _pad_rows(tile, COLUMNS), tile_bias, blocks)[:, :count]
 
     return piece
@@ -113,17 +130,18 @@ def _tree(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor
     return _tree(x_left, left, bias, half).add_(_tree(x_right, right, None, half))
 
 
-def _weight_grad(pool: PiecePool, grad: Tensor, x: Tensor) -> Tensor:
+def _weight_grad(gemms: Gemms, grad: Tensor, x: Tensor) -> Tensor:
     """`grad.T @ x`: [M, N], [M, K] -> [N, K]; every row of the weight by one thread."""
     out = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of x, which is the weight's
-    grad, x = grad.float(), x.float()
+    operand = gemms.operand(grad, out)
+    grad, x = grad.to(operand), x.to(operand)
 
     def pieces() -> Iterator[Piece]:
         for c in range(0, out.shape[0], COLUMNS):
             rows = slice(c, c + COLUMNS)
             yield lambda rows=rows: out[rows].copy_(grad[:, rows].t() @ x)  # type: ignore[misc]
 
-    pool.run(pieces(), 2.0 * grad.numel() * x.shape[1])
+    gemms.pool.run(pieces(), 2.0 * grad.numel() * x.shape[1])
     return out
 
 
@@ -136,23 +154,23 @@ class AlignedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        pool: PiecePool,
+        gemms: Gemms,
         out_dtype: torch.dtype,
         blocks: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.pool = pool  # type: ignore[attr-defined]
-        return tiled_linear(pool, x, weight, bias, out_dtype, blocks)
+        ctx.gemms = gemms  # type: ignore[attr-defined]
+        return tiled_linear(gemms, x, weight, bias, out_dtype, blocks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
-        pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
+        gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
         return (
-            tiled_linear(pool, grad, weight.t(), None, x.dtype) if needs_x else None,
-            _weight_grad(pool, grad, x) if needs_weight else None,
+            tiled_linear(gemms, grad, weight.t(), None, x.dtype) if needs_x else None,
+            _weight_grad(gemms, grad, x) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
             None,
             None,
@@ -169,21 +187,21 @@ class AlignedGroupedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         offsets: Tensor,
-        pool: PiecePool,
+        gemms: Gemms,
         out_dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
-        ctx.pool = pool  # type: ignore[attr-defined]
-        return tiled_grouped_linear(pool, x, weight, offsets, out_dtype)
+        ctx.gemms = gemms  # type: ignore[attr-defined]
+        return tiled_grouped_linear(gemms, x, weight, offsets, out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
-        pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
-        grad_x = tiled_grouped_linear(pool, grad, weight.transpose(1, 2), offsets, x.dtype)
+        gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
+        grad_x = tiled_grouped_linear(gemms, grad, weight.transpose(1, 2), offsets, x.dtype)
         grad_weight = torch.zeros_like(weight)
         for expert, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
             if b > a:
-                grad_weight[expert] = _weight_grad(pool, grad[a:b], x[a:b])
+                grad_weight[expert] = _weight_grad(gemms, grad[a:b], x[a:b])
         return grad_x, grad_weight, None, None, None

@@ -7,6 +7,7 @@ shapes do not depend on the number of threads, run every piece on one thread, an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,8 @@ Piece = Callable[[], None]
 MIN_PARALLEL_FLOPS = 1e8
 """Below this much work, threads that pass the interpreter lock around cost more than they save."""
 
+_thread = threading.local()
+
 
 class PiecePool:
     """Runs independent pieces of an operator; their results do not depend on `num_threads`."""
@@ -29,26 +32,31 @@ class PiecePool:
         torch.set_num_threads(1)
         self.num_threads = num_threads
         self._executor = (
-            ThreadPoolExecutor(num_threads, "onpolicy-ops", lambda: torch.set_num_threads(1))
+            ThreadPoolExecutor(num_threads, "onpolicy-ops", _begin_thread)
             if num_threads > 1
             else None
         )
 
     def run(self, pieces: Iterable[Piece], flops: float) -> None:
-        """Run every piece; on this thread if the work is too small to share."""
+        """Run every piece; on this thread if it is a piece's, or if the work is too small to share."""
         if torch.get_num_threads() != 1:
             raise ContractError(
                 f"torch.get_num_threads()={torch.get_num_threads()}: the aligned CPU operators need "
                 "1, since kernels that split work over threads sum in another order. Do not call "
                 "torch.set_num_threads; choose the number of threads with --cpu-threads."
             )
-        if self._executor is None or flops < MIN_PARALLEL_FLOPS:
+        if self._executor is None or flops < MIN_PARALLEL_FLOPS or hasattr(_thread, "runs_pieces"):
             for piece in pieces:
                 piece()
             return
         inference = torch.is_inference_mode_enabled()
         for future in [self._executor.submit(_run, piece, inference) for piece in pieces]:
             future.result()
+
+
+def _begin_thread() -> None:
+    torch.set_num_threads(1)
+    _thread.runs_pieces = True
 
 
 def _run(piece: Piece, inference: bool) -> None:

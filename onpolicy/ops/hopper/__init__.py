@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, PagedLayout
+from onpolicy.ops.base import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.hopper import flash_attention, gemm
 from onpolicy.ops.hopper.attention import HopperAttention
 from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
@@ -56,13 +56,21 @@ class FlashAttention(TritonOperators):
         flash_attention.library()
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if not flash_attention.fits(q, v, scores, sinks):
+            return super().attention(q, k, v, layout, scores, sinks)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if torch.is_grad_enabled():
-            out: Tensor = HopperAttention.apply(q, k, v, layout, scale)
+            out: Tensor = HopperAttention.apply(q, k, v, layout, scores)
             return out
-        return flash_attention.forward(q, k, v, Pages.of(layout), scale)[0]
+        return flash_attention.forward(q, k, v, Pages.of(layout), scores)[0]
 
     def paged_attention(
         self,
@@ -70,10 +78,13 @@ class FlashAttention(TritonOperators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        return flash_attention.over_pages(q, k, v, layout, scale, out)
+        if not flash_attention.fits(q, v, scores, sinks):
+            return super().paged_attention(q, k, v, layout, scores, sinks, out)
+        return flash_attention.over_pages(q, k, v, layout, scores, out)
 
 
 class HopperOperators(DeepGemmLinears, FlashAttention):

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.base import AttentionLayout, Scores
 from onpolicy.ops.hopper import flash_attention, flash_backward
 from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.triton.attention_backward import attention_backward
 
 
 class HopperAttention(torch.autograd.Function):
@@ -16,20 +17,29 @@ class HopperAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
     ) -> Tensor:
-        out, lse = flash_attention.forward(q, k, v, Pages.of(layout), scale)
+        out, lse = flash_attention.forward(q, k, v, Pages.of(layout), scores)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout, ctx.scale = layout, scale  # type: ignore[attr-defined]
+        ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        pages = Pages.of(ctx.layout)  # type: ignore[attr-defined]
-        rows, scale = pages.key_rows, ctx.scale  # type: ignore[attr-defined]
-        dq, dk, dv = flash_backward.backward(grad, (q, k[rows], v[rows]), out, lse, pages, scale)
+        layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
+        if scores.softcap:  # which PyTorch's backward pass does not know
+            by_row = lse.t().contiguous()
+            return (*attention_backward(grad, q, k, v, out, by_row, layout, scores), None, None)
+        pages = Pages.of(layout)
+        rows = pages.key_rows
+        dq, dk, dv = flash_backward.backward(grad, (q, k[rows], v[rows]), out, lse, pages, scores)
         grad_k = torch.zeros_like(k).index_copy_(0, rows, dk)
         grad_v = torch.zeros_like(v).index_copy_(0, rows, dv)
         return dq, grad_k, grad_v, None, None

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.base import PagedLayout
+from onpolicy.ops.base import PagedLayout, Scores
 from onpolicy.ops.hopper.pages import Pages
 
 
@@ -35,10 +36,21 @@ def library() -> ModuleType:
     return module
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scale: float) -> tuple[Tensor, Tensor]:
+def fits(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
+    """Whether its kernels give such a layer the same bits in every batch; q: [T, H, D].
+
+    With a window the widest heads get blocks of 64 keys, and of 80 once the page table is no wider than
+    the window (tile_size.h, flash_api.cpp). How sinks are scaled, and heads of two sizes, are untried.
+    """
+    return (
+        sinks is None and v.shape[-1] == q.shape[-1] and not (scores.window and q.shape[-1] > 192)
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scores: Scores) -> tuple[Tensor, Tensor]:
     """Causal attention: [T, H, D], [rows, H_kv, D], [rows, H_kv, D_v] -> [T, H, D_v], float32 [H, T].
 
-    The second is log sum_j exp(scale * q.k_j). bfloat16, no autograd.
+    The second is the log of the softmax's normaliser. bfloat16, no autograd.
     """
     out, lse, *_ = library().flash_attn_with_kvcache(
         q=q,
@@ -48,16 +60,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scale: float) -> tupl
         page_table=pages.table,
         cu_seqlens_q=pages.query_starts,
         max_seqlen_q=pages.max_query_len,
-        softmax_scale=scale,
-        causal=True,
         num_splits=1,
         return_softmax_lse=True,
+        **_how(scores),
     )
     return out, lse
 
 
 def over_pages(
-    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scale: float, out: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PagedLayout,
+    scores: Scores,
+    out: Tensor | None,
 ) -> Tensor:
     """The same for the rollout engine, with the arguments that SGLang's backend gives it.
 
@@ -73,10 +89,16 @@ def over_pages(
         page_table=layout.page_table,
         cu_seqlens_q=layout.query_starts,
         max_seqlen_q=layout.max_query_len,
-        softmax_scale=scale,
-        causal=True,
         num_splits=1,
+        **_how(scores),
         **layout.schedule,
         **buffer,
     )
     return result
+
+
+def _how(scores: Scores) -> dict[str, Any]:
+    """The arguments in which FlashAttention-3 takes a layer's scores."""
+    how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
+    how |= {"window_size": (scores.window - 1, 0)} if scores.window else {}
+    return how | ({"softcap": scores.softcap} if scores.softcap else {})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
+from onpolicy.ops.base import Scores
 from onpolicy.ops.hopper.pages import Pages
 
 UPSTREAM = "flash_attn_interface"
@@ -31,16 +32,17 @@ def backward(
     out: Tensor,
     lse: Tensor,
     pages: Pages,
-    scale: float,
+    scores: Scores,
 ) -> Grads:
     """Gradients of `inputs` = (q [T, H, D], k [keys, H_kv, D], v [keys, H_kv, D]).
 
-    Keys are laid end to end, sequence after sequence. out, grad: [T, H, D]; lse: float32 [H, T].
+    Keys are laid end to end, sequence after sequence. out, grad: [T, H, D]; lse: float32 [H, T]; the
+    scores have no soft cap.
     """
     q, k, v = inputs
     # Upstream has no deterministic kernel for head size 256.
     run = flash_attention_3 if q.shape[-1] < 256 and has_upstream() else flash_attention_2
-    return run(grad.contiguous(), q, k, v, out, lse, pages, scale)
+    return run(grad.contiguous(), q, k, v, out, lse, pages, scores)
 
 
 @cache
@@ -66,7 +68,7 @@ def flash_attention_3(
     out: Tensor,
     lse: Tensor,
     pages: Pages,
-    scale: float,
+    scores: Scores,
 ) -> Grads:
     """By upstream's library; see `backward`."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -84,8 +86,9 @@ def flash_attention_3(
         cu_seqlens_k=pages.key_starts,
         max_seqlen_q=pages.max_query_len,
         max_seqlen_k=pages.max_key_len,
-        softmax_scale=scale,
+        softmax_scale=scores.scale,
         is_causal=True,
+        **_window(scores),
         deterministic=True,
     )
     return dq, dk, dv
@@ -99,7 +102,7 @@ def flash_attention_2(
     out: Tensor,
     lse: Tensor,
     pages: Pages,
-    scale: float,
+    scores: Scores,
 ) -> Grads:
     """By PyTorch; see `backward`."""
     with _deterministic_algorithms():
@@ -118,9 +121,17 @@ def flash_attention_2(
             is_causal=True,
             rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),
             unused=torch.empty(0, device=q.device),
-            scale=scale,
+            scale=scores.scale,
+            **_window(scores),
         )
         return gradients
+
+
+def _window(scores: Scores) -> dict[str, int]:
+    """Both libraries count the keys before a query's own and after it."""
+    if scores.window is None:
+        return {}
+    return {"window_size_left": scores.window - 1, "window_size_right": 0}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout
+from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
@@ -28,6 +28,8 @@ from onpolicy.ops.triton.topk import topk
 
 class TritonOperators(Operators):
     """Row-invariant operators; float32, bfloat16 and float16."""
+
+    logits_per_chunk = 1 << 27
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(x, weight, bias, x.dtype)
@@ -47,11 +49,6 @@ class TritonOperators(Operators):
         ]
         return [grad @ weight, *of_head]
 
-    def rows_per_chunk(self, vocab_size: int) -> int:
-        """256 MiB of bfloat16 logits: with fewer rows every chunk would read and write the gradient of
-        the whole head for a few of them. A multiple of 64, so that GEMMs have full tiles."""
-        return max(64, (1 << 27) // vocab_size // 64 * 64)
-
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, x.dtype)
 
@@ -59,13 +56,19 @@ class TritonOperators(Operators):
         return _grouped_linear(x, weight, offsets, torch.float32)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = TritonAttention.apply(q, k, v, layout, scale)
+            out: Tensor = TritonAttention.apply(q, k, v, sinks, layout, scores)
             return out
         sequences = attentions.Sequences.of(layout)
-        return attentions.blockwise_attention(q, k, v, sequences, scale)[0]
+        return attentions.blockwise_attention(q, k, v, sequences, scores, sinks)[0]
 
     def paged_attention(
         self,
@@ -73,7 +76,8 @@ class TritonOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scale: float,
+        scores: Scores,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         result, _ = attentions.paged_attention(
@@ -84,8 +88,9 @@ class TritonOperators(Operators):
             layout.key_lens,
             layout.query_starts,
             layout.max_query_len,
-            scale,
+            scores,
             layout.page_size,
+            sinks,
         )
         return result if out is None else out.copy_(result)
 

@@ -9,6 +9,10 @@ A thread block computes 64 rows (32 in float32), query tokens x the query heads 
 head, so a single decoding token fills a tensor core tile as far as grouped-query attention allows.
 There is one tile size for all lengths: with another, rows would be spread over threads in another
 way. 64 is the least that Hopper's wgmma takes.
+
+With a window the loop begins with the first block of which a row of the tile sees a key. A row that
+sees none of a block before its own keeps sums of 0 and a maximum of -inf, as if there were no block.
+A sink is where the maximum and the normaliser begin.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.base import AttentionLayout, Scores
 from onpolicy.ops.triton.device import UNFUSED, capability, next_power_of_2
 
 LOG2_E = math.log2(math.e)
@@ -96,6 +100,30 @@ def key_rows(
     return pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
 
 
+@triton.jit
+def capped(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """SOFTCAP * tanh(scores / SOFTCAP) of scores that, like the result, are multiplied by log2(e)."""
+    tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0)
+    return tanh * (SOFTCAP * 1.4426950408889634)
+
+
+@triton.jit
+def is_visible(keys: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """Which keys [KEYS] the queries at positions [ROWS] see, their own included; WINDOW 0: all."""
+    visible = keys[None, :] <= positions[:, None]
+    if WINDOW:
+        visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+    return visible
+
+
+@triton.jit
+def first_block(position: tl.tensor, KEYS: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """The first key of the first block of which a query at `position` sees something."""
+    if WINDOW:
+        return tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS
+    return position * 0
+
+
 @triton.jit(do_not_specialize=["stride_table"])
 def _attention_kernel(
     page_table: tl.tensor,
@@ -107,6 +135,7 @@ def _attention_kernel(
     v: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.float32,
     stride_qt: tl.tensor,
     stride_qh: tl.tensor,
@@ -123,6 +152,9 @@ def _attention_kernel(
     KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys start first
@@ -146,9 +178,12 @@ def _attention_kernel(
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
+    if HAS_SINKS:
+        largest = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     # One loop for whole and for masked blocks: the compiler would round two of them differently.
     end = key_len - query_len + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, query_len - 1) + 1
-    for start in range(0, end, KEYS):
+    for start in range(first_block(tl.min(positions, 0), KEYS, WINDOW), end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end
         rows = key_rows(table, keys, is_key, PAGE_SIZE)
@@ -163,10 +198,15 @@ def _attention_kernel(
             other=0.0,
         )
         scores = tl.dot(queries, key_tile, input_precision="ieee") * scale
-        scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+        if SOFTCAP:
+            scores = capped(scores, SOFTCAP)
+        scores = tl.where(is_visible(keys, positions, WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - larger[:, None])
-        shrink = tl.exp2(largest - larger)
+        base = larger
+        if WINDOW:
+            base = tl.where(larger == float("-inf"), 0.0, larger)  # of a row that saw nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None]
         mixed = tl.dot(weights.to(v.dtype.element_ty), value_tile, mixed, input_precision="ieee")
@@ -182,11 +222,16 @@ def _attention_kernel(
 
 
 def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    scores: Scores,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Row-invariant causal attention without autograd; see `Operators.attention`.
 
-    Returns (out [T, H, D_v], lse float32 [T, H]), lse = log sum_j exp(scale * q.k_j).
+    Returns (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     (T, H, D), (_, kv_heads, value_dim) = q.shape, v.shape
@@ -204,7 +249,8 @@ def blockwise_attention(
         v,
         out,
         lse,
-        scale * LOG2_E,
+        lse if sinks is None else sinks.contiguous(),
+        scores.scale * LOG2_E,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -217,6 +263,9 @@ def blockwise_attention(
         KEYS=rows,
         DIM_BLOCK=dim_block(D),
         VALUE_BLOCK=dim_block(value_dim),
+        WINDOW=scores.window or 0,
+        SOFTCAP=scores.softcap or 0.0,
+        HAS_SINKS=sinks is not None,
         num_warps=8 if wide and q.dtype != torch.float32 else 4,
         num_stages=_stages(q, wide),
         **UNFUSED,
@@ -249,8 +298,9 @@ def paged_attention(
     cache_seqlens: Tensor,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
-    scale: float,
+    scores: Scores,
     page_size: int,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention whose layout lies on the device, as a CUDA graph needs it; no autograd.
 
@@ -262,4 +312,5 @@ def paged_attention(
     """
     page_table = unit_stride(page_table)
     sequences = Sequences(page_table, page_size, cache_seqlens, cu_seqlens_q, max_seqlen_q)
-    return blockwise_attention(q, k_cache.flatten(0, -3), v_cache.flatten(0, -3), sequences, scale)
+    stores = k_cache.flatten(0, -3), v_cache.flatten(0, -3)
+    return blockwise_attention(q, *stores, sequences, scores, sinks)

@@ -13,11 +13,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.base import AttentionLayout, Scores
+from onpolicy.ops.sinks import sink_gradient
 from onpolicy.ops.triton.attention import (
     Sequences,
     blockwise_attention,
+    capped,
     dim_block,
+    first_block,
+    is_visible,
     key_rows,
     row_positions,
     unit_stride,
@@ -57,17 +61,29 @@ def _store(
 
 
 @triton.jit
-def _probabilities(
-    queries: tl.tensor,
-    key_tile: tl.tensor,
-    visible: tl.tensor,
-    lse: tl.tensor,
-    scale: tl.tensor,
+def _scores(
+    queries: tl.tensor, key_tile: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr
 ) -> tl.tensor:
+    """Times log2(e)."""
     scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * (
         scale * 1.4426950408889634
     )
+    if SOFTCAP:
+        scores = capped(scores, SOFTCAP)
+    return scores
+
+
+@triton.jit
+def _probabilities(scores: tl.tensor, visible: tl.tensor, lse: tl.tensor) -> tl.tensor:
     return tl.where(visible, tl.exp2(scores - lse[:, None] * 1.4426950408889634), 0.0)
+
+
+@triton.jit
+def _through_cap(grad_scores: tl.tensor, scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+    if SOFTCAP:
+        ratio = scores * (1.0 / (SOFTCAP * 1.4426950408889634))
+        grad_scores = grad_scores * (1.0 - ratio * ratio)
+    return grad_scores
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -99,6 +115,8 @@ def _query_grad_kernel(
     KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ) -> None:
     """Also writes `delta` = grad . out of every row, which the other kernel reads."""
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
@@ -121,7 +139,7 @@ def _query_grad_kernel(
     table = page_table + sequence.to(tl.int64) * stride_table
     total = tl.zeros((ROWS, DIM_BLOCK), dtype=tl.float32)
     end = tl.minimum(key_len, tl.max(positions, 0) + 1)
-    for start in range(0, end, KEYS):
+    for start in range(first_block(tl.min(positions, 0), KEYS, WINDOW), end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end
         rows = key_rows(table, keys, is_key, 1)
@@ -129,10 +147,10 @@ def _query_grad_kernel(
         value_tile = _load(
             v + kv_head * stride_vh, rows * stride_vr, is_key, VALUE_DIM, VALUE_BLOCK
         )
-        visible = keys[None, :] <= positions[:, None]
-        weights = _probabilities(queries, key_tile, visible, row_lse, scale)
+        scores = _scores(queries, key_tile, scale, SOFTCAP)
+        weights = _probabilities(scores, is_visible(keys, positions, WINDOW), row_lse)
         grad_weights = tl.dot(grads, tl.trans(value_tile), input_precision="ieee")
-        grad_scores = weights * (grad_weights - row_delta[:, None])
+        grad_scores = _through_cap(weights * (grad_weights - row_delta[:, None]), scores, SOFTCAP)
         total = tl.dot(grad_scores.to(k.dtype.element_ty), key_tile, total, input_precision="ieee")
     _store(grad_q, total * scale, out_rows, is_row, DIM, DIM_BLOCK)
 
@@ -166,6 +184,8 @@ def _key_grad_kernel(
     KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ) -> None:
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     first_key = tl.program_id(0) * KEYS
@@ -184,7 +204,11 @@ def _key_grad_kernel(
     value_total = tl.zeros((KEYS, VALUE_BLOCK), dtype=tl.float32)
     # The first query stands at position key_len - query_len; rows before these keys do not see them.
     first_token = tl.maximum(first_key - (key_len - query_len), 0)
-    for tile in range(first_token * GROUP // ROWS, tl.cdiv(query_len * GROUP, ROWS)):
+    end_token = query_len
+    if WINDOW:
+        last_seen_from = first_key + KEYS - 1 + WINDOW - 1 - (key_len - query_len)
+        end_token = tl.minimum(tl.maximum(last_seen_from + 1, 0), query_len)
+    for tile in range(first_token * GROUP // ROWS, tl.cdiv(end_token * GROUP, ROWS)):
         tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
         heads = kv_head * GROUP + group
         query_rows = (first_query + tokens).to(tl.int64)
@@ -192,13 +216,15 @@ def _key_grad_kernel(
         queries = _load(q, query_rows * stride_qt + heads * stride_qh, is_row, DIM, DIM_BLOCK)
         grads = _load(grad, out_rows * VALUE_DIM, is_row, VALUE_DIM, VALUE_BLOCK)
         row_lse, row_delta = tl.load(lse + out_rows), tl.load(delta + out_rows)
-        visible = (keys[None, :] <= positions[:, None]) & is_row[:, None]
-        weights = _probabilities(queries, key_tile, visible, row_lse, scale)
+        scores = _scores(queries, key_tile, scale, SOFTCAP)
+        visible = is_visible(keys, positions, WINDOW) & is_row[:, None]
+        weights = _probabilities(scores, visible, row_lse)
         half = weights.to(v.dtype.element_ty)
         value_total = tl.dot(tl.trans(half), grads, value_total, input_precision="ieee")
         grad_weights = tl.dot(grads, tl.trans(value_tile), input_precision="ieee")
-        grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k.dtype.element_ty)
-        key_total = tl.dot(tl.trans(grad_scores), queries, key_total, input_precision="ieee")
+        grad_scores = _through_cap(weights * (grad_weights - row_delta[:, None]), scores, SOFTCAP)
+        half = grad_scores.to(k.dtype.element_ty)
+        key_total = tl.dot(tl.trans(half), queries, key_total, input_precision="ieee")
     kv_rows = rows * tl.num_programs(1) + kv_head
     _store(grad_k, key_total * scale, kv_rows, is_key, DIM, DIM_BLOCK)
     _store(grad_v, value_total, kv_rows, is_key, VALUE_DIM, VALUE_BLOCK)
@@ -212,7 +238,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     layout: AttentionLayout,
-    scale: float,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention in which no key row is used twice, from its output and log-sum-exp.
 
@@ -224,7 +250,8 @@ def attention_backward(
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
     group, widest = heads // kv_heads, max(dim_block(dim), dim_block(value_dim))
     # Nothing has to match these sums, so tiles are simply as large as fit.
-    size = 64 if q.dtype != torch.float32 and widest <= 128 else 32 if widest <= 128 else 16
+    fast = q.dtype != torch.float32 and widest <= 128
+    size = 64 if fast else 32 if widest <= 128 else 16
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     delta, grad_q = torch.empty_like(lse), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_k, grad_v = (x.new_zeros(x.shape) for x in (k, v))
@@ -237,10 +264,13 @@ def attention_backward(
         "KEYS": size,
         "DIM_BLOCK": dim_block(dim),
         "VALUE_BLOCK": dim_block(value_dim),
-        "num_warps": 4,
-        "num_stages": 1,
+        "WINDOW": scores.window or 0,
+        "SOFTCAP": scores.softcap or 0.0,
+        "num_warps": 8 if fast else 4,
+        "num_stages": 2 if fast else 1,
         **UNFUSED,
     }
+    scale = scores.scale
     row_tiles = (triton.cdiv(sequences.max_query_len * group, size), kv_heads, len(sequences))
     _query_grad_kernel[row_tiles](
         *sequences.arguments(), q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
@@ -268,16 +298,23 @@ class TritonAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layout: AttentionLayout,
+        scores: Scores,
     ) -> Tensor:
-        out, lse = blockwise_attention(q, k, v, Sequences.of(layout), scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout, ctx.scale = layout, scale  # type: ignore[attr-defined]
+        out, lse = blockwise_attention(q, k, v, Sequences.of(layout), scores, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
+        ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        layout, scale = ctx.layout, ctx.scale  # type: ignore[attr-defined]
-        return (*attention_backward(grad, q, k, v, out, lse, layout, scale), None, None)
+        q, k, v, sinks, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
+        grads = attention_backward(grad, q, k, v, out, lse, layout, scores)
+        return (*grads, sink_gradient(sinks, grad, out, lse), None, None)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onpolicy.ops import Scores
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import gather_rows
 from onpolicy.train.megatron.config import AlignedConfig
@@ -52,6 +53,6 @@ class AlignedAttention(nn.Module):
         q, k = (x.transpose(0, 1)[None] for x in (query, key))
         q, k = (x[0].transpose(0, 1) for x in operators.rotary(q, k, *local.angles))
         k, v = gather_rows(torch.cat((k, value), -1), self.context_group).chunk(2, -1)
-        scale = query.shape[-1] ** -0.5
+        scores = Scores(query.shape[-1] ** -0.5)
         parts = zip(q.chunk(len(local.layouts)), local.layouts, strict=True)
-        return torch.cat([operators.attention(x, k, v, one, scale) for x, one in parts]).flatten(1)
+        return torch.cat([operators.attention(x, k, v, one, scores) for x, one in parts]).flatten(1)

@@ -56,7 +56,7 @@ def make_config(
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=contract.shapes.head_dim,
+        kv_channels=contract.shapes.attention[0].head_dim,
         ffn_hidden_size=hf_config.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,

@@ -70,6 +70,32 @@ def test_an_import_prepares_nothing():
     assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None, None]\n"
 
 
+LARGE_BLOCKS = """
+import resource
+import threading
+from onpolicy.compat.process import prepare_process
+prepare_process()
+import torch
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+first = faults()
+thread = threading.Thread(target=lambda: [faults() for _ in range(10)])
+thread.start(), thread.join()
+print(first, sum(faults() for _ in range(10)))
+"""
+
+
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="no glibc")
+def test_large_blocks_are_kept_and_used_again():
+    first, later = map(int, run(LARGE_BLOCKS).split())
+    assert first > 100 and later < 2 * first, (first, later)  # of ten blocks
+
+
 @pytest.mark.parametrize("asked", [None, "0", "1"])
 def test_nccl_has_the_same_setting_in_the_trainer_and_in_sglang(monkeypatch, asked):
     """SGLang's own statement, run where a server inherits what a prepared process has."""

@@ -24,7 +24,9 @@ LENS = (150, 37, 9, 2)
 CONTROLS = {
     "linear": "qwen3",
     "paged_attention": "qwen3",
-    "rms_norm": "qwen3",
+    "rms_norm": "gemma",
+    "layer_norm": "starcoder2",
+    "elementwise": "starcoder2",
     "rotary": "qwen3",
     "gated": "qwen3",
     "log_softmax": "qwen3",

@@ -23,6 +23,7 @@ from tests.support.tiny import EXPERT_ARCHITECTURES, LATENT_ATTENTION, SIZES, ma
 from tests.support.violations import break_operator
 
 ROUTERS = (
+    "ernie4.5-moe",  # a correction in a module of its own
     "qwen2-moe",  # a shared expert behind a gate, with a sigmoid of the block's own
     "olmoe",
     "minimax-m2",  # the block keeps the correction and gives it to its router

@@ -78,8 +78,8 @@ def test_supported_architectures_are_alignable(architecture, tmp_path):
     [
         ({"architectures": ["BertModel"]}, "architecture=BertModel, which is not a causal"),
         ({"num_experts": 8}, "num_experts=8: none of its modules is known to hold experts"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*sliding"),
-        ({"sliding_window": 64}, "sliding_window=64, smaller than the longest context 256"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=.*chunked"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: its layers do not ask"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
@@ -95,6 +95,16 @@ def test_what_cannot_be_aligned_is_refused_with_its_value_and_a_way_out(
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=f"{problem}.*run without --true-on-policy-mode"):
+        require_alignable(config, 256)
+
+
+def test_a_window_that_the_layers_do_not_hand_on_is_refused_where_it_matters(tmp_path):
+    config = AutoConfig.from_pretrained(make_checkpoint(tmp_path, "llama"))
+    config.sliding_window = 64
+    require_alignable(config, 64)
+    with pytest.raises(
+        ConfigError, match="sliding_window=64, smaller than the longest context 256"
+    ):
         require_alignable(config, 256)
 
 

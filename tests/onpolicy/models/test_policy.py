@@ -99,6 +99,7 @@ def test_every_gated_mlp_is_one_operator(path):
 def test_operator_shapes_are_the_models(path):
     shapes = operator_shapes(AutoConfig.from_pretrained(path))
     assert (137, 96, False) in shapes.linear
-    assert (shapes.heads, shapes.kv_heads, shapes.vocab_size) == (4, 2, 137)
+    (kind,) = shapes.attention
+    assert (kind.heads, kind.kv_heads, shapes.vocab_size) == (4, 2, 137)
     assert 96 in shapes.norm
     assert shapes.linear == tuple(sorted(shapes.linear))

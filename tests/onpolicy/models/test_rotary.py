@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from onpolicy.models import rotary
-from onpolicy.models.align import ATTENTION_NAME, align_modules, replace_operators
+from onpolicy.models.align import align_modules, replace_operators
+from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import ARCHITECTURES, SIZES

@@ -10,7 +10,7 @@ from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable, row_parallel_linears
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-from tests.support.tiny import ARCHITECTURES, SIZES
+from tests.support.tiny import ALL_ARCHITECTURES, ARCHITECTURES, SIZES
 
 DENSE = ("qwen3", "qwen3-tied", "qwen2", "llama", "mistral")
 
@@ -95,9 +95,37 @@ def test_sizes_that_cannot_be_shared_are_refused_by_name(changes, tp_size, block
         require(config_of("llama", **changes), tp_size, blocks)
 
 
+@pytest.mark.parametrize("architecture", ["phi3", "glm4", "olmo2"])
+def test_plans_that_gather_columns_and_split_inputs_are_shared_out(architecture):
+    config_class, sizes = ALL_ARCHITECTURES[architecture]
+    config = config_class(**{**SIZES, **sizes})
+    require(config, 2, 2)
+    cut = {m.in_features for m in row_parallel_linears(model_of(config))}
+    assert cut == {config.num_attention_heads * 24, 208}
+
+
+def test_a_layer_of_an_unknown_style_is_whole_on_one_rank_and_refused_on_more():
+    config = config_of("llama")
+    config.base_model_tp_plan["layers.*.mlp.up_proj"] = "packed_colwise"
+    config.base_model_tp_plan["layers.*.self_attn.k_proj"] = "mla_kv_a_proj"
+    require(config, 1, 1)
+    with pytest.raises(ConfigError, match="calls layers mla_kv_a_proj, packed_colwise, and SGLang"):
+        require(config, 2, 2)
+
+
 def test_a_model_without_a_plan_is_refused_for_more_than_one_rank():
     config = config_of("llama")
     config.base_model_tp_plan = None
     require(config, 1, 1)
     with pytest.raises(ConfigError, match="model_type=llama has no base_model_tp_plan"):
         require(config, 2, 2)
+
+
+def test_attention_that_a_plan_leaves_whole_is_refused_on_more_ranks():
+    config_class, sizes = ALL_ARCHITECTURES["deepseek-v3"]
+    config = config_class(**{**SIZES, **sizes})
+    require(config, 1, 1)
+    with pytest.raises(
+        ConfigError, match="model_type=deepseek_v3 leaves DeepseekV3Attention whole"
+    ):
+        require(config, 1, 2)

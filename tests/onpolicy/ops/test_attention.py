@@ -1,12 +1,14 @@
+from functools import partial
+
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, Scores
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.cpu import attention as module
+from onpolicy.ops.cpu import attention_tiles as module
+from onpolicy.ops.stock import StockOperators
 from tests.support.violations import break_gradient
 
 OPERATORS = CpuOperators(1)
@@ -14,6 +16,20 @@ OPERATORS = CpuOperators(1)
 heads = st.sampled_from([(1, 1, 16), (4, 2, 16), (6, 2, 24), (8, 1, 32), (4, 4, 48), (40, 2, 8)])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 lens = st.lists(st.integers(1, 300), min_size=1, max_size=6)
+
+
+# Window, soft cap, whether there are sinks: windows end inside a block, at its end, and past it.
+PLAIN = (None, None, False)
+kinds = st.sampled_from(
+    [
+        PLAIN,
+        (1, None, False),
+        (50, 2.0, True),
+        (64, None, True),
+        (65, 3.0, False),
+        (500, None, True),
+    ]
+)
 
 
 def packed_inputs(lens, shape, dtype):
@@ -25,14 +41,25 @@ def packed_inputs(lens, shape, dtype):
     return q, k, v
 
 
-def attend(q, k, v, layout, operators=OPERATORS):
+def how(q, kind=PLAIN):
+    """The scores of a kind and its sinks."""
+    window, softcap, has_sinks = kind
+    sinks = torch.linspace(-2, 3, q.shape[1]).to(q.dtype) if has_sinks else None
+    return Scores(q.shape[-1] ** -0.5, window, softcap), sinks
+
+
+def attend(q, k, v, layout, operators=OPERATORS, kind=PLAIN):
     with torch.no_grad():
-        return operators.attention(q, k, v, layout, q.shape[-1] ** -0.5)
+        return operators.attention(q, k, v, layout, *how(q, kind))
 
 
-@given(lens, heads, dtypes, st.data())
-def test_a_sequence_does_not_depend_on_the_others(lens, shape, dtype, data):
+attend_as = attend
+
+
+@given(lens, heads, dtypes, kinds, st.data())
+def test_a_sequence_does_not_depend_on_the_others(lens, shape, dtype, kind, data):
     q, k, v = packed_inputs(lens, shape, dtype)
+    attend = partial(attend_as, kind=kind)
     together = attend(q, k, v, AttentionLayout.packed(tuple(lens))).split(lens)
     order = data.draw(st.permutations(range(len(lens))))
     parts = [torch.cat([x.split(lens)[i] for i in order]) for x in (q, k, v)]
@@ -44,10 +71,13 @@ def test_a_sequence_does_not_depend_on_the_others(lens, shape, dtype, data):
         assert torch.equal(alone, together[i])
 
 
-@given(lens, heads, dtypes, st.data())
-def test_chunks_with_a_cached_prefix_and_decode_steps_equal_the_whole(lens, shape, dtype, data):
+@given(lens, heads, dtypes, kinds, st.data())
+def test_chunks_with_a_cached_prefix_and_decode_steps_equal_the_whole(
+    lens, shape, dtype, kind, data
+):
     """Any last part of each sequence as queries, keys scattered over a paged store."""
     q, k, v = packed_inputs(lens, shape, dtype)
+    attend = partial(attend_as, kind=kind)
     whole = attend(q, k, v, AttentionLayout.packed(tuple(lens))).split(lens)
     counts = [data.draw(st.sampled_from([1, n, data.draw(st.integers(1, n))])) for n in lens]
     pages = torch.tensor(data.draw(st.permutations(range(sum(lens) + 5))))
@@ -103,50 +133,93 @@ def test_the_memory_bound_does_not_change_bits(lens, shape):
         assert torch.equal(attend(q, k, v, AttentionLayout.packed(tuple(lens))), whole)
 
 
-@given(lens, heads)
-def test_results_and_gradients_are_close_to_scaled_dot_product_attention(lens, shape):
-    inputs = [x.requires_grad_() for x in packed_inputs(lens, shape, torch.float32)]
-    layout, scale = AttentionLayout.packed(tuple(lens)), shape[2] ** -0.5
-    got = OPERATORS.attention(*inputs, layout, scale)
-    want = torch.cat(
-        [
-            F.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in parts),
-                is_causal=True,
-                scale=scale,
-                enable_gqa=True,
-            )[0].transpose(0, 1)
-            for parts in zip(*(x.split(lens) for x in inputs), strict=True)
-        ]
-    )
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+def exact_attention(q, k, v, sinks, lens, scores):
+    """By its definition, one query after the other, in float64."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    outs = []
+    for part in zip(q.split(lens), k.split(lens), v.split(lens), strict=True):
+        for i in range(len(part[0])):
+            first = 0 if scores.window is None else max(0, i - scores.window + 1)
+            query, keys, values = part[0][i], part[1][first : i + 1], part[2][first : i + 1]
+            row = scores.scale * torch.einsum("hd,khd->hk", query, keys)
+            if scores.softcap is not None:
+                row = scores.softcap * torch.tanh(row / scores.softcap)
+            if sinks is not None:
+                row = torch.cat([row, sinks[:, None]], dim=1)
+            weights = row.softmax(-1)[:, : len(keys)]
+            outs.append(torch.einsum("hk,khd->hd", weights, values))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("operators", [OPERATORS, StockOperators()], ids=["aligned", "stock"])
+@settings(max_examples=25)
+@given(
+    lens=st.lists(st.integers(1, 150), min_size=1, max_size=3), shape=heads, kind=kinds,
+    value_dim=st.sampled_from([None, 40]),
+)  # fmt: skip
+def test_results_and_gradients_are_close_to_float64(operators, lens, shape, kind, value_dim):
+    q, k, v = packed_inputs(lens, shape, torch.float32)
+    v = v if value_dim is None else torch.randn(len(v), shape[1], value_dim)
+    scores, sinks = how(q, kind)
+    inputs = [x for x in (q, k, v, sinks) if x is not None]
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    got = operators.attention(*inputs[:3], AttentionLayout.packed(tuple(lens)), scores, *inputs[3:])
+    want = exact_attention(*exact[:3], exact[3] if len(exact) == 4 else None, lens, scores)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     grad = torch.randn_like(got)
     for ours, theirs in zip(
-        torch.autograd.grad(got, inputs, grad), torch.autograd.grad(want, inputs, grad), strict=True
+        torch.autograd.grad(got, inputs, grad),
+        torch.autograd.grad(want, exact, grad.double()),
+        strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4)
 
 
-def gradients(inputs, grad, lens, operators=OPERATORS):
+@pytest.mark.parametrize(
+    "other", [(49, 2.0, True), (51, 2.0, True), (50, 2.1, True), (50, 2.0, False), PLAIN]
+)
+def test_another_window_soft_cap_or_no_sinks_is_another_result(other):
+    q, k, v = packed_inputs([120], (4, 2, 16), torch.float32)
+    layout = AttentionLayout.packed((120,))
+    whole, changed = (attend(q, k, v, layout, kind=kind) for kind in ((50, 2.0, True), other))
+    seen = 120 if other[1:] != (2.0, True) else 120 - min(other[0], 50)
+    assert (whole != changed).any(-1).any(-1).sum() == seen
+
+
+def test_keys_before_the_window_are_not_read():
+    """What a cache has forgotten may be anything, and work grows with the window alone."""
+    q, k, v = packed_inputs([1000], (4, 2, 16), torch.float32)
+    whole = attend(q, k, v, AttentionLayout.packed((1000,)), kind=(100, None, False))
+    k[:832], v[:832] = float("nan"), float("nan")
+    layout = AttentionLayout(query_lens=(20,), key_lens=(1000,), key_rows=torch.arange(1000)[None])
+    assert torch.equal(attend(q[-20:], k, v, layout, kind=(100, None, False)), whole[-20:])
+    (chunk,) = next(iter(layout.plans.values()))
+    assert chunk.num_blocks == 3
+
+
+def gradients(inputs, grad, lens, operators=OPERATORS, kind=PLAIN):
     inputs = [x.clone().requires_grad_() for x in inputs]
-    out = operators.attention(*inputs, AttentionLayout.packed(tuple(lens)), 0.3)
+    layout = AttentionLayout.packed(tuple(lens))
+    out = operators.attention(*inputs, layout, *how(inputs[0], kind))
     return torch.autograd.grad(out, inputs, grad)
 
 
-def require_same_gradients(inputs, grad, lens, alone, operators=OPERATORS):
+def require_same_gradients(inputs, grad, lens, alone, operators=OPERATORS, kind=PLAIN):
     """A sequence's queries, keys and values get back alone what they get back among the others."""
-    together = gradients(inputs, grad, lens, operators)
+    together = gradients(inputs, grad, lens, operators, kind)
     parts = [x.split(lens)[alone] for x in inputs]
-    ours = gradients(parts, grad.split(lens)[alone], [lens[alone]], operators)
+    ours = gradients(parts, grad.split(lens)[alone], [lens[alone]], operators, kind)
     for name, got, want in zip("qkv", ours, together, strict=True):
         assert torch.equal(got, want.split(lens)[alone]), f"gradient of {name}"
 
 
-@given(lens, heads, st.data())
-def test_gradients_of_a_sequence_do_not_depend_on_the_others(lens, shape, data):
+@given(lens, heads, kinds, st.data())
+def test_gradients_of_a_sequence_do_not_depend_on_the_others(lens, shape, kind, data):
     inputs = packed_inputs(lens, shape, torch.float32)
     grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
-    require_same_gradients(inputs, grad, lens, data.draw(st.integers(0, len(lens) - 1)))
+    alone = data.draw(st.integers(0, len(lens) - 1))
+    require_same_gradients(inputs, grad, lens, alone, kind=kind)
 
 
 def test_gradients_that_depend_on_the_batch_are_found():
@@ -189,9 +262,3 @@ def test_a_sequence_that_is_not_finite_spoils_no_other():
     after = attend(q, k, v, layout)
     assert torch.equal(after[:30], before[:30])
     assert after[30:].isnan().all()
-
-
-def test_value_heads_may_have_another_size():
-    q, k, _ = packed_inputs([30], (4, 2, 16), torch.float32)
-    v = torch.randn(30, 2, 24)
-    assert attend(q, k, v, AttentionLayout.packed((30,))).shape == (30, 4, 24)

@@ -11,25 +11,30 @@ import pytest
 import torch
 
 from onpolicy.config.groups import OperatorsConfig
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops import make_operators
-from onpolicy.ops.backends import BACKENDS, GPU_BACKENDS, Demand, backend_of
+from onpolicy.ops.backends import BACKENDS, CPU_BACKENDS, GPU_BACKENDS, Demand, backend_of
 from onpolicy.ops.capability import choose_backend
-from onpolicy.ops.machine import Machine
+from onpolicy.ops.machine import ONEDNN_LIMITS, Machine
 
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
 CPU = Machine(capability=None, packages={"triton": "3.6.0"})
+CPU_BFLOAT16 = dataclasses.replace(CPU, bfloat16_products=True)
 H200 = Machine(capability=(9, 0), packages=PACKAGES, cuda_toolkit="/usr/local/cuda")
 A100 = Machine(capability=(8, 0), packages=PACKAGES)
 L40 = Machine(capability=(8, 9), packages=PACKAGES)
 B200 = Machine(capability=(10, 0), packages=PACKAGES)
 
 
+def attention(head_dim):
+    return AttentionShape(heads=1, kv_heads=1, head_dim=head_dim, value_dim=head_dim)
+
+
 def shapes(head_dim=128, vocabulary=151936):
     return OperatorShapes(
-        linear=((4096, 2560, False), (vocabulary, 2560, False)), heads=1, kv_heads=1,
-        head_dim=head_dim, norm=(), vocab_size=vocabulary,
+        linear=((4096, 2560, False), (vocabulary, 2560, False)),
+        attention=(attention(head_dim),), norm=(), vocab_size=vocabulary,
     )  # fmt: skip
 
 
@@ -42,6 +47,9 @@ def without(machine, *modules):
     ("operators", "dtype", "head_dim", "machine", "backend"),
     [
         ("auto", "bfloat16", 128, CPU, "cpu"),
+        ("auto", "bfloat16", 128, CPU_BFLOAT16, "onednn"),
+        ("auto", "float32", 128, CPU_BFLOAT16, "cpu"),
+        ("cpu", "bfloat16", 128, CPU_BFLOAT16, "cpu"),
         ("auto", "bfloat16", 128, H200, "hopper"),
         ("auto", "bfloat16", 256, H200, "hopper"),
         ("auto", "bfloat16", 64, H200, "triton"),
@@ -69,7 +77,10 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
 @pytest.mark.parametrize(
     ("operators", "dtype", "head_dim", "machine", "message"),
     [
-        ("triton", "bfloat16", 128, CPU, r"--operators=triton: this machine has no GPU"),
+        ("triton", "bfloat16", 128, CPU, r"--operators=triton: this machine has no GPU.*or cpu"),
+        ("cpu", "bfloat16", 128, H200, r"--operators=cpu: this machine has a GPU.*hopper or triton"),
+        ("onednn", "bfloat16", 128, CPU, r"no bfloat16 instructions.*--operators cpu"),
+        ("onednn", "float32", 128, CPU_BFLOAT16, r"dtype=float32: .*--operators cpu"),
         ("hopper", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
         ("hopper", "float32", 128, H200, r"dtype=float32: .*bfloat16 only.*--operators triton"),
         ("hopper", "bfloat16", 64, H200, r"head_dim=64: .*96, 128, 192, 256 only"),
@@ -121,13 +132,31 @@ def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
 
 def test_an_unknown_backend_is_refused_by_name():
     contract = NumericsContract(backend="tpu", device="cpu", dtype="bfloat16", shapes=shapes())
-    with pytest.raises(ContractError, match=r"backend='tpu'.*cpu, hopper, triton, stock.*version"):
+    with pytest.raises(
+        ContractError, match=r"backend='tpu'.*onednn, cpu, hopper, triton, stock.*version"
+    ):
         make_operators(contract)
 
 
-def test_every_backend_of_a_gpu_can_be_asked_for():
+def test_every_aligned_backend_can_be_asked_for():
     choices = get_args(get_type_hints(OperatorsConfig)["operators"])
-    assert {*choices} == {"auto", *(backend.name for backend in GPU_BACKENDS)}
+    assert {*choices} == {"auto", *(backend.name for backend in (*CPU_BACKENDS, *GPU_BACKENDS))}
+
+
+@pytest.mark.parametrize("name", ONEDNN_LIMITS)
+def test_what_is_hidden_from_onednn_is_not_there(monkeypatch, name):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert Machine.here().bfloat16_products
+    for value, expected in {"avx512_core_bf16": True, "AVX512_CORE": False, "AVX2": False}.items():
+        monkeypatch.setenv(name, value)
+        assert Machine.here().bfloat16_products == expected
+
+
+def test_an_engine_without_bfloat16_instructions_refuses_the_contract_of_one_with(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    contract = NumericsContract(backend="onednn", device="cpu", dtype="bfloat16", shapes=shapes())
+    with pytest.raises(ContractError, match=r"backend=onednn: .*no bfloat16.*--operators cpu"):
+        make_operators(contract)
 
 
 def test_the_plugin_has_a_module_for_the_attention_of_every_aligned_backend():
@@ -147,7 +176,7 @@ def test_the_registry_imports_no_library_of_a_device():
         from onpolicy.contract import NumericsContract, OperatorShapes
         from onpolicy.ops import make_operators
         from onpolicy.ops.capability import choose_backend
-        shapes = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=8, norm=(), vocab_size=9)
+        shapes = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=9)
         make_operators(NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=shapes))
         print(*{"triton", "sgl_kernel", "deep_gemm", "sglang", "transformers"} & {*sys.modules})
     """

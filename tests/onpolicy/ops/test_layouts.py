@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout, PagedLayout
+from onpolicy.ops import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.layouts import LAYOUTS, whole
 
@@ -83,7 +83,10 @@ DIFFERENTIABLE = {
         lambda x, w: OPERATORS.grouped_partial_linear(x, w, expert_rows(x, 3)),
         lambda m, n, k: ((m, k), (3, n, k)),
     ),
-    "attention": (lambda q, k, v: OPERATORS.attention(q, k, v, split_in_three(len(q)), 0.3), heads),
+    "attention": (
+        lambda q, k, v: OPERATORS.attention(q, k, v, split_in_three(len(q)), Scores(0.3)),
+        heads,
+    ),
     "rms_norm": (lambda x, w: OPERATORS.rms_norm(x, w, 1e-6), lambda m, n, k: ((m, k), (k,))),
     "layer_norm": (
         lambda x, w: OPERATORS.layer_norm(x, w, -w, 1e-6),
@@ -98,7 +101,7 @@ DIFFERENTIABLE = {
 }
 OTHERS = {
     "paged_attention": (
-        lambda q, k, v: OPERATORS.paged_attention(q, k, v, two_to_a_page(len(q)), 0.3),
+        lambda q, k, v: OPERATORS.paged_attention(q, k, v, two_to_a_page(len(q)), Scores(0.3)),
         lambda m, n, k: tuple((m, 2, *s[1:]) if i else s for i, s in enumerate(heads(m, n, k))),
     ),
     "gather_log_probs": (
@@ -173,7 +176,7 @@ def test_results_do_not_depend_on_the_layout(name, m, k):
 def test_no_rows_give_no_rows(name):
     call, shapes = (DIFFERENTIABLE | OTHERS)[name]
     if name == "attention":
-        call = lambda *x: OPERATORS.attention(*x, AttentionLayout.packed(()), 0.3)  # noqa: E731
+        call = lambda *x: OPERATORS.attention(*x, AttentionLayout.packed(()), Scores(0.3))  # noqa: E731
     tensors = [torch.randn(shape) for shape in shapes(0, 7, 9)]
     assert call(*tensors).numel() == 0
     if name in DIFFERENTIABLE:

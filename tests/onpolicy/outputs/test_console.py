@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from onpolicy.outputs import console, progress
-from onpolicy.outputs.progress import Progress
+from onpolicy.outputs.progress import Phases, Progress
 
 
 @pytest.fixture
@@ -141,3 +141,16 @@ def test_a_long_rollout_is_not_silent(clock, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "31 of 256 sampled  0:02:42 elapsed"
     assert len(lines) == 3
+
+
+def test_phases_are_named_and_a_long_one_is_counted(clock, caplog):
+    caplog.set_level("INFO")
+    phases = Phases()
+    phases.begin("pushing")
+    phases.advance(1)
+    phases.begin("sampling", 32)
+    for done in range(1, 33):
+        clock[0] += 1
+        phases.advance(done)
+    phases.close()
+    assert caplog.messages == ["pushing", "sampling", "sampling: 16 of 32", "sampling: 32 of 32"]

@@ -24,7 +24,7 @@ CONTRACT = NumericsContract(
     backend="cpu",
     device="cpu",
     dtype="float32",
-    shapes=OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1),
+    shapes=OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1),
 )
 
 

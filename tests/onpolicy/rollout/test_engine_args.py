@@ -14,7 +14,7 @@ from onpolicy.rollout.engine_args import (
 )
 from onpolicy.system.network import GLOO_INTERFACE
 
-SHAPES = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1)
+SHAPES = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)
 STOCK = dataclasses.replace(ALIGNED, backend="stock")
 ON_GPU = dataclasses.replace(STOCK, device="cuda")

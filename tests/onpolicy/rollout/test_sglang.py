@@ -8,11 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.config.groups import EngineConfig
-from onpolicy.errors import ContractError, EngineError
+from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError, SamplingJob
 from onpolicy.rollout.client import EngineClient
+from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.rollout.server import EngineServer
-from tests.support.engines_in_memory import SELF_CHECK, Engine, Host, make_requests
+from tests.support.engines_in_memory import (
+    CACHE_TOKENS,
+    SELF_CHECK,
+    Engine,
+    Host,
+    make_requests,
+)
 from tests.support.tiny_policy import ALIGNED
 
 REQUESTS = make_requests(9)
@@ -211,6 +218,27 @@ def test_stop_ends_every_engine_and_may_come_twice():
     for _ in range(2):
         group.stop()
         assert not any(engine.is_running for engine in host.engines)
+
+
+def connect(**spec):
+    group = Host().make_group(EngineConfig(), **spec)
+    group.launch()
+    group.connect(SELF_CHECK)
+
+
+def test_a_cache_that_is_smaller_than_asked_for_is_refused():
+    longest = CACHE_TOKENS - CACHE_MARGIN
+    connect(cache_tokens=CACHE_TOKENS, longest_sequence=longest)
+    with pytest.raises(
+        ConfigError, match=r"max-total-tokens=1001 are asked for.* cache of 1000 tokens.*needs 1000"
+    ):
+        connect(cache_tokens=CACHE_TOKENS + 1, longest_sequence=longest)
+
+
+def test_a_server_that_cannot_hold_the_longest_sequence_is_refused():
+    """On a GPU, or elsewhere, its cache is known when it has started."""
+    with pytest.raises(ConfigError, match=r"its cache holds 1000 tokens, and .* need 1001"):
+        connect(longest_sequence=CACHE_TOKENS - CACHE_MARGIN + 1)
 
 
 @pytest.mark.parametrize("colocate", [False, True])

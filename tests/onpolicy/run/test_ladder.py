@@ -10,7 +10,7 @@ from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.run.ladder import Ladder, first_rung
 from onpolicy.train.correction import Corrections
 
-SHAPES = OperatorShapes(linear=(), heads=1, kv_heads=1, head_dim=1, norm=(), vocab_size=1)
+SHAPES = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)
 STOCK = dataclasses.replace(ALIGNED, backend="stock")
 BAD = {"parity/num_compared_tokens": 9, "train/k3_kl": 1.0}

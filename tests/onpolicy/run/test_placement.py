@@ -9,8 +9,15 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.placement import CACHE_BYTES, cache_tokens, require_gpus, share_of_cores
+from onpolicy.run.placement import (
+    CACHE_BYTES,
+    cache_tokens,
+    require_gpus,
+    share_of_cores,
+    token_bytes,
+)
 
 
 def test_ranks_and_servers_need_a_gpu_each_and_too_few_are_refused(monkeypatch):
@@ -63,13 +70,21 @@ def test_cores_are_shared_out_and_everyone_gets_one():
     assert (share_of_cores(1), share_of_cores(10 * cores)) == (cores, 1)
 
 
-def test_a_cache_holds_a_whole_context_and_at_most_its_memory(checkpoint):
+def test_a_cache_holds_the_longest_sequences_and_at_most_its_memory(checkpoint):
     hf_config = load_config(str(checkpoint))
     config = TrainConfig(model=groups.ModelConfig(dtype="float32"))
     small = contract_for(config, hf_config, aligned=False)
-    assert cache_tokens(hf_config, small) == 1 << 17
-    shapes = dataclasses.replace(small.shapes, kv_heads=1 << 10, head_dim=1 << 10)
+    (kind,) = small.shapes.attention
+    wide = dataclasses.replace(kind, kv_heads=1 << 10, head_dim=1 << 10, value_dim=1 << 10)
+    shapes = dataclasses.replace(small.shapes, attention=(wide,))
     large = dataclasses.replace(small, shapes=shapes)
     per_token = 2 * hf_config.num_hidden_layers * (1 << 20) * 4
-    expected = max(hf_config.max_position_embeddings, CACHE_BYTES // per_token)
-    assert cache_tokens(hf_config, large) == expected
+    assert token_bytes(hf_config, large) == per_token
+    fitting = CACHE_BYTES // per_token
+    assert fitting > 100 + CACHE_MARGIN
+    for contract, longest, requests, expected in [
+        (small, 100, 7, 8 * (100 + CACHE_MARGIN)),
+        (large, 100, 7, fitting),
+        (large, 1000, 7, 1000 + CACHE_MARGIN),
+    ]:
+        assert cache_tokens(hf_config, contract, longest, requests) == expected

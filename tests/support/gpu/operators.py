@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import Demand, backend_of
 from onpolicy.ops.machine import Machine
@@ -12,7 +12,8 @@ BACKENDS = ("triton", "hopper")
 PARTS = {"deep_gemm": "deep_gemm", "flash_attention_3": "sgl_kernel"}
 """What `hopper` is made of, each of which can be tried without the other, and its module."""
 
-NO_SHAPES = OperatorShapes(linear=(), heads=32, kv_heads=8, head_dim=128, norm=(), vocab_size=1024)
+ATTENTION = AttentionShape(heads=32, kv_heads=8, head_dim=128, value_dim=128)
+NO_SHAPES = OperatorShapes(linear=(), attention=(ATTENTION,), norm=(), vocab_size=1024)
 """The head size decides whether a backend serves a model."""
 
 

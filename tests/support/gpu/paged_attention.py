@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onpolicy.ops import AttentionLayout, Operators
+from onpolicy.ops import AttentionLayout, Operators, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _by_triton(
         batch.cache_seqlens,
         batch.cu_seqlens_q,
         batch.max_seqlen_q,
-        scale,
+        Scores(scale),
         batch.page_size,
     )
 
@@ -113,7 +113,7 @@ def over_rows(operators: Operators) -> PagedAttention:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
     ) -> tuple[Tensor, None]:
-        return operators.attention(q, k, v, _layout(batch), scale), None
+        return operators.attention(q, k, v, _layout(batch), Scores(scale)), None
 
     return attend
 
@@ -137,5 +137,7 @@ def _on_cpu(
     from onpolicy.ops.cpu.threads import PiecePool
 
     lse = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
-    out = blockwise_attention(PiecePool(1), q.contiguous(), k, v, _layout(batch), scale, lse)
+    out = blockwise_attention(
+        PiecePool(1), q.contiguous(), k, v, None, _layout(batch), Scores(scale), lse
+    )
     return out, lse[..., 0]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from onpolicy.models.align import ATTENTION_NAME, align_modules
+from onpolicy.models.align import align_modules
+from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.policy import PolicyModel
-from onpolicy.ops import Operators
+from onpolicy.ops import Operators, Scores
 from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
 
 
@@ -70,10 +71,10 @@ class PagedModel:
         """Hidden states of a batch's tokens, all int64 [T] -> [T, K]; `rows` receive their keys."""
         layers = iter(self.stores)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, _: Tensor | None) -> Tensor:
             keys, values = next(layers)
             keys[rows], values[rows] = k, v
-            return self.attention(q, keys, values, batch, scale)[0]
+            return self.attention(q, keys, values, batch, scores.scale)[0]
 
         return self.policy.causal_lm.base_model(
             input_ids=tokens[None],

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, Scores
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
@@ -105,11 +105,13 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
     # In float32 the widest alone: its kernels take long to compile, and the most memory.
     for dim in (64, 128, 256) if dtype != torch.float32 else (256,):
         q, k, v = training(200, 32, dim), training(200, 8, dim), training(200, 8, dim)
-        OPERATORS.attention(q, k, v, layout, 0.1).sum().backward()
+        OPERATORS.attention(q, k, v, layout, Scores(0.1)).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
         attention.paged_attention(
-            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, 0.1, page_size=64
+            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, Scores(0.1), page_size=64
         )
+    special = Scores(0.1, window=33, softcap=20.0)
+    OPERATORS.attention(q, k, v, layout, special, training(32)).sum().backward()
 
 
 def launch_hashes() -> None:

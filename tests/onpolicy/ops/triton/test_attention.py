@@ -1,10 +1,12 @@
 """The attention kernels in Triton's interpreter."""
 
+from functools import partial
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, Scores
 from onpolicy.ops.stock import StockOperators
 from onpolicy.ops.triton import TritonOperators
 from onpolicy.ops.triton.attention import Sequences, blockwise_attention, paged_attention
@@ -27,9 +29,26 @@ def packed_inputs(lens, shape, dtype):
     return q, k, v
 
 
-def attend(q, k, v, layout):
+# Window, soft cap, whether there are sinks: windows end inside a block, at its end, and past it.
+kinds = st.sampled_from(
+    [(None, None, False), (20, None, False), (32, 2.0, False), (1, None, True), (65, 2.0, True)]
+)
+PLAIN = (None, None, False)
+
+
+def scores_of(q, special):
+    return Scores(q.shape[-1] ** -0.5, *special[:2])
+
+
+def sinks_of(q, special):
+    heads = torch.Generator().manual_seed(q.shape[1])
+    return torch.randn(q.shape[1], generator=heads).to(q.dtype) if special[2] else None
+
+
+def attend(q, k, v, layout, special=PLAIN):
     """out and lse"""
-    return blockwise_attention(q, k, v, Sequences.of(layout), q.shape[-1] ** -0.5)
+    sinks = sinks_of(q, special)
+    return blockwise_attention(q, k, v, Sequences.of(layout), scores_of(q, special), sinks)
 
 
 def paged(store, lens, page_size):
@@ -44,11 +63,13 @@ def paged(store, lens, page_size):
 
 
 @few
-@given(lens, heads, dtypes, st.sampled_from([1, 16, 64]), st.data())
-def test_decoding_and_chunked_prefill_equal_whole_sequences(lens, shape, dtype, page_size, data):
+@given(lens, heads, dtypes, st.sampled_from([1, 16, 64]), kinds, st.data())
+def test_decoding_and_chunked_prefill_equal_whole_sequences(
+    lens, shape, dtype, page_size, special, data
+):
     """Any last part of each sequence as queries, keys on pages amid NaN."""
     q, k, v = packed_inputs(lens, shape, dtype)
-    whole = attend(q, k, v, AttentionLayout.packed(tuple(lens)))
+    whole = attend(q, k, v, AttentionLayout.packed(tuple(lens)), special)
     counts = [data.draw(st.sampled_from([1, n, (n + 1) // 2])) for n in lens]
     last = [part[-n:] for part, n in zip(torch.arange(sum(lens)).split(lens), counts, strict=True)]
     rows = torch.cat(last)
@@ -61,8 +82,9 @@ def test_decoding_and_chunked_prefill_equal_whole_sequences(lens, shape, dtype, 
         torch.tensor(lens, dtype=torch.int32),
         torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32),
         max(counts) + data.draw(st.integers(0, 20)),
-        shape[2] ** -0.5,
+        scores_of(q, special),
         page_size,
+        sinks_of(q, special),
     )
     for ours, full in zip(got, whole, strict=True):
         assert torch.equal(ours, full[rows])
@@ -83,20 +105,27 @@ def test_a_sequence_does_not_depend_on_the_others(lens, shape, dtype, data):
     assert torch.equal(alone[0], together[0])
 
 
+def split_sinks(operators, layout, scores, q, k, v, sinks=None):
+    return operators.attention(q, k, v, layout, scores, sinks)
+
+
 @few
-@given(lens, heads, dtypes)
-def test_results_and_gradients_are_close_to_float64(lens, shape, dtype):
+@given(lens, heads, dtypes, kinds)
+def test_results_and_gradients_are_close_to_float64(lens, shape, dtype, special):
     inputs = [x.requires_grad_() for x in packed_inputs(lens, shape, dtype)]
+    layout, scores = AttentionLayout.packed(tuple(lens)), scores_of(inputs[0], special)
+    sinks = sinks_of(inputs[0], special)
+    ours_of, exact_of = partial(split_sinks, OPERATORS), partial(split_sinks, StockOperators())
+    inputs += [] if sinks is None else [sinks.requires_grad_()]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    layout, scale = AttentionLayout.packed(tuple(lens)), shape[2] ** -0.5
-    got = OPERATORS.attention(*inputs, layout, scale)
-    want = StockOperators().attention(*exact, layout, scale)
+    got = ours_of(layout, scores, *inputs)
+    want = exact_of(layout, scores, *exact)
     tolerance = (
         {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
     )
     torch.testing.assert_close(got.double(), want, **tolerance)
     with torch.no_grad():
-        assert torch.equal(OPERATORS.attention(*inputs, layout, scale), got)
+        assert torch.equal(ours_of(layout, scores, *inputs), got)
     grad = torch.randn(got.shape).to(dtype)
     ours = torch.autograd.grad(got, inputs, grad)
     for a, b in zip(ours, torch.autograd.grad(want, exact, grad.double()), strict=True):
@@ -135,7 +164,7 @@ def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequence
     inputs = [x.requires_grad_() for x in packed_inputs(lens, (4, 2, 16, 16), torch.float32)]
     grad = torch.randn(sum(lens), 4, 16, generator=torch.Generator().manual_seed(0))
     packed, scale = AttentionLayout.packed(lens), 0.25
-    whole = OPERATORS.attention(*inputs, packed, scale)
+    whole = OPERATORS.attention(*inputs, packed, Scores(scale))
     q, k, v = inputs
     total = torch.zeros(())
     for ends, starts in ((first, (0, 0)), (lens, first)):
@@ -149,7 +178,7 @@ def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequence
         )
         query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
         layout = AttentionLayout(query_lens=query_lens, key_lens=ends, key_rows=packed.key_rows)
-        out = OPERATORS.attention(q[rows], k, v, layout, scale)
+        out = OPERATORS.attention(q[rows], k, v, layout, Scores(scale))
         assert torch.equal(out, whole[rows])
         total = total + (out * grad[rows]).sum()
     parts = torch.autograd.grad(total, inputs)

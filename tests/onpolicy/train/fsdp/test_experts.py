@@ -21,7 +21,7 @@ from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
 RATES = [1e-3]
 
 
-@pytest.fixture(scope="module", params=EXPERT_ARCHITECTURES)
+@pytest.fixture(scope="module", params=(*EXPERT_ARCHITECTURES, "deepseek-v2", "gpt-oss"))
 def path(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
@@ -67,7 +67,7 @@ def test_what_is_pushed_is_the_checkpoint_name_by_name(path, dtype):
 def test_buckets_are_as_small_as_asked_and_hold_everything(path):
     trainer = make(path)
     buckets = list(trainer.weight_buckets(40_000))
-    assert len(buckets) > 20
+    assert len(buckets) > 10
     assert all(len(b) == 1 or sum(t.nbytes for _, t in b) <= 40_000 for b in buckets)
     whole = pushed(trainer)
     assert {name for bucket in buckets for name, _ in bucket} == whole.keys()
@@ -84,7 +84,8 @@ def test_steps_in_a_row_match_and_move_experts_and_routers(path):
         assert metrics["train/grad_norm"] > 0
     after = pushed(trainer)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert {n for n in before if "experts.0." in n or n.endswith("gate.weight")} <= moved
+    trained = ("experts.0.", "experts.gate_up_proj", "gate.weight", "router.weight")
+    assert {n for n in before if any(part in n for part in trained)} <= moved
     assert not any(n.endswith("e_score_correction_bias") for n in moved)
 
 

@@ -1,0 +1,251 @@
+"""What the processes of a command will hold in memory, as plain sums, before any of them starts.
+
+Upper bounds of what is large at the same time, in bytes; `train`, `verify` and `bench` share them.
+What other programs of the host take is none of it: that is subtracted from what is free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.errors import ConfigError
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.ops.base import Operators, rows_per_chunk
+from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
+from onpolicy.run.placement import token_bytes
+from onpolicy.system.memory import free_memory
+from onpolicy.train import distributed
+
+logger = logging.getLogger(__name__)
+
+FLOAT32 = 4
+
+LIBRARIES = 800 << 20
+"""Of a process that has imported PyTorch and transformers."""
+
+SERVER_LIBRARIES = 1600 << 20
+"""Of SGLang's processes together: HTTP and tokenizer, scheduler, detokenizer, guard."""
+
+LOGITS_COPIES = 3
+"""Logits, their log-probabilities or gradients, and what they are computed from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What of a model decides how much memory it takes; all are numbers of elements."""
+
+    parameters: int
+    layers: int
+    largest_layer: int
+    """Parameters of the largest decoder layer."""
+
+    largest_parameter: int
+    width: int
+    """What all linears of a decoder layer take and give for one token."""
+
+    hidden: int
+    vocab: int
+
+    @staticmethod
+    def of(config: PretrainedConfig, trust_remote_code: bool = False) -> ModelSize:
+        """Counted on the meta device."""
+        model = empty_causal_lm(config, trust_remote_code)
+        model.tie_weights()
+        layers = _decoder_layers(model, config.num_hidden_layers)
+        parameters = list(model.parameters())
+        return ModelSize(
+            parameters=sum(p.numel() for p in parameters),
+            layers=len(layers),
+            largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            largest_parameter=max(p.numel() for p in parameters),
+            width=max(_width(layer, config) for layer in layers),
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+        )
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of embedding, head and last norm, as if all layers were of equal size."""
+        return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
+
+
+def _decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module]:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return next(list(m) for m in lists if len(m) == count)
+
+
+def _width(layer: nn.Module, config: PretrainedConfig) -> int:
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    linears = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
+    experts = [p for p in layer.parameters() if p.dim() == 3]
+    return sum(sum(w.shape) for w in linears) + chosen * sum(sum(p.shape[1:]) for p in experts)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Bytes of one process, by what they are for; or of several like it."""
+
+    name: str
+    parts: dict[str, int]
+    count: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return self.count * sum(self.parts.values())
+
+    def __str__(self) -> str:
+        terms = " + ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size)
+        times = f"{self.count} x " if self.count > 1 else ""
+        return f"{times}{self.name}: {terms} = {gib(self.bytes)} GiB"
+
+
+def trainer_memory(
+    config: TrainConfig, size: ModelSize, longest_sequence: int, ranks: int
+) -> ProcessMemory:
+    """One rank's, while it takes a step; `count` are all ranks."""
+    trainer, megatron = config.trainer, config.megatron
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    shards = ranks
+    weights, gathered = FLOAT32 * size.parameters // ranks, 0
+    if trainer.train_backend == "megatron":
+        model_ranks = megatron.megatron_tp * megatron.megatron_pp
+        shards = ranks if megatron.megatron_distributed_optimizer else model_ranks
+        copies = FLOAT32 * size.parameters // shards if itemsize != FLOAT32 else 0
+        weights = itemsize * size.parameters // model_ranks + copies
+        gradients = FLOAT32 * size.parameters // model_ranks
+    else:
+        gradients = FLOAT32 * size.parameters // ranks
+        gathered = (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer)
+    batch = _tokens_at_once(config, longest_sequence, ranks)
+    reference = weights if config.algorithm.use_kl_loss else 0
+    return ProcessMemory(
+        "trainer rank",
+        {
+            "weights": weights,
+            "gradients": gradients,
+            "AdamW": 2 * FLOAT32 * size.parameters // shards,
+            "reference": reference,
+            "gathered layers": gathered,
+            "activations": _activations(config, size, batch, itemsize),
+            "logits": _logits(size, rows_per_chunk(size.vocab, Operators.logits_per_chunk)),
+            "libraries": LIBRARIES,
+        },
+        ranks,
+    )
+
+
+def _tokens_at_once(config: TrainConfig, longest_sequence: int, ranks: int) -> int:
+    """Of a micro-batch, or of all samples if they are fewer."""
+    rollout = config.rollout
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    total = -(-samples // ranks) * longest_sequence
+    return max(longest_sequence, min(config.trainer.max_tokens_per_gpu, total))
+
+
+def _activations(config: TrainConfig, size: ModelSize, tokens: int, itemsize: int) -> int:
+    """What the linears of a layer take and give, of every layer; with checkpointing of one, and of
+    the others what enters them. Twice for one layer, whose gradients are computed."""
+    layer = tokens * size.width * itemsize
+    if config.trainer.activation_checkpointing:
+        return size.layers * tokens * size.hidden * itemsize + 2 * layer
+    return (size.layers + 1) * layer
+
+
+def _logits(size: ModelSize, rows: int) -> int:
+    """A chunk's logits, and twice the gradient of the head, which is summed over chunks."""
+    return FLOAT32 * size.vocab * (LOGITS_COPIES * rows + 2 * size.hidden)
+
+
+def server_memory(
+    spec: EngineSpec, size: ModelSize, hf_config: PretrainedConfig, servers: int
+) -> ProcessMemory:
+    """One tensor-parallel rank's; `count` are those of all servers."""
+    itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
+    tokens = spec.cache_tokens or spec.needed_tokens
+    return ProcessMemory(
+        "SGLang server" if ranks == 1 else "rank of an SGLang server",
+        {
+            "weights": itemsize * size.parameters // ranks,
+            f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
+            "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
+            "libraries": SERVER_LIBRARIES,
+        },
+        servers * ranks,
+    )
+
+
+def push_memory(config: TrainConfig, size: ModelSize) -> ProcessMemory:
+    """Weights on their way: gathered, in shared memory or a file, and in the server."""
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    bucket = min(config.sync.update_weight_buffer_size << 20, itemsize * size.parameters)
+    largest = itemsize * size.largest_parameter
+    return ProcessMemory("a push", {"3 copies of a bucket": 3 * max(bucket, largest)})
+
+
+def require_run_fits(
+    config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec, size: ModelSize
+) -> None:
+    """Say what a run takes. Raises ConfigError, with the sums, if its longest sequence does not fit the
+    cache of an engine, or its processes do not fit the memory that is free."""
+    ranks, is_remote = distributed.local_world_size(), bool(config.engine.rollout_server_url)
+    processes = [trainer_memory(config, size, spec.longest_sequence, ranks)]
+    if not is_remote:
+        require_cache(spec)
+        servers = config.engine.rollout_num_engines
+        processes += [server_memory(spec, size, hf_config, servers), push_memory(config, size)]
+    require_memory(processes, spec.contract.device)
+
+
+def require_cache(spec: EngineSpec) -> None:
+    """Raise ConfigError if one sequence does not fit the cache that is asked for; say if some wait."""
+    needed, tokens = spec.needed_tokens, spec.cache_tokens
+    if not tokens:
+        return  # as much as a GPU has room for, which its server tells when it has started
+    if needed > tokens:
+        raise ConfigError(
+            f"--sglang-max-total-tokens={tokens}: the longest prompt and response have "
+            f"{spec.longest_sequence} tokens, and with {CACHE_MARGIN} that SGLang keeps free they need "
+            f"{needed}. Raise it, or leave it out."
+        )
+    if spec.max_concurrency * needed > tokens:
+        logger.info(
+            "a server's cache of %d tokens holds %d sequences of %d tokens, the longest that may come; "
+            "of %d requests in flight the others wait for room",
+            tokens, tokens // needed, spec.longest_sequence, spec.max_concurrency,
+        )  # fmt: skip
+
+
+def require_memory(processes: Sequence[ProcessMemory], device: str) -> None:
+    """Say what the processes take; raise ConfigError, with the sums, if they cannot fit.
+
+    On a CPU they share the host's memory; on GPUs each has one of its own.
+    """
+    for process in processes:
+        logger.info("memory of %s", process)
+    if device == "cuda":
+        free = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        needed = max(process.bytes // process.count for process in processes)
+        where = "the largest of them", "the fullest GPU"
+    else:
+        needed, free = sum(process.bytes for process in processes), free_memory()
+        where = "together", "this host"
+    logger.info("%s GiB %s, and %s has %s GiB free", gib(needed), where[0], where[1], gib(free))
+    if needed > free:
+        sums = "; ".join(map(str, processes))
+        raise ConfigError(
+            f"memory={gib(needed)} GiB {where[0]}: {where[1]} has {gib(free)} GiB free. {sums}. "
+            "Choose a smaller model, shorter or fewer sequences, --activation-checkpointing or "
+            "--max-tokens-per-gpu, more ranks or GPUs; or free some memory."
+        )
+
+
+def gib(size: int) -> str:
+    """Example: '2.22'"""
+    return f"{size / 2**30:.2f}"

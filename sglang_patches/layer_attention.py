@@ -1,0 +1,66 @@
+"""Hands on what a layer of the model asks of its attention: window, soft cap and sinks.
+
+Diverges in stock SGLang: its transformers backend takes a layer's window from the configuration, one
+key longer than transformers means it (RadixAttention counts the keys before the query's own), knows
+neither the windows of models without `layer_types` nor soft caps nor sinks, and ignores what it does not
+know. Here the layer's own call decides, as in the trainer, and what has no operator is refused.
+The cache keeps every key of every layer; SGLang's own cache for windows, which forgets, is turned off
+(`--disable-hybrid-swa-memory`).
+Source: sglang_flash_attention_forward, sglang/srt/models/transformers.py. Can go when the backend hands
+the arguments on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from onpolicy.models.attention import scores_of
+from sglang_patches import registry
+
+NAME = "sglang"
+"""What SGLang's transformers backend calls its attention function."""
+
+LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+def install() -> None:
+    registry.hook(LOAD_TARGET, _after_load, "after")
+
+
+def _after_load(result: Any, *_: Any, **__: Any) -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = attention_forward
+    return result
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_instances: dict[int, Any],
+    forward_batch: Any,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, H, T, D] in, [T, H * D_v] out; H are this rank's heads."""
+    scores, sinks = scores_of(module, query, attention_mask, **named)
+    layer = attention_instances[module.layer_idx]  # type: ignore[index]
+    layer.scaling, layer.logit_cap = scores.scale, scores.softcap or 0.0
+    layer.sliding_window_size = (scores.window or 0) - 1
+    extra = {} if sinks is None else {"sinks": _of_rank(sinks, query.shape[1])}
+    q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
+    return layer.forward(q, k, v, forward_batch=forward_batch, **extra), None
+
+
+def _of_rank(sinks: Tensor, heads: int) -> Tensor:
+    """SGLang leaves a parameter whole on every tensor-parallel rank."""
+    if len(sinks) == heads:
+        return sinks
+    from sglang.srt.distributed import get_tensor_model_parallel_rank
+
+    return sinks.split(heads)[get_tensor_model_parallel_rank()]

@@ -1,0 +1,73 @@
+"""Norms of many architectures are recognised by what they compute, and replaced by the same."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from onpolicy.models.align import align_modules, unaligned_modules
+from onpolicy.models.norms import NormKind, norm_kind
+from onpolicy.ops.cpu import CpuOperators
+
+SIZE = 40
+RMS = {
+    "Qwen3": (Qwen3RMSNorm(SIZE, 1e-3), NormKind(False, 1e-3, 0.0, False)),
+    "OLMo-2": (Olmo2RMSNorm(SIZE, 1e-3), NormKind(False, 1e-3, 0.0, True)),
+    "Gemma-2": (Gemma2RMSNorm(SIZE, 1e-3), NormKind(False, 1e-3, 1.0, True)),
+}
+CENTERED = {
+    "Cohere": (CohereLayerNorm(SIZE, 1e-3), NormKind(True, 1e-3)),
+    "OLMo": (OlmoLayerNorm(SIZE), NormKind(True, 1e-5)),
+    "PyTorch": (nn.LayerNorm(SIZE, 1e-3), NormKind(True, 1e-3)),
+    "PyTorch without bias": (nn.LayerNorm(SIZE, 1e-3, bias=False), NormKind(True, 1e-3)),
+}
+
+
+def with_weights(norm, dtype):
+    for seed, parameter in enumerate(norm.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+    return norm.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*RMS, *CENTERED])
+@torch.no_grad()
+def test_a_norm_is_replaced_by_the_same_formula(name, dtype):
+    norm, kind = (RMS | CENTERED)[name]
+    assert norm_kind(norm.bfloat16()) == norm_kind(norm.float()) == kind
+    x = torch.randn(9, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parent = nn.Sequential(with_weights(norm, dtype))
+    want = norm(x)
+    align_modules(parent, CpuOperators(1))
+    assert type(parent[0]).__name__ == ("AlignedRMSNorm" if name in RMS else "AlignedLayerNorm")
+    assert parent[0](x).dtype == dtype
+    if name in RMS:
+        assert torch.equal(parent[0](x), want)
+    else:  # PyTorch's own kernel takes its sums in another order
+        torch.testing.assert_close(parent[0](x), want)
+
+
+@pytest.mark.parametrize(
+    "norm", [NemotronLayerNorm1P(SIZE), Llama4TextL2Norm(), Qwen3NextRMSNormGated(SIZE),
+             nn.LayerNorm((2, SIZE)), nn.BatchNorm1d(SIZE)],
+    ids=lambda norm: type(norm).__name__,
+)  # fmt: skip
+def test_a_norm_that_computes_something_else_is_named(norm):
+    parent = nn.Sequential(norm)
+    assert norm_kind(norm) is None
+    assert unaligned_modules(parent) == [type(norm).__name__]
+    align_modules(parent, CpuOperators(1))
+    assert parent[0] is norm
+
+
+def test_a_module_with_parameters_that_no_one_knows_is_named():
+    linear, embedding = nn.Linear(4, 4), nn.Embedding(4, 4)
+    model = nn.Sequential(linear, embedding, nn.SiLU(), nn.Conv1d(4, 4, 3))
+    assert unaligned_modules(model) == ["Conv1d"]

@@ -1,0 +1,156 @@
+"""The table of architectures: `onpolicy verify` on a tiny random checkpoint of each, written down.
+
+Run by hand (`make architectures`, about half a minute a cell on two cores). Every cell is a command of
+its own on real engines, with a step and a push, and is written down as soon as it has ended; a second
+call goes on with the cells that are missing. The page in docs/ is rendered from what is written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import ALL_ARCHITECTURES, make_checkpoint
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
+PAGE = ROOT / "docs" / "architectures.md"
+
+TP = ("--sglang-tp-size", "2", "--temperature", "0.7", "--dtype", "float32")
+COLUMNS = {
+    "float32": ("--dtype", "float32", "--temperature", "0.7"),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "tensor-parallel 2": TP,
+    "Megatron": ("--train-backend", "megatron", "--dtype", "float32", "--temperature", "0.7"),
+}
+"""What each column adds to the command."""
+
+SIZE = ("--num-prompts", "6", "--max-new-tokens", "12")
+LIMIT = 300
+"""Seconds after which a cell has failed."""
+
+Cell = dict[str, Any]
+Results = dict[str, dict[str, Cell]]
+
+HEAD = """# Architectures
+
+Written by `make architectures` from [a record](../benchmarks/results/architectures.json); edit neither
+by hand. For every architecture a random checkpoint of two layers is made (`tests/support/tiny.py` has
+their sizes) and `onpolicy verify` runs on it: the real SGLang server and the real trainer on a CPU,
+prompts in chunks, cache hits, an optimizer step and a push. A cell says how many of the sampled tokens
+had another log-probability on the other side, and how many were compared. Temperature is 0.7, with
+bfloat16 it is 1. *Tensor-parallel 2* is a rollout on two ranks and a trainer on one, *Megatron* is
+`--train-backend megatron`, both in float32. *Refused*: the command ends with a sentence before it starts
+anything; those are below the table.
+
+The same architectures are tried without servers in seconds by
+`python -m pytest tests/onpolicy/models/test_architectures.py`. Whether your own checkpoint works, at its
+real size, is said by `onpolicy verify --hf-checkpoint DIR`.
+"""
+
+
+def read() -> Results:
+    """What is written down."""
+    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return results
+
+
+def run_cell(architecture: str, column: str) -> Cell:
+    """One command on real engines: how many tokens differ, or what it said."""
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        checkpoint, report = make_checkpoint(work / "model", architecture), work / "report.json"
+        command = [
+            *(sys.executable, "-m", "onpolicy.cli", "verify", "--hf-checkpoint", str(checkpoint)),
+            *("--json", str(report), "--run-dir", str(work / "run"), *SIZE, *COLUMNS[column]),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {LIMIT} seconds"}
+        last = (done.stderr.strip().splitlines() or ["says nothing"])[-1]
+        if done.returncode == 2:
+            return {"refused": last.removeprefix("ConfigError: ")}
+        if not report.exists():
+            return {"failed": last}
+        counts = json.loads(report.read_text())
+        cell = {name: counts[f"num_{name}_tokens"] for name in ("compared", "mismatched")}
+        return cell if done.returncode == 0 or cell["mismatched"] else {"failed": last}
+
+
+def write_down(architecture: str, column: str, cell: Cell) -> None:
+    """Add a cell to what is written down by now, and render the page."""
+    results = read()
+    results.setdefault(architecture, {})[column] = cell
+    text = json.dumps(results, indent=1, sort_keys=True)
+    for path, content in ((RESULTS, text + "\n"), (PAGE, page(results))):
+        temporary = path.with_suffix(".part")
+        temporary.write_text(content)
+        temporary.replace(path)
+
+
+def page(results: Results) -> str:
+    """The Markdown page."""
+    table = [
+        f"| architecture | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * len(COLUMNS)}",
+        *(_row(name, results.get(name, {})) for name in ALL_ARCHITECTURES),
+    ]
+    reasons = list(_reasons(results))
+    refusals = ["", "What is said of those that are refused:", "", *reasons] if reasons else []
+    return "\n".join([HEAD, *table, *refusals, ""])
+
+
+def _row(architecture: str, cells: dict[str, Cell]) -> str:
+    return f"| {_name(architecture)} | {' | '.join(_shown(cells.get(c)) for c in COLUMNS)} |"
+
+
+def _name(architecture: str) -> str:
+    return (
+        f"{ALL_ARCHITECTURES[architecture][0].__name__.removesuffix('Config')} (`{architecture}`)"
+    )
+
+
+def _shown(cell: Cell | None) -> str:
+    if cell is None:
+        return "not run"
+    if "compared" in cell:
+        count = f"{cell['mismatched']} of {cell['compared']}"
+        return f"**{count}**" if cell["mismatched"] else count
+    return "refused" if "refused" in cell else "**fails**"
+
+
+def _reasons(results: Results) -> Iterator[str]:
+    for architecture in ALL_ARCHITECTURES:
+        said: dict[str, list[str]] = {}
+        for column in COLUMNS:
+            cell = results.get(architecture, {}).get(column, {})
+            if text := cell.get("refused") or cell.get("failed"):
+                said.setdefault(text, []).append(column)
+        for text, columns in said.items():
+            yield f"- {_name(architecture)}, {', '.join(columns)}: {text}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(ALL_ARCHITECTURES), help="names, with commas")
+    parser.add_argument("--columns", default=",".join(COLUMNS), help="names, with commas")
+    parser.add_argument("--again", action="store_true", help="also cells that are written down")
+    arguments = parser.parse_args()
+    for architecture in arguments.only.split(","):
+        for column in arguments.columns.split(","):
+            if arguments.again or column not in read().get(architecture, {}):
+                cell = run_cell(architecture, column)
+                write_down(architecture, column, cell)
+                print(f"{architecture}, {column}: {cell}", flush=True)
+    PAGE.write_text(page(read()))
+
+
+if __name__ == "__main__":
+    main()

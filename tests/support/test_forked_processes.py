@@ -1,0 +1,80 @@
+"""A forked process is, to itself and to the one that asked for it, as one that was started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.support.forked_processes import forked_processes
+from tests.support.train_runs import wait_for
+
+LOOKS = """
+import json, os, sys, threading
+import onpolicy.run.loop, torch
+seen = dict(
+    arguments=sys.argv, path=sys.path, name=__name__, directory=os.getcwd(), parent=os.getppid(),
+    leads=os.getsid(0) == os.getpid(), environment=dict(os.environ), input=sys.stdin.read(),
+    threads=torch.get_num_threads(),
+    handles=sorted(os.listdir("/proc/self/fd"))[:3], started=threading.active_count(),
+)
+print(json.dumps(seen))
+print("to standard error", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "looks.py").write_text(LOOKS)
+    return tmp_path / "looks.py"
+
+
+def test_it_sees_what_a_started_one_sees(script):
+    changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    seen = []
+    for is_forked in (True, False):
+        with forked_processes(is_forked):
+            done = subprocess.run(
+                [sys.executable, str(script), "a", "b c"],
+                input="text",
+                capture_output=True,
+                text=True,
+                cwd=script.parent,
+                env={**os.environ, **changes},
+                start_new_session=True,
+            )
+        assert (done.returncode, done.stderr) == (3, "to standard error\n")
+        seen.append(json.loads(done.stdout))
+    assert seen[0] == seen[1]
+    assert seen[0]["parent"] == os.getpid() and seen[0]["leads"]
+
+
+SLEEPS = """
+import subprocess, sys, time
+{grandchild}
+print("ready", flush=True)
+time.sleep(1000)
+"""
+STARTS = "subprocess.Popen([sys.executable, '-u', __file__.replace('parent', 'child')])"
+
+
+def test_it_starts_others_and_ends_by_signals_as_a_process_does(tmp_path):
+    (tmp_path / "parent.py").write_text(SLEEPS.format(grandchild=STARTS))
+    (tmp_path / "child.py").write_text(SLEEPS.format(grandchild=""))
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    with forked_processes():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    (child,) = (
+        p for p in psutil.Process(process.pid).children() if "child.py" in " ".join(p.cmdline())
+    )
+    below = psutil.Process(process.pid).children(recursive=True)
+    child.kill()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
+    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in below), 10)
+    assert process.stdout.read() == ""  # nobody holds its output open
