@@ -68,7 +68,7 @@ def _scores(
     scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * (
         scale * 1.4426950408889634
     )
-    if SOFTCAP:
+    if SOFTCAP > 0:
         scores = capped(scores, SOFTCAP)
     return scores
 
@@ -80,7 +80,7 @@ def _probabilities(scores: tl.tensor, visible: tl.tensor, lse: tl.tensor) -> tl.
 
 @triton.jit
 def _through_cap(grad_scores: tl.tensor, scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    if SOFTCAP:
+    if SOFTCAP > 0:
         ratio = scores * (1.0 / (SOFTCAP * 1.4426950408889634))
         grad_scores = grad_scores * (1.0 - ratio * ratio)
     return grad_scores
