@@ -131,6 +131,9 @@ class Operators(ABC):
     column_tile: int | None = None
     """Output columns that one GEMM computes, if `linear` always cuts them so; None if it does not."""
 
+    logits_per_chunk: int = 1 << 26
+    """256 MiB of float32, which a CPU's memory bears."""
+
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`: [..., K], [N, K], [N] -> [..., N], in the dtype of `x`."""
@@ -152,9 +155,20 @@ class Operators(ABC):
         """
         return list(torch.autograd.grad(out, (x, *head), grad))
 
+<<<<<<< HEAD
     def rows_per_chunk(self, vocab_size: int) -> int:
         """Tokens whose logits are alive at a time in training; decides no bit of a log-probability."""
         return rows_per_chunk(vocab_size, self.logits_per_chunk)
+=======
+    @classmethod
+    def rows_per_chunk(cls, vocab_size: int) -> int:
+        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability.
+
+        Every chunk reads the head twice and adds to its gradient, so few rows would cost more than
+        their sums. A multiple of 64, so that GEMMs have full tiles.
+        """
+        return max(64, cls.logits_per_chunk // vocab_size // 64 * 64)
+>>>>>>> main
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""

@@ -117,7 +117,11 @@ def test_a_chunk_on_a_gpu_has_full_tiles_and_enough_rows_for_its_gemms():
     assert [OPERATORS.rows_per_chunk(v) for v in (151936, 32000, 137, 1 << 22)] == [
         832, 4160, 979648, 32,
     ]  # fmt: skip
+<<<<<<< HEAD
     assert CpuOperators().rows_per_chunk(151936) == 384
+=======
+    assert CpuOperators.rows_per_chunk(151936) == 384
+>>>>>>> main
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
