@@ -115,18 +115,8 @@ class Scores:
     """Bound of the scores' absolute value, greater than 0; None: they are not capped."""
 
 
-def rows_per_chunk(vocab_size: int, logits: int) -> int:
-    """Rows of so many logits; many of them are a multiple of 64, for the sake of GEMM's tiles."""
-    rows = max(16, logits // vocab_size)
-    return rows - rows % 64 if rows > 64 else rows
-
-
 class Operators(ABC):
     """The operators whose bits the two engines share. T: packed tokens, H: heads, D: head dim."""
-
-    logits_per_chunk = 1 << 26
-    """Logits alive at a time in training (256 MiB of float32). Every chunk reads the weight twice and
-    adds to its gradient, so few rows would cost more than their sums."""
 
     column_tile: int | None = None
     """Output columns that one GEMM computes, if `linear` always cuts them so; None if it does not."""
@@ -155,11 +145,6 @@ class Operators(ABC):
         """
         return list(torch.autograd.grad(out, (x, *head), grad))
 
-<<<<<<< HEAD
-    def rows_per_chunk(self, vocab_size: int) -> int:
-        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability."""
-        return rows_per_chunk(vocab_size, self.logits_per_chunk)
-=======
     @classmethod
     def rows_per_chunk(cls, vocab_size: int) -> int:
         """Tokens whose logits are alive at a time in training; decides no bit of a log-probability.
@@ -168,7 +153,6 @@ class Operators(ABC):
         their sums. A multiple of 64, so that GEMMs have full tiles.
         """
         return max(64, cls.logits_per_chunk // vocab_size // 64 * 64)
->>>>>>> main
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""

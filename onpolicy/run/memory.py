@@ -17,11 +17,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
-<<<<<<< HEAD
-from onpolicy.ops.base import Operators, rows_per_chunk
-=======
 from onpolicy.ops import Operators
->>>>>>> main
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.placement import token_bytes
 from onpolicy.system.memory import free_memory
@@ -138,11 +134,7 @@ def trainer_memory(
             "reference": reference,
             "gathered layers": gathered,
             "activations": _activations(config, size, batch, itemsize),
-<<<<<<< HEAD
-            "logits": _logits(size, rows_per_chunk(size.vocab, Operators.logits_per_chunk)),
-=======
             "logits": _logits(size, Operators.rows_per_chunk(size.vocab)),
->>>>>>> main
             "libraries": LIBRARIES,
         },
         ranks,
