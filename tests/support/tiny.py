@@ -147,7 +147,10 @@ MORE_ARCHITECTURES = {
     ),
     "ernie4.5-moe": (
         Ernie4_5_MoeConfig,
-        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 72, "moe_num_shared_experts": 1},
+        {
+            "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 72,
+            "moe_num_shared_experts": 1, "tie_word_embeddings": False,
+        },
     ),
     "hunyuan-moe": (
         HunYuanMoEV1Config,

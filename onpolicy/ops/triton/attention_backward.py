@@ -250,7 +250,8 @@ def attention_backward(
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
     group, widest = heads // kv_heads, max(dim_block(dim), dim_block(value_dim))
     # Nothing has to match these sums, so tiles are simply as large as fit.
-    size = 64 if q.dtype != torch.float32 and widest <= 128 else 32 if widest <= 128 else 16
+    pipelined = q.dtype != torch.float32 and widest <= 128
+    size = 64 if pipelined else 32 if widest <= 128 else 16
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     delta, grad_q = torch.empty_like(lse), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_k, grad_v = (x.new_zeros(x.shape) for x in (k, v))
@@ -265,8 +266,8 @@ def attention_backward(
         "VALUE_BLOCK": dim_block(value_dim),
         "WINDOW": scores.window or 0,
         "SOFTCAP": scores.softcap or 0.0,
-        "num_warps": 4,
-        "num_stages": 1,
+        "num_warps": 8 if pipelined else 4,
+        "num_stages": 2 if pipelined else 1,
         **UNFUSED,
     }
     scale = scores.scale

@@ -61,6 +61,7 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
             "shared": kernel.metadata.shared,
             "instructions": sorted({"x".join(m) for m in MMA.findall(kernel.asm["ptx"])}),
             "fused": kernel.metadata.enable_fp_fusion,
+            "copies_ahead": "cp.async." in kernel.asm["ptx"],
         }
         return kernel
 
