@@ -28,7 +28,7 @@ def _after_replacement(result: Any, model: Any, *_: Any, **__: Any) -> Any:
         return result
     unscaled: Any = type(embedding).__mro__[1]
 
-    class ScaledEmbedding(unscaled):  # type: ignore[misc]
+    class ScaledEmbedding(unscaled):
         def forward(self, input_: torch.Tensor) -> torch.Tensor:
             return scaled(super().forward(input_), self.embed_scale)
 

@@ -6,8 +6,8 @@ styles of transformers' tensor-parallel plans, and dies of one even on one rank;
 mean. Where all ranks have computed all heads (a norm over all of them, one projection for q, k and v),
 each attends with its own.
 Source: sglang/srt/layers/quantization/unquant.py, sglang/srt/layers/linear.py,
-sglang/srt/layers/radix_attention.py, and _normalize_tp_style in sglang/srt/models/transformers.py. Can go
-when SGLang lets a platform choose its GEMM and its reduction, and knows these styles.
+sglang/srt/layers/radix_attention.py, and _normalize_tp_style in sglang/srt/models/transformers.py. Can
+go when SGLang lets a platform choose its GEMM and its reduction, and knows these styles.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from sglang_patches import (
     routed_experts,
     sampler,
     shared_names,
+    sinks,
     status,
     versions,
     weights,
@@ -57,6 +58,7 @@ def load() -> None:
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         layer_attention.install()
+        sinks.install(contract)
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)

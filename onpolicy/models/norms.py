@@ -146,5 +146,5 @@ def _layer_norm_of_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
 ) -> Tensor:
     """The same on paper, summed in another order."""
-    parameters = [None if p is None else p.float() for p in (weight, bias)]
-    return F.layer_norm(x.float(), x.shape[-1:], *parameters, eps=kind.eps).to(x.dtype)
+    weight, bias = (None if p is None else p.float() for p in (weight, bias))
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, kind.eps).to(x.dtype)

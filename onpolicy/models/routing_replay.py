@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from onpolicy.models.attention import ATTENTION_NAME
+from onpolicy.models.by_operators import watch_choices
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.experts import AlignedExperts, expert_sizes, experts_of, watch_choices
+from onpolicy.models.experts import AlignedExperts, expert_sizes, experts_of
 
 OWN_CHOICE = -1
 """Stands where the rollout's experts are not known: the trainer's own are taken."""

@@ -135,7 +135,7 @@ def trainer_memory(
             "reference": reference,
             "gathered layers": gathered,
             "activations": _activations(config, size, batch, itemsize),
-            "logits": _logits(size, Operators.rows_per_chunk(size.vocab)),
+            "logits": _logits(size, min(batch, Operators.rows_per_chunk(size.vocab))),
             "libraries": LIBRARIES,
         },
         ranks,
