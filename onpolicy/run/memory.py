@@ -1,6 +1,7 @@
 """What the processes of a command will hold in memory, as plain sums, before any of them starts.
 
-Upper bounds of what is large at the same time, in bytes; `train`, `verify` and `bench` share them.
+What is large at the same time, in bytes; `train`, `verify` and `bench` share the sums. Beside measured
+peaks: benchmarks/README.md.
 What other programs of the host take is none of it: that is subtracted from what is free.
 """
 
