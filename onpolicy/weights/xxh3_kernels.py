@@ -66,7 +66,7 @@ def add_up_blocks(words: Tensor, secret: Tensor) -> Tensor:
     sums = words.new_empty(num_blocks, 8)
     with torch.cuda.device_of(words):
         _block_sums_kernel[(triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM),)](
-            words, secret, sums, num_blocks, BLOCKS=BLOCKS_PER_PROGRAM
+            words, secret, sums, num_blocks, BLOCKS=BLOCKS_PER_PROGRAM, enable_fp_fusion=False
         )
     return sums
 
@@ -80,6 +80,13 @@ def chain_blocks(sums: list[Tensor], secrets: Tensor, start: Tensor) -> Tensor:
     out = start.new_empty(len(sums), 8)
     with torch.cuda.device_of(start):
         _chain_kernel[(len(sums),)](
-            torch.cat(sums), counts, secrets, start, out, AHEAD=AHEAD, num_warps=1
+            torch.cat(sums),
+            counts,
+            secrets,
+            start,
+            out,
+            AHEAD=AHEAD,
+            num_warps=1,
+            enable_fp_fusion=False,
         )
     return out
