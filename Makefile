@@ -60,8 +60,7 @@ lint: setup
 	$(BIN)/mypy
 
 gpu-test:
-	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu \
-	  --gpu-json benchmarks/results/gpu_test.json $(GPU_TEST_ARGS)
+	$(GPU_PYTHON) -m tests.gpu.run --json benchmarks/results/gpu_test.json $(GPU_TEST_ARGS)
 
 gpu-bench:
 	$(GPU_PYTHON) -m benchmarks.gpu_ops --json benchmarks/results/gpu_ops.json $(GPU_BENCH_ARGS)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-SECONDS = 0.5
+SECONDS = 2.0
 MIB = 1 << 20
 
 
@@ -32,7 +32,9 @@ def kib(pid: int, file: str, key: str) -> int:
 def label(process: psutil.Process) -> str:
     try:
         words = process.cmdline()
-        return " ".join(Path(word).name if word.startswith("/") else word for word in words)[:90]
+        return " ".join(Path(word).name if word.startswith("/") else word for word in words)[
+            :90
+        ].strip()
     except psutil.Error:
         return ""
 

@@ -27,6 +27,11 @@ def install(operators: Operators) -> None:
     registry.note(f"attention backend {ATTENTION_BACKEND}")
 
 
+def layer_scores(layer: Any) -> Scores:
+    """What a RadixAttention says of its scores; its window counts the keys before the query's own."""
+    return Scores(layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None)
+
+
 def _backend_class() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -76,9 +81,7 @@ def _backend_class() -> type:
                 self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, None],
                 self.token_to_kv_pool.get_value_buffer(layer.layer_id)[:, None],
                 self.layout,
-                Scores(
-                    layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None
-                ),
+                layer_scores(layer),
                 sinks,
             )
             return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)

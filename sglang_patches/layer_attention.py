@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from onpolicy.models.attention import scores_of
 from sglang_patches import registry
+from sglang_patches.tensor_parallel import own_part
 
 NAME = "sglang"
 """What SGLang's transformers backend calls its attention function."""
@@ -47,20 +48,12 @@ def attention_forward(
     forward_batch: Any,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [T, H * D_v] out; H are this rank's heads."""
+    """transformers' attention interface: [1, H, T, D] in, [T, H * D_v] of this rank's heads out."""
     scores, sinks = scores_of(module, query, attention_mask, **named)
     layer = attention_instances[module.layer_idx]  # type: ignore[index]
     layer.scaling, layer.logit_cap = scores.scale, scores.softcap or 0.0
     layer.sliding_window_size = (scores.window or 0) - 1
-    extra = {} if sinks is None else {"sinks": _of_rank(sinks, query.shape[1])}
+    # SGLang leaves a parameter whole on every tensor-parallel rank.
+    extra = {} if sinks is None else {"sinks": own_part(sinks, layer.tp_q_head_num)}
     q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     return layer.forward(q, k, v, forward_batch=forward_batch, **extra), None
-
-
-def _of_rank(sinks: Tensor, heads: int) -> Tensor:
-    """SGLang leaves a parameter whole on every tensor-parallel rank."""
-    if len(sinks) == heads:
-        return sinks
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
-
-    return sinks.split(heads)[get_tensor_model_parallel_rank()]

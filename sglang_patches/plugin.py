@@ -30,6 +30,7 @@ from sglang_patches import (
     routed_experts,
     sampler,
     shared_names,
+    sinks,
     status,
     versions,
     weights,
@@ -58,7 +59,11 @@ def load() -> None:
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         layer_attention.install()
+<<<<<<< HEAD
         configurations.install()
+=======
+        sinks.install(contract)
+>>>>>>> main
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)

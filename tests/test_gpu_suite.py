@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,13 @@ from benchmarks.gpu_ops import attention, cases, linears, models, report, rowwis
 from benchmarks.gpu_ops.cases import Case, Goal
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.hopper import HopperOperators, flash_attention, gemm
+from onpolicy.ops.machine import Machine
+from onpolicy.ops.triton import TritonOperators
+from tests.gpu import backends, run
+from tests.gpu.setting import GPU
 from tests.gpu.tally import Tally
+from tests.support.gpu import launches
 from tests.support.gpu.machine import write_json
 from tests.support.gpu.operators import make_gpu_operators
 from tests.support.gpu.paged_attention import PagedBatch, paged_attention_of
@@ -127,6 +134,84 @@ def test_a_tally_sees_one_bit(got):
     assert (tally.cases, tally.mismatched_cases, tally.mismatched_values) == (2, 1, 1)
     with pytest.raises(AssertionError, match="1 of 2 cases differ: other"):
         tally.require_none()
+
+
+def test_a_mismatch_names_its_first_row_and_column_and_the_kernel():
+    want = torch.zeros(3, 4, 5)
+    got = want.clone()
+    got[1, 2, 3] = got[2, 0, 1] = 1
+    tally = Tally()
+    tally.equal(got, want, "attention")
+    tally.close(got, want.double(), 0.5, "accuracy")
+    place = "first: row 1, 2 (of 2 such rows), column 3 (of 1, the last 3): 1.0, not 0.0"
+    assert all(place in text for text in tally.first)
+
+
+def test_the_tile_of_a_launched_kernel_is_remembered(monkeypatch):
+    monkeypatch.setattr(launches, "_last", deque(maxlen=2))
+
+    class Kernel:
+        __name__ = "_linear_kernel"
+
+        def run(self, *args, **options):
+            return len(args)
+
+    Kernel.run = launches._watched(Kernel.run)
+    for rows in (16, 64, 16):
+        assert Kernel().run("x", ROWS=rows, num_warps=4, HAS_BIAS=False, grid=(1,), scale=0.5) == 1
+    first = "_linear_kernel ROWS=16 num_warps=4 HAS_BIAS=False"
+    assert launches.last_launches() == f"{first}; _linear_kernel ROWS=64 num_warps=4 HAS_BIAS=False"
+
+
+PROCESS = """
+import json, os, signal, sys
+name, part = sys.argv[1].removesuffix(".py").rpartition("/")[2], sys.argv[3]
+print("in", name, sys.argv[4:])
+test = {"outcome": "failed" if name == "test_rows" else "passed", "seconds": 1.0, "reason": "bits"}
+json.dump({"tests": {f"{name}::test": test}}, open(part, "w"))
+if name == "test_gemm":
+    os.kill(os.getpid(), signal.SIGSEGV)
+sys.exit({"test_rows": 1, "test_server": 5}.get(name, 0))
+"""
+"""Stands for pytest with one file of the suite."""
+
+
+def test_a_file_that_dies_takes_no_other_along_and_the_page_says_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "PYTEST", (sys.executable, "-c", PROCESS))
+    assert run.main(["--json", str(tmp_path / "gpu_test.json"), "--gpu-models", "Qwen3-4B"]) == 1
+    record = json.loads((tmp_path / "gpu_test.json").read_text())
+    assert record["outcomes"] == {"crashed": 1, "failed": 1, "passed": len(run.FILES) - 1}
+    page = (tmp_path / "gpu_test.md").read_text()
+    assert page in capsys.readouterr().out
+    assert "`tests/gpu/test_gemm.py`: its process ended with status -11" in page
+    assert "`test_rows::test`: bits" in page and "What to send back" in page
+    log = (tmp_path / "gpu_test" / "test_attention.log").read_text()
+    assert "in test_attention ['--gpu-models', 'Qwen3-4B']" in log
+
+
+def test_every_file_of_the_suite_is_run():
+    assert {*run.FILES} == {file.stem for file in (ROOT / "tests/gpu").glob("test_*.py")}
+
+
+def test_halves_of_hopper_are_tried_apart(monkeypatch):
+    """On a machine that has DeepGEMM without FlashAttention-3."""
+    facts = {"capability": (9, 0), "cuda_toolkit": "/usr/local/cuda"}
+    machine = Machine(packages={"triton": "3.6.0", "deep_gemm": "0.1.5"}, **facts)
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda: machine))
+    assert backends.obstacle("hopper", "test_gemm") is None
+    for file in ("test_attention", "test_rows"):
+        assert "sgl_kernel is missing" in backends.obstacle("hopper", file)
+    monkeypatch.setattr(gemm, "library", lambda: None)
+    operators = backends.make_for("hopper", "test_gemm", GPU)
+    assert type(operators).attention is TritonOperators.attention
+    assert type(operators).linear is HopperOperators.linear
+    machine = Machine(packages={"triton": "3.6.0", "sgl_kernel": "0.4.5"}, **facts)
+    assert backends.obstacle("hopper", "test_attention") is None
+    assert "deep_gemm is missing" in backends.obstacle("hopper", "test_gemm")
+    monkeypatch.setattr(flash_attention, "library", lambda: None)
+    operators = backends.make_for("hopper", "test_attention", GPU)
+    assert type(operators).attention is HopperOperators.attention
+    assert type(operators).linear is TritonOperators.linear
 
 
 def test_a_tally_takes_another_dtype_or_shape_for_a_mismatch():

@@ -22,7 +22,7 @@ DECIDE_NO_RESULT = frozenset({
     "cpu_threads", "rollout_num_engines", "rollout_server_url", "rollout_api_key", "rollout_host",
     "rollout_base_port", "rollout_max_concurrency", "rollout_request_timeout",
     "rollout_start_timeout", "rollout_health_timeout", "rollout_max_restarts", "weight_sync",
-    "update_weight_buffer_size", "colocate",
+    "update_weight_buffer_size", "colocate", "moe_activation_checkpointing",
 })  # fmt: skip
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
 

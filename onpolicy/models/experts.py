@@ -16,19 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
-from onpolicy.errors import ContractError
+from onpolicy.models.by_operators import ByOperators
 from onpolicy.ops.base import Operators
-from onpolicy.ops.experts import gated_halves, mix_experts
+from onpolicy.ops.experts import Gate, gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel
-
-Choice = Callable[[Tensor, int], Tensor]
-"""(what a router chose, int64 [..., k], out of how many) -> what it is to choose."""
 
 
 class AlignedExperts(nn.Module):
@@ -48,33 +43,39 @@ class AlignedExperts(nn.Module):
             self.register_parameter(name, parameter)
             delattr(experts, name)
         self.is_transposed = experts.is_transposed
-        self.own_gate = None if _has_default_gate(experts) else experts._apply_gate
-        self.act_fn = None if self.own_gate else experts.act_fn
+        self.own_gate: Gate | None = None if _has_default_gate(experts) else experts._apply_gate
+        self.act_fn: Any = getattr(experts, "act_fn", None)
         self.operators, self.row_parallel = operators, row_parallel
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], int64 [T, k], [T, k] -> [T, H]."""
-        gate_up, down = (
-            p.transpose(1, 2) if self.is_transposed else p
-            for p in (self.gate_up_proj, self.down_proj)
-        )
         return mix_experts(
             self.operators,
             hidden_states,
             top_k_index,
             top_k_weights,
-            gate_up,
-            down,
-            self._gate_by_operators if self.own_gate else gated_halves(self.operators, self.act_fn),
+            self._weight(self.gate_up_proj),
+            self._weight(self.down_proj),
+            self._gate(),
             self.row_parallel,
             gate_up_bias=getattr(self, "gate_up_proj_bias", None),
             down_bias=getattr(self, "down_proj_bias", None),
         )
 
-    def _gate_by_operators(self, gate_up: Tensor) -> Tensor:
-        with torch._C._EnableTorchFunction(), _ByOperators(self.operators, None):
-            gated: Tensor = self.own_gate(gate_up)
-            return gated
+    def _weight(self, parameter: Tensor) -> Tensor:
+        """[E, out, in], the same in memory too whether or not the engine keeps it transposed."""
+        return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
+
+    def _gate(self) -> Gate:
+        if self.own_gate is None:
+            return gated_halves(self.operators, self.act_fn)
+        own_gate = self.own_gate
+
+        def by_operators(gate_up: Tensor) -> Tensor:
+            with torch._C._EnableTorchFunction(), ByOperators(self.operators, None):
+                return own_gate(gate_up)
+
+        return by_operators
 
 
 def has_usual_experts(module: Any) -> bool:
@@ -114,15 +115,20 @@ def unusual_experts(model: nn.Module) -> list[str]:
 
 def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
     """Distinct (experts E, intermediate I, hidden H, chosen per token k) of the model's layers."""
-    chosen = getattr(model.config, "num_experts_per_tok", None)
+    chosen: Any = getattr(model.config, "num_experts_per_tok", None)
     k = max(chosen) if isinstance(chosen, list) else chosen
-    return {(*expert_sizes(m), k) for m in model.modules() if has_usual_experts(m)}
+    return {(*expert_sizes(experts), k) for experts in experts_of(model)}
 
 
 def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
     """(out features, in features, has bias) of routers that call `F.linear` themselves."""
     routers: list[Any] = [router for block in expert_blocks(model) for router in routers_of(block)]
     return {(*r.weight.shape, getattr(r, "bias", None) is not None) for r in routers}
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that `AlignedExperts` takes the place of, layer after layer."""
+    return [module for module in model.modules() if has_usual_experts(module)]
 
 
 def expert_blocks(model: nn.Module) -> list[nn.Module]:
@@ -140,7 +146,7 @@ def route_by_operators(block: Any, operators: Operators) -> None:
     forward = block.forward
 
     def routed(*args: Any, **kwargs: Any) -> Any:
-        with _ByOperators(block.operators, block.replayed_choice):
+        with ByOperators(block.operators, block.replayed_choice):
             return forward(*args, **kwargs)
 
     block.operators = operators
@@ -162,75 +168,3 @@ def _outside(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     return undisturbed
-
-
-class _ByOperators(TorchFunctionMode):
-    """While it is entered, functions of PyTorch's that routers call are the operators'.
-
-    `choice` may put other experts in place of the router's own (see `models/routing_replay.py`).
-    """
-
-    def __init__(self, operators: Operators, choice: Choice | None):
-        super().__init__()
-        self.operators, self.choice = operators, choice
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in _TOPK:
-            return self._topk(*args, **kwargs)
-        if function in _ANSWERS:
-            return _ANSWERS[function](self.operators, *args, **kwargs)
-        if function in _ELEMENTWISE:
-            x, *rest = args
-            return self.operators.elementwise(lambda x: function(x, *rest, **kwargs), x)
-        return function(*args, **kwargs)
-
-    def _topk(
-        self, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """In order in any case; a model that does not ask for it does not mind."""
-        _require_last("topk", input, dim)
-        assert largest, "no router chooses the experts that it likes least"
-        values, indices = self.operators.topk(input.reshape(-1, input.shape[-1]), k)
-        values, indices = values.view(*input.shape[:-1], k), indices.view(*input.shape[:-1], k)
-        if self.choice is not None:
-            indices = self.choice(indices, input.shape[-1])
-            values = input.gather(-1, indices)
-        return torch.return_types.topk((values, indices))
-
-
-def _linear(
-    operators: Operators, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    return operators.linear(input, weight, bias)
-
-
-def _softmax(
-    operators: Operators,
-    input: Tensor,
-    dim: int,
-    *,
-    dtype: torch.dtype | None = None,
-    _stacklevel: int = 0,
-) -> Tensor:
-    _require_last("softmax", input, dim)
-    return operators.softmax(input).to(dtype or input.dtype)
-
-
-def _require_last(name: str, input: Tensor, dim: int) -> None:
-    if dim not in (-1, input.dim() - 1):
-        raise ContractError(
-            f"operator={name}, dim={dim}, shape={tuple(input.shape)}: a router works along another "
-            "axis than the last, for which there is no aligned operator. Run without "
-            "--true-on-policy-mode."
-        )
-
-
-_ANSWERS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax),
-}
-_TOPK = {torch.topk, Tensor.topk}
-_ELEMENTWISE = {F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid}

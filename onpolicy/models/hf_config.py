@@ -80,7 +80,7 @@ def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedCo
         raise ConfigError(
             f"{flag}={path}: architecture={architecture} is made of several models "
             f"({', '.join(config.sub_configs)}), and onpolicy trains causal language models. Choose a "
-            "checkpoint of a language model alone (*ForCausalLM), such as the one this was built on."
+            "checkpoint of a language model alone (*ForCausalLM)."
         )
     for name in SIZES:
         size = getattr(config, name, None)

@@ -14,8 +14,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from onpolicy.models.experts import AlignedExperts
+from onpolicy.models.attention import ATTENTION_NAME
+from onpolicy.models.by_operators import watch_choices
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.experts import AlignedExperts, expert_sizes, experts_of
 
 OWN_CHOICE = -1
 """Stands where the rollout's experts are not known: the trainer's own are taken."""
@@ -60,3 +64,30 @@ def replay_routing(model: nn.Module, replay: RoutingReplay | None) -> None:
             layer = int(re.findall(r"layers\.(\d+)", name)[-1])
             choice = replay and partial(replay.choose, layer, len(experts.gate_up_proj))
             block.replayed_choice = choice
+
+
+def can_be_replayed(config: PretrainedConfig, trust_remote_code: bool = False) -> bool:
+    """Whether every router of the model chooses by one top-k over all experts of its layer.
+
+    The model's own code is run on the meta device, where a router that cannot run there counts as one
+    that does not.
+    """
+    model = empty_causal_lm(
+        config,
+        trust_remote_code,
+        attn_implementation=ATTENTION_NAME,
+        experts_implementation="batched_mm",
+    )
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    try:
+        with watch_choices() as candidates:
+            model.eval().to("meta").base_model(
+                input_ids=tokens,
+                position_ids=tokens,
+                use_cache=False,
+                attention_function=lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[2]),
+            )
+    except Exception:  # whatever a model's own code raises
+        return False
+    wanted = [expert_sizes(experts)[0] for experts in experts_of(model)]
+    return [n for n in candidates if n in wanted] == wanted

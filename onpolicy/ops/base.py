@@ -9,7 +9,7 @@ log-probability the same in a batch of decoding requests and in a packed trainin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,9 @@ class Operators(ABC):
     column_tile: int | None = None
     """Output columns that one GEMM computes, if `linear` always cuts them so; None if it does not."""
 
+    logits_per_chunk: int = 1 << 26
+    """256 MiB of float32, which a CPU's memory bears."""
+
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`: [..., K], [N, K], [N] -> [..., N], in the dtype of `x`."""
@@ -131,6 +134,25 @@ class Operators(ABC):
 
         The part of a longer sum over K; see `row_parallel_linear`.
         """
+
+    def linear_gradients(
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
+    ) -> list[Tensor]:
+        """Gradients of `out = linear(x, *head)`, of which those of the head are added up over calls.
+
+        x: [M, K]; head: weight [N, K] and perhaps bias [N]; grad: [M, N] -> as x, as each of the head,
+        where an implementation may leave the latter in float32.
+        """
+        return list(torch.autograd.grad(out, (x, *head), grad))
+
+    @classmethod
+    def rows_per_chunk(cls, vocab_size: int) -> int:
+        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability.
+
+        Every chunk reads the head twice and adds to its gradient, so few rows would cost more than
+        their sums. A multiple of 64, so that GEMMs have full tiles.
+        """
+        return max(64, cls.logits_per_chunk // vocab_size // 64 * 64)
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""

@@ -11,13 +11,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from onpolicy.ops.base import Operators
 from onpolicy.ops.vocab_parallel import VocabParallel
 
-LOGITS_PER_CHUNK = 1 << 26
-"""Logits alive at a time (256 MiB of float32); rows do not depend on where the chunks are cut. Every
-chunk reads the weight twice and adds to its gradient, so few rows would cost more than their sums."""
-
-WHOLE_ROWS = 64
-"""Chunks are of a multiple of so many rows, if they are of more, for the sake of GEMM's tiles."""
-
 
 def token_log_probs(
     operators: Operators,
@@ -47,14 +40,8 @@ def token_log_probs(
     return result
 
 
-def rows_per_chunk(vocab_size: int) -> int:
-    """How many tokens' logits are alive at a time."""
-    rows = max(16, LOGITS_PER_CHUNK // vocab_size)
-    return rows - rows % WHOLE_ROWS if rows > WHOLE_ROWS else rows
-
-
-def _chunks(hidden: Tensor, vocabulary: VocabParallel) -> list[slice]:
-    rows = rows_per_chunk(vocabulary.size)
+def _chunks(operators: Operators, hidden: Tensor, vocabulary: VocabParallel) -> list[slice]:
+    rows = operators.rows_per_chunk(vocabulary.size)
     return [slice(r, r + rows) for r in range(0, hidden.shape[0], rows)]
 
 
@@ -73,7 +60,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(log_probs)
-        for rows in _chunks(hidden, vocabulary):
+        for rows in _chunks(operators, hidden, vocabulary):
             logits = vocabulary.gather(finish(operators.linear(hidden[rows], weight, bias)))
             log_probs[rows], entropy[rows] = operators.gather_log_probs(
                 logits, temperature[rows, None], targets[rows]
@@ -93,16 +80,19 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         head = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
         grad_head = [torch.zeros_like(t, dtype=torch.float32) for t in head]
-        for rows in _chunks(hidden, vocabulary):
+        for rows in _chunks(operators, hidden, vocabulary):
             part = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
-                mine = ctx.finish(operators.linear(part, *head))  # type: ignore[attr-defined]
+                product = operators.linear(part, *head)
+                mine = ctx.finish(product)  # type: ignore[attr-defined]
             logits = vocabulary.gather(mine.detach())
             grad_logits = operators.grad_logits(
                 logits, temperature[rows, None], targets[rows], grad[rows]
             )
             grad_logits = vocabulary.take(grad_logits, weight.shape[0])
-            grad_hidden[rows], *grads = torch.autograd.grad(mine, (part, *head), grad_logits)
+            if mine is not product:
+                (grad_logits,) = torch.autograd.grad(mine, product, grad_logits)
+            grad_hidden[rows], *grads = operators.linear_gradients(product, part, head, grad_logits)
             for total, of_chunk in zip(grad_head, grads, strict=True):
                 total += of_chunk
         grad_weight, *grad_bias = (total.to(weight.dtype) for total in grad_head)

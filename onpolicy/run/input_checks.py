@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import has_experts, load_config
+from onpolicy.models.routing_replay import can_be_replayed
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.run.contracts import contract_for
@@ -22,10 +23,18 @@ def check_layout(config: TrainConfig) -> None:
 
 def require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError if the rollout's choices of experts are to be taken where none are made."""
-    if config.fallback.use_rollout_routing_replay and not has_experts(hf_config):
+    if not config.fallback.use_rollout_routing_replay:
+        return
+    architecture = (hf_config.architectures or ["none"])[0]
+    if not has_experts(hf_config):
         raise ConfigError(
-            f"--use-rollout-routing-replay: architecture={(hf_config.architectures or ['none'])[0]} "
-            "has no experts to choose. Leave it out."
+            f"--use-rollout-routing-replay: architecture={architecture} has no experts to choose. "
+            "Leave it out."
+        )
+    if not can_be_replayed(hf_config, config.model.trust_remote_code):
+        raise ConfigError(
+            f"--use-rollout-routing-replay: architecture={architecture} has routers that do not "
+            "choose by top-k over all experts, which is what is replayed. Leave it out."
         )
 
 

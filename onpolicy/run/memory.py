@@ -1,6 +1,7 @@
 """What the processes of a command will hold in memory, as plain sums, before any of them starts.
 
-Upper bounds of what is large at the same time, in bytes; `train`, `verify` and `bench` share them.
+What is large at the same time, in bytes; `train`, `verify` and `bench` share the sums. Beside measured
+peaks: benchmarks/README.md.
 What other programs of the host take is none of it: that is subtracted from what is free.
 """
 
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.ops.log_probs import rows_per_chunk
+from onpolicy.ops import Operators
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.placement import token_bytes
 from onpolicy.system.memory import free_memory
@@ -134,7 +135,7 @@ def trainer_memory(
             "reference": reference,
             "gathered layers": gathered,
             "activations": _activations(config, size, batch, itemsize),
-            "logits": _logits(size, rows_per_chunk(size.vocab)),
+            "logits": _logits(size, min(batch, Operators.rows_per_chunk(size.vocab))),
             "libraries": LIBRARIES,
         },
         ranks,

@@ -54,9 +54,11 @@ def cache_tokens(
     hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
 ) -> int:
     """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
-    CACHE_BYTES, and one in any case."""
+    CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
+    admits a request."""
     one = longest_sequence + CACHE_MARGIN
-    return max(one, min(requests * one, CACHE_BYTES // token_bytes(hf_config, contract)))
+    fitting = CACHE_BYTES // token_bytes(hf_config, contract)
+    return max(one, min((requests + 1) * one, fitting))
 
 
 def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:

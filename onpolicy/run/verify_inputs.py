@@ -76,8 +76,8 @@ def _say_how_long(
     work = verify_work(lens, config.max_new_tokens, TRAINED, at_once)
     speed = operations_per_second(size, spec.contract.device)
     logger.info(
-        "about %s: %.1e operations (%d tokens prefilled or scored, %d trained on, %d decode steps) at "
-        "%.1e a second, besides starting the engines",
+        "at least %s: %.1e operations (%d tokens prefilled or scored, %d trained on, %d decode steps) "
+        "at %.1e a second, besides starting the engines",
         duration(work.operations(size) / speed), work.operations(size), work.scored, work.trained,
         work.decode_steps, speed,
     )  # fmt: skip

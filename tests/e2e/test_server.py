@@ -34,6 +34,10 @@ def spec(engines):
     return engines.rollout.servers[0].spec
 
 
+def test_a_server_has_the_cache_that_was_asked_for_and_says_so(client, spec):
+    assert client.report()["cache_tokens"] == spec.cache_tokens > 0
+
+
 def group_for(engines, contract):
     """A group that connects to the shared server instead of starting one."""
     config = groups.EngineConfig(rollout_server_url=(engines.rollout.clients[0].url,))

@@ -7,7 +7,23 @@ from functools import cache
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.ops import Operators
 from tests.gpu.setting import Setting
-from tests.support.gpu.operators import make_gpu_operators
+from tests.support.gpu.operators import make_gpu_operators, make_part, missing, missing_part
+
+PART_OF_FILE = {"test_gemm": "deep_gemm", "test_attention": "flash_attention_3"}
+"""Files whose tests need one half of `hopper` alone."""
+
+
+def obstacle(backend: str, file: str) -> str | None:
+    """What this machine lacks for the tests of a file on a backend, by name; None if nothing."""
+    problem, part = missing(backend), PART_OF_FILE.get(file)
+    return missing_part(part) if problem and part and backend == "hopper" else problem
+
+
+def make_for(backend: str, file: str, setting: Setting) -> Operators:
+    """The operators; of `hopper` the half that the file's tests need, where the other is missing."""
+    if setting.device == "cuda" and missing(backend):
+        return make_part(PART_OF_FILE[file])
+    return make_backend(backend, setting)
 
 
 @cache

@@ -15,26 +15,16 @@ import torch
 from onpolicy.compat.process import prepare_process
 from onpolicy.ops import Operators
 from onpolicy.ops.stock import StockOperators
-from tests.gpu.backends import make_backend
+from tests.gpu.backends import make_for, obstacle
 from tests.gpu.row_checks import Numbers
+from tests.gpu.run import FILES
 from tests.gpu.setting import GPU, REHEARSAL, Setting
 from tests.gpu.summary import Summary
 from tests.gpu.tally import Tally
+from tests.support.gpu.launches import watch_launches
 from tests.support.gpu.machine import describe_machine
-from tests.support.gpu.operators import BACKENDS, missing
+from tests.support.gpu.operators import BACKENDS
 from tests.support.violations import few_rows_differ
-
-ORDER = (
-    "test_libraries",
-    "test_gemm",
-    "test_rows",
-    "test_attention",
-    "test_end_to_end",
-    "test_tensor_parallel",
-    "test_server",
-    "test_negative_controls",
-)
-"""From the parts to the whole, so that the first failure is the smallest one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     prepare_process()
     if _option(config, "rehearse") == "triton":
         import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
+    watch_launches()
     file = _option(config, "gpu_json")
     if file and (torch.cuda.is_available() or _option(config, "rehearse")):
         config.pluginmanager.register(Summary(Path(file)))
@@ -85,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     here = set(ours)
     places = [place for place, item in enumerate(items) if item in here]
-    ours.sort(key=lambda item: ORDER.index(item.path.stem))
+    ours.sort(key=lambda item: FILES.index(item.path.stem))
     for place, item in zip(places, ours, strict=True):
         items[place] = item
 
@@ -125,11 +116,12 @@ def tally(record_property) -> Tally:
 
 
 @pytest.fixture
-def operators(backend: str, setting: Setting) -> Operators:
+def operators(backend: str, setting: Setting, request: pytest.FixtureRequest) -> Operators:
     """The aligned operators of a backend; skipped by the name of what it needs and is not there."""
-    if setting.device == "cuda" and (problem := missing(backend)):
+    file = request.path.stem
+    if setting.device == "cuda" and (problem := obstacle(backend, file)):
         pytest.skip(f"{backend} operators: {problem}")
-    return make_backend(backend, setting)
+    return make_for(backend, file, setting)
 
 
 @pytest.fixture

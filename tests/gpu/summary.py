@@ -31,17 +31,21 @@ class Summary:
         self._write()
 
     def _write(self) -> None:
-        tallies = [test["tally"] for test in self.tests.values() if "tally" in test]
-        outcomes = [test["outcome"] for test in self.tests.values()]
-        record = {
-            "what": "the GPU suite (tests/gpu); tests of negative controls are to find mismatches",
-            "machine": describe_machine(),
-            "outcomes": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
-            "compared_cases": sum(tally["cases"] for tally in tallies),
-            "compared_values": sum(tally["values"] for tally in tallies),
-            "tests": self.tests,
-        }
-        write_json(self.file, record)
+        write_json(self.file, record_of(self.tests))
+
+
+def record_of(tests: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """All that is written down of these tests, by their names."""
+    tallies = [test["tally"] for test in tests.values() if "tally" in test]
+    outcomes = [test["outcome"] for test in tests.values()]
+    return {
+        "what": "the GPU suite (tests/gpu); tests of negative controls are to find mismatches",
+        "machine": describe_machine(),
+        "outcomes": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
+        "compared_cases": sum(tally["cases"] for tally in tallies),
+        "compared_values": sum(tally["values"] for tally in tallies),
+        "tests": tests,
+    }
 
 
 def _last_line(report: pytest.TestReport) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.support.gpu.launches import last_launches
+
 KEPT = 5
 """Mismatching cases that are described; all of them are counted."""
 
@@ -38,7 +40,10 @@ class Tally:
         differs = got != want
         self.mismatched_values += int(differs.sum())
         largest = (got.double() - want.double()).abs().max().item()
-        self._describe(f"{case}: {int(differs.sum())} of {want.numel()} differ, by up to {largest}")
+        self._describe(
+            f"{case}: {int(differs.sum())} of {want.numel()} differ, by up to {largest}; "
+            f"{_first_of(differs, got, want)}"
+        )
 
     def close(self, got: Tensor, exact: Tensor, bound: Tensor | float, case: str) -> None:
         """Compare with a reference in higher precision: |got - exact| <= bound, elementwise."""
@@ -50,7 +55,9 @@ class Tally:
         if not ratio <= 1:
             self.mismatched_cases += 1
             self.mismatched_values += 1
-            self._describe(f"{case}: error is {ratio:.3g} times its bound")
+            beyond = ~((got.to(exact.dtype) - exact).abs() <= bound)
+            place = _first_of(beyond, got, exact)
+            self._describe(f"{case}: error is {ratio:.3g} times its bound; {place}")
 
     def require_none(self) -> None:
         """Fail unless something was compared and nothing differs."""
@@ -68,4 +75,21 @@ class Tally:
 
     def _describe(self, text: str) -> None:
         if len(self.first) < KEPT:
-            self.first.append(text)
+            kernels = last_launches()
+            self.first.append(f"{text}; last kernels: {kernels}" if kernels else text)
+
+
+def _first_of(differs: Tensor, got: Tensor, want: Tensor) -> str:
+    """The first row that differs, the columns in it that do, and what is there in place of what."""
+    place = tuple(differs.nonzero()[0].tolist())
+    if not place:
+        return f"{got.item()!r}, not {want.item()!r}"
+    columns = differs[place[:-1]].nonzero()[:, 0].tolist()
+    rows = int(differs.flatten(0, -2).any(-1).sum()) if len(place) > 1 else 1
+    where = (
+        f"row {', '.join(map(str, place[:-1]))} (of {rows} such rows), " if len(place) > 1 else ""
+    )
+    return (
+        f"first: {where}column {columns[0]} (of {len(columns)}, the last {columns[-1]}): "
+        f"{got[place].item()!r}, not {want[place].item()!r}"
+    )

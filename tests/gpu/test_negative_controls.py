@@ -14,7 +14,7 @@ from tests.gpu.backends import make_contract
 from tests.gpu.generation import generate, make_config, random_prompts, score
 from tests.gpu.row_checks import Numbers
 from tests.gpu.tensor_parallel import sum_of_ranks
-from tests.support.gpu.operators import missing
+from tests.support.gpu.operators import missing_part
 from tests.support.gpu.paged_attention import PagedBatch, flash_attention_3, over_rows
 from tests.support.gpu.paged_model import PagedModel, random_policy
 
@@ -47,7 +47,7 @@ def test_rounded_parts_of_a_sum_depend_on_the_number_of_ranks(
 def test_flash_attention_3_with_free_splits_depends_on_the_batch(setting, numbers, tally):
     if setting.device != "cuda":
         pytest.skip("FlashAttention-3 needs a GPU")
-    if problem := missing("hopper"):
+    if problem := missing_part("flash_attention_3"):
         pytest.skip(f"FlashAttention-3: {problem}")
 
     def free(q, k, v, batch, scale):

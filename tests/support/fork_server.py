@@ -34,21 +34,21 @@ _one_at_a_time = threading.Lock()
 class ForkServer:
     """The process that forks others for this one, seen from here."""
 
-    def __init__(self, channel: socket.socket):
-        self._channel = channel
+    def __init__(self, channel: socket.socket, process: subprocess.Popen | None = None):
+        self._channel, self._process = channel, process
 
     @classmethod
     def start(cls, modules, environment):
         """One that imports `modules`. It ends with us."""
         ours, theirs = _channel()
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
             env={**os.environ, **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        return cls(ours)
+        return cls(ours, process)
 
     def fork(self, streams, **request):
         """The process id of a new child of this process; see `_become` for the request."""
@@ -108,7 +108,8 @@ def _serve(channel):
                 os._exit(0)
             while os.getppid() == between:  # until then we are not yet the child of who asked
                 time.sleep(0.0005)
-            os.close(read), os.close(write)
+            os.close(read)
+            os.close(write)
             return json.loads(message), streams
         os.waitpid(between, 0)
         channel.send(os.read(read, 32))

@@ -111,6 +111,7 @@ LATENT_ATTENTION = {
 MORE_ARCHITECTURES = {
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
     "mistral-window": (MistralConfig, {"head_dim": 16, "sliding_window": 24}),
+    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, **WINDOWS}),
     "phi3": (Phi3Config, {"sliding_window": None}),
     "phi": (PhiConfig, {"partial_rotary_factor": 0.5}),
     "granite": (
@@ -146,7 +147,10 @@ MORE_ARCHITECTURES = {
     ),
     "ernie4.5-moe": (
         Ernie4_5_MoeConfig,
-        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 72, "moe_num_shared_experts": 1},
+        {
+            "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 72,
+            "moe_num_shared_experts": 1, "tie_word_embeddings": False,
+        },
     ),
     "hunyuan-moe": (
         HunYuanMoEV1Config,

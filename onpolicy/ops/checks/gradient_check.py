@@ -25,7 +25,6 @@ from onpolicy.ops.checks.attention_inputs import LENS, AttentionInputs
 from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.checks.self_check import MAX_EXPERTS
 from onpolicy.ops.experts import gated_halves, mix_experts
-from onpolicy.ops.log_probs import rows_per_chunk
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
@@ -45,7 +44,7 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
         for n, k, _ in linears:
             # A gradient's columns are those of x: a whole tile and the last one stand for all.
             columns = columns_to_check(k // how.blocks, operators.column_tile) * how.blocks
-            rows = rows_per_chunk(n) if n == shapes.vocab_size else ROWS
+            rows = operators.rows_per_chunk(n) if n == shapes.vocab_size else ROWS
             for dtype in {torch.float32, getattr(torch, contract.dtype)}:
                 weight = probe(n, columns, seed=21).div_(n**0.5).to(dtype)
                 linear = partial(
@@ -154,7 +153,7 @@ def _check_attention(operators: Operators, kind: AttentionShape) -> None:
 
 
 def _check_log_probs(operators: Operators, vocab_size: int) -> None:
-    rows = min(ROWS, rows_per_chunk(vocab_size))
+    rows = min(ROWS, operators.rows_per_chunk(vocab_size))
     logits, grad = 4 * probe(rows, vocab_size, seed=34), probe(rows, seed=35)
     temperature, targets = torch.full((rows, 1), 0.7), torch.arange(rows) % vocab_size
 

@@ -33,7 +33,8 @@ def require_equal(name: str, shape: tuple[int, ...], case: str, got: Tensor, wan
     """Raise ContractError if an operator gave other bits for a part than for the whole."""
     if not torch.equal(got, want):
         remedy = strict_sums_remedy() or (
-            "Run without --true-on-policy-mode here, and report the processor and torch version."
+            "Choose other --operators, or run without --true-on-policy-mode here, and report the "
+            "processor and torch version."
         )
         raise ContractError(
             f"operator={name}, shape={shape}, case={case!r}: {int((got != want).sum())} of "

@@ -20,13 +20,12 @@ from onpolicy.ops.hopper.pages import Pages
 from onpolicy.ops.triton import TritonOperators
 
 
-class HopperOperators(TritonOperators):
-    """Row-invariant operators; creating them loads both libraries, or raises ContractError."""
+class DeepGemmLinears(TritonOperators):
+    """The Triton operators with DeepGEMM's products; creating them loads it, or raises ContractError."""
 
     def __init__(self) -> None:
         super().__init__()
         gemm.library()
-        flash_attention.library()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not gemm.fits(weight):
@@ -47,6 +46,14 @@ class HopperOperators(TritonOperators):
         else:
             out = deep_gemm_linear(rows, weight, bias, out_dtype)
         return out.view(*x.shape[:-1], weight.shape[0])
+
+
+class FlashAttention(TritonOperators):
+    """The Triton operators with FlashAttention-3; creating them loads it, or raises ContractError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flash_attention.library()
 
     def attention(
         self,
@@ -78,3 +85,7 @@ class HopperOperators(TritonOperators):
         if not flash_attention.fits(q, v, scores, sinks):
             return super().paged_attention(q, k, v, layout, scores, sinks, out)
         return flash_attention.over_pages(q, k, v, layout, scores, out)
+
+
+class HopperOperators(DeepGemmLinears, FlashAttention):
+    """Row-invariant operators; creating them loads both libraries, or raises ContractError."""

@@ -8,7 +8,7 @@ code for an element wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from onpolicy.ops.triton import log_probs, rotary
 from onpolicy.ops.triton.attention_backward import TritonAttention
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
-from onpolicy.ops.triton.linear import TritonLinear, tiled_linear
+from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
 from onpolicy.ops.triton.norm import TritonRMSNorm
 from onpolicy.ops.triton.sampling import sample
 from onpolicy.ops.triton.topk import topk
@@ -29,11 +29,25 @@ from onpolicy.ops.triton.topk import topk
 class TritonOperators(Operators):
     """Row-invariant operators; float32, bfloat16 and float16."""
 
+    logits_per_chunk = 1 << 27
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(x, weight, bias, x.dtype)
 
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return _linear(x, weight, None, torch.float32)
+
+    def linear_gradients(
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
+    ) -> list[Tensor]:
+        """Those of the head stay in float32, for the sum over calls."""
+        weight, *bias = head
+        grad = grad.to(x.dtype)
+        of_head = [
+            product_in_float32(grad.t(), x),
+            *(grad.sum(0, dtype=torch.float32) for _ in bias),
+        ]
+        return [grad @ weight, *of_head]
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, x.dtype)

@@ -198,7 +198,7 @@ def _attention_kernel(
             other=0.0,
         )
         scores = tl.dot(queries, key_tile, input_precision="ieee") * scale
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             scores = capped(scores, SOFTCAP)
         scores = tl.where(is_visible(keys, positions, WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))

@@ -68,7 +68,7 @@ def _scores(
     scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * (
         scale * 1.4426950408889634
     )
-    if SOFTCAP:
+    if SOFTCAP > 0.0:
         scores = capped(scores, SOFTCAP)
     return scores
 
@@ -80,7 +80,7 @@ def _probabilities(scores: tl.tensor, visible: tl.tensor, lse: tl.tensor) -> tl.
 
 @triton.jit
 def _through_cap(grad_scores: tl.tensor, scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    if SOFTCAP:
+    if SOFTCAP > 0.0:
         ratio = scores * (1.0 / (SOFTCAP * 1.4426950408889634))
         grad_scores = grad_scores * (1.0 - ratio * ratio)
     return grad_scores
@@ -250,7 +250,8 @@ def attention_backward(
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
     group, widest = heads // kv_heads, max(dim_block(dim), dim_block(value_dim))
     # Nothing has to match these sums, so tiles are simply as large as fit.
-    size = 64 if q.dtype != torch.float32 and widest <= 128 else 32 if widest <= 128 else 16
+    pipelined = q.dtype != torch.float32 and widest <= 128
+    size = 64 if pipelined else 32 if widest <= 128 else 16
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     delta, grad_q = torch.empty_like(lse), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_k, grad_v = (x.new_zeros(x.shape) for x in (k, v))
@@ -265,8 +266,8 @@ def attention_backward(
         "VALUE_BLOCK": dim_block(value_dim),
         "WINDOW": scores.window or 0,
         "SOFTCAP": scores.softcap or 0.0,
-        "num_warps": 4,
-        "num_stages": 1,
+        "num_warps": 8 if pipelined else 4,
+        "num_stages": 2 if pipelined else 1,
         **UNFUSED,
     }
     scale = scores.scale

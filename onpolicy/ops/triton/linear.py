@@ -203,3 +203,10 @@ class TritonLinear(torch.autograd.Function):
             grad.sum(0) if needs_bias else None,
             None,
         )
+
+
+def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's own `a @ b` of two matrices, left in float32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

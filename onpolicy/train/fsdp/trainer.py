@@ -16,9 +16,11 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
 from onpolicy.models.align import replace_operators
+from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
+from onpolicy.train.activations import recomputes_activations
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.fsdp.optimizer import make_optimizer
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
@@ -47,12 +49,13 @@ class FsdpTrainer(PolicyTrainer):
         self.optimizer = make_optimizer(self.model.parameters(), config.trainer)
 
     def _load_model(self, path: str) -> PolicyModel:
+        hf_config = load_config(path, self.config.model.trust_remote_code)
         return load_sharded_policy(
             path,
             self.operators,
             self.dtype,
             device=self.device,
-            activation_checkpointing=self.config.trainer.activation_checkpointing,
+            activation_checkpointing=recomputes_activations(self.config.trainer, hf_config),
             trust_remote_code=self.config.model.trust_remote_code,
             row_parallel_blocks=self.contract.row_parallel_blocks,
         )

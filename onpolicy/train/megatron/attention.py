@@ -35,6 +35,7 @@ class AlignedAttention(nn.Module):
     ):
         super().__init__()
         self.config = config
+        self.window = config.windows[layer_number - 1]
         self.context_group: dist.ProcessGroup = pg_collection.cp
 
     def forward(
@@ -53,6 +54,6 @@ class AlignedAttention(nn.Module):
         q, k = (x.transpose(0, 1)[None] for x in (query, key))
         q, k = (x[0].transpose(0, 1) for x in operators.rotary(q, k, *local.angles))
         k, v = gather_rows(torch.cat((k, value), -1), self.context_group).chunk(2, -1)
-        scores = Scores(query.shape[-1] ** -0.5)
+        scores = Scores(query.shape[-1] ** -0.5, self.window)
         parts = zip(q.chunk(len(local.layouts)), local.layouts, strict=True)
         return torch.cat([operators.attention(x, k, v, one, scores) for x, one in parts]).flatten(1)

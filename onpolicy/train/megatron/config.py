@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from onpolicy.contract import NumericsContract
+from onpolicy.models.attention import layer_shapes
 from onpolicy.ops.base import Operators
 from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
 
@@ -24,6 +25,9 @@ class AlignedConfig(TransformerConfig):
 
     operators: Operators | None = None
     """What every module computes with; another contract's may be put here between rollouts."""
+
+    windows: tuple[int | None, ...] = ()
+    """Of every layer: keys that a query sees at most, or None."""
 
     row_parallel_blocks: int = 1
     """The contract's."""
@@ -49,6 +53,7 @@ def make_config(
     return AlignedConfig(
         hf_config=hf_config,
         operators=operators,
+        windows=tuple(layer.window for layer in layer_shapes(hf_config)),
         row_parallel_blocks=contract.row_parallel_blocks,
         expert_dispatch=layout.moe_token_dispatcher_type,
         moe_token_dispatcher_type="alltoall",

@@ -14,6 +14,7 @@ from onpolicy.config.groups import MegatronConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.train import distributed
+from onpolicy.train.activations import recomputes_activations
 from onpolicy.train.base import Trainer
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.version import require_megatron
@@ -26,7 +27,7 @@ def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsCo
     """
     require_megatron()
     ranks = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
-    _layout(config).check(hf_config, contract, int(ranks))
+    _layout(config, hf_config).check(hf_config, contract, int(ranks))
 
 
 def make_megatron_trainer(
@@ -42,14 +43,14 @@ def make_megatron_trainer(
     from onpolicy.train.megatron.parallel import initialize
     from onpolicy.train.megatron.trainer import MegatronTrainer
 
-    layout = _layout(config)
+    layout = _layout(config, hf_config)
     if not parallel_state.model_parallel_is_initialized():
         initialize(layout)
     distributed.use_data_group(parallel_state.get_data_parallel_group())
     return MegatronTrainer(config, contract, num_threads, layout)
 
 
-def _layout(config: TrainConfig) -> MegatronLayout:
+def _layout(config: TrainConfig, hf_config: PretrainedConfig) -> MegatronLayout:
     flags: MegatronConfig = config.megatron
     return MegatronLayout(
         tensor_model_parallel_size=flags.megatron_tp,
@@ -58,5 +59,5 @@ def _layout(config: TrainConfig) -> MegatronLayout:
         expert_model_parallel_size=flags.megatron_ep,
         sequence_parallel=flags.megatron_sequence_parallel,
         moe_token_dispatcher_type=flags.megatron_moe_dispatcher,
-        recompute_activations=config.trainer.activation_checkpointing,
+        recompute_activations=recomputes_activations(config.trainer, hf_config),
     )

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from onpolicy.models.experts import Choice
+from onpolicy.models.by_operators import Choice
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import expert_outputs, gated_halves, mix_outputs
 from onpolicy.train.megatron.batch import LocalTokens

@@ -145,7 +145,7 @@ def test_these_tests_are_prepared():
     [
         (None, r"MKL_CBWR is not set: let the process begin with .*prepare_process\(\)"),
         ("COMPATIBLE", r"MKL_CBWR=COMPATIBLE: unset it"),
-        ("AUTO,STRICT", "Run without --true-on-policy-mode here"),
+        ("AUTO,STRICT", "other --operators, or run without --true-on-policy-mode here"),
     ],
 )
 def test_a_self_check_that_fails_says_what_to_do_about_the_mode(monkeypatch, asked, remedy):

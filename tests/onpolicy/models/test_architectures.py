@@ -4,6 +4,8 @@ Both run the same aligned Hugging Face model, as they do in the two engines. Wha
 (its own linears, embeddings and logits) is in tests/e2e/test_verify.py and docs/architectures.md.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -100,4 +102,29 @@ def test_what_has_no_aligned_operators_is_refused_by_name(architecture, tmp_path
 def test_an_operator_that_depends_on_the_batch_is_found(operator, architecture, tmp_path):
     broken = break_operator(CpuOperators(1), operator)
     packed, decoded = both(load(make_checkpoint(tmp_path, architecture), torch.float32), broken)
+    assert not torch.equal(packed, decoded)
+
+
+def engine_with(change):
+    """Operators whose attention over pages is asked for something else."""
+    operators = CpuOperators(1)
+    paged_attention = operators.paged_attention
+    operators.paged_attention = lambda q, k, v, layout, scores, sinks=None: paged_attention(
+        q, k, v, layout, *change(scores, sinks)
+    )
+    return operators
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [
+        ("mistral-window", lambda scores, sinks: (replace(scores, window=25), sinks)),
+        ("gemma2", lambda scores, sinks: (replace(scores, softcap=None), sinks)),
+        ("gpt-oss", lambda scores, sinks: (scores, None)),
+    ],
+    ids=["a window longer by one key", "no soft cap", "no sinks"],
+)
+def test_an_engine_that_scores_keys_in_another_way_is_found(architecture, change, tmp_path):
+    policy = load(make_checkpoint(tmp_path, architecture), torch.float32)
+    packed, decoded = both(policy, engine_with(change))
     assert not torch.equal(packed, decoded)

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops.cpu import CpuOperators
 from tests.onpolicy.models.test_policy import load_policy
+from tests.support.decode_loop import decode_log_probs
 from tests.support.tiny import make_checkpoint
 
 SHORT, LONG = 384, 768
@@ -60,7 +61,7 @@ def step(path, operators, tokens):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    changes = {"max_position_embeddings": 1024}
+    changes = {"max_position_embeddings": 8192}
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", **changes)
 
 
@@ -73,3 +74,12 @@ def test_twice_the_tokens_take_at_most_twice_the_memory(path):
 def test_scores_of_all_tokens_with_all_are_found(path):
     short, long = (step(path, QuadraticOperators(1), tokens) for tokens in (SHORT, LONG))
     assert long.largest > 3.5 * short.largest
+
+
+def test_of_4096_tokens_none_differs_from_a_decode_loop_over_a_paged_store(path):
+    policy, operators = load_policy(path), CpuOperators(1)
+    sequences = [[2 + i * i % 131 for i in range(n)] for n in (4096, 40)]
+    with torch.no_grad():
+        log_probs, _ = policy(PackedTokens.pack(sequences, [1, 1], 0.7))
+    decoded = decode_log_probs(load_policy(path), operators, sequences, 0.7)
+    assert torch.equal(log_probs, torch.cat(decoded))

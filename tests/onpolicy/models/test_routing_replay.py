@@ -1,11 +1,12 @@
 """Experts of the rollout in place of the router's own."""
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.models.policy import PackedTokens, empty_policy
-from onpolicy.models.routing_replay import RoutingReplay
+from onpolicy.models.routing_replay import RoutingReplay, can_be_replayed
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import make_checkpoint
 
@@ -14,12 +15,12 @@ PROMPTS = [2, 1]
 LAYERS, K, EXPERTS = 2, 2, 6
 
 
-def make_policy(directory):
-    path = make_checkpoint(directory, "qwen3-moe")
+def make_policy(directory, architecture="qwen3-moe"):
+    path = make_checkpoint(directory, architecture)
     config = AutoConfig.from_pretrained(path)
     policy = empty_policy(config, CpuOperators(1))
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    policy.causal_lm.load_state_dict(weights, assign=True)
+    policy.causal_lm.load_state_dict(weights, assign=True, strict=False)
     return policy
 
 
@@ -79,6 +80,28 @@ def test_another_choice_is_followed_and_counted(tmp_path):
     assert not torch.equal(score(policy, other_experts()), score(policy))
     score(policy, other_experts())
     assert policy.replay.counts()["routing/num_differing"] > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sparse_layers"),
+    [("olmoe", 2), ("gpt-oss", 2), ("ernie4.5-moe", 1), ("deepseek-v2", 1), ("deepseek-v3", 1)],
+)
+def test_routers_of_every_kind_follow(tmp_path, architecture, sparse_layers):
+    policy = make_policy(tmp_path, architecture)
+    config = policy.causal_lm.config
+    assert can_be_replayed(config)
+    k = config.num_experts_per_tok
+    other = [np.tile(np.arange(k, dtype=np.int32), (len(s) - 1, LAYERS)) for s in SEQUENCES]
+    plain, replayed = score(policy), score(policy, other)
+    assert replayed.isfinite().all() and not torch.equal(replayed, plain)
+    tokens = sum(len(sequence) - 1 for sequence in SEQUENCES)
+    assert policy.replay.counts()["routing/num_replayed"] == tokens * sparse_layers
+
+
+@pytest.mark.parametrize("architecture", ["phimoe", "qwen3"])
+def test_routers_that_choose_in_another_way_are_told(architecture, tmp_path):
+    config = AutoConfig.from_pretrained(make_checkpoint(tmp_path, architecture))
+    assert can_be_replayed(config) == (architecture == "qwen3")  # which has none
 
 
 def test_the_order_of_the_experts_is_no_difference():

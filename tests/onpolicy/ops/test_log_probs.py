@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onpolicy.ops import log_probs as module
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
 
@@ -49,7 +48,8 @@ def test_chunk_size_does_not_change_bits(tokens, vocabulary, logits_per_chunk):
     arguments = inputs(tokens, vocabulary)
     whole, _ = token_log_probs(OPERATORS, *arguments)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LOGITS_PER_CHUNK", logits_per_chunk)
+        rows = max(16, logits_per_chunk // vocabulary)
+        patch.setattr(OPERATORS, "rows_per_chunk", lambda size: rows)
         assert torch.equal(token_log_probs(OPERATORS, *arguments)[0], whole)
 
 
@@ -69,7 +69,7 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
     """Forward and backward: the largest tensor is a chunk or a gradient, not [T, V]."""
     tokens, vocabulary, inner = 8000, 3000, 8
-    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 64 * vocabulary)
+    monkeypatch.setattr(OPERATORS, "rows_per_chunk", lambda size: 64)
     hidden, weight, bias, targets, temperature = inputs(tokens, vocabulary, inner)
     hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor() as largest:

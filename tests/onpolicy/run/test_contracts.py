@@ -8,6 +8,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.ops.machine import Machine
 from onpolicy.run import bench, verify_inputs
 from onpolicy.run.contracts import contract_for
 
@@ -24,9 +25,11 @@ def contract(checkpoint, *, aligned=True, **operators):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_without_a_gpu_the_operators_are_the_cpus(checkpoint, caplog):
     caplog.set_level("INFO", "onpolicy")
-    made = contract(checkpoint)
+    made = contract(checkpoint, operators="cpu")
     assert (made.backend, made.device, made.model_definition) == ("cpu", "cpu", "transformers")
     assert "aligned operators: cpu, bfloat16" in caplog.text
+    widest = "onednn" if Machine.here().bfloat16_products else "cpu"
+    assert contract(checkpoint).backend == widest
     with pytest.raises(ConfigError, match=r"--operators=hopper: this machine has no GPU"):
         contract(checkpoint, operators="hopper")
 

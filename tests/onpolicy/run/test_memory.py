@@ -24,6 +24,9 @@ from onpolicy.run.memory import (
 )
 from onpolicy.train import distributed, make_trainer
 from onpolicy.train.state import create_missing_moments
+from onpolicy.types import Prompt
+from tests.support.run_in_memory import PROMPTS, make_inputs
+from tests.support.run_in_memory import make_config as make_run_config
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
 
 
@@ -100,7 +103,7 @@ def test_more_ranks_share_what_is_kept(checkpoint):
 def test_a_server_is_its_weights_and_its_cache(checkpoint):
     config = make_config(checkpoint, "bfloat16", rollout_max_concurrency=3)
     hf_config, spec = make_spec(config)
-    assert spec.cache_tokens == 3 * (50 + CACHE_MARGIN)
+    assert spec.cache_tokens == 4 * (50 + CACHE_MARGIN)
     size = ModelSize.of(hf_config)
     process = server_memory(spec, size, hf_config, servers=2)
     assert process.parts["weights"] == 2 * size.parameters
@@ -157,3 +160,16 @@ def test_servers_elsewhere_are_not_counted(checkpoint, monkeypatch):
             continue
         with pytest.raises(ConfigError, match=r"memory=.* SGLang server: weights"):
             require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+
+
+def test_the_longest_sequence_is_a_training_or_an_evaluation_prompts(tmp_path):
+    inputs = make_inputs(
+        make_run_config(tmp_path),
+        {"long": [Prompt(index=1, prompt_ids=[2] * 30, label="x", text="")]},
+    )
+    longest = max(len(prompt.prompt_ids) for prompt in PROMPTS)
+    for sampled, evaluated, expected in [(100, None, 130), (100, 9, 100 + longest), (5, 50, 80)]:
+        config = make_run_config(
+            tmp_path, rollout_max_response_len=sampled, eval_max_response_len=evaluated
+        )
+        assert inputs.longest_sequence(config) == expected

@@ -9,6 +9,9 @@ from onpolicy.ops.machine import Machine
 
 BACKENDS = ("triton", "hopper")
 
+PARTS = {"deep_gemm": "deep_gemm", "flash_attention_3": "sgl_kernel"}
+"""What `hopper` is made of, each of which can be tried without the other, and its module."""
+
 ATTENTION = AttentionShape(heads=32, kv_heads=8, head_dim=128, value_dim=128)
 NO_SHAPES = OperatorShapes(linear=(), attention=(ATTENTION,), norm=(), vocab_size=1024)
 """The head size decides whether a backend serves a model."""
@@ -25,3 +28,20 @@ def make_gpu_operators(backend: str) -> Operators:
     return make_operators(
         NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=NO_SHAPES)
     )
+
+
+def missing_part(part: str) -> str | None:
+    """What this machine lacks for one of PARTS, by name; None if nothing."""
+    machine = Machine.here()
+    if machine.capability != (9, 0):
+        return f"compute capability={machine.capability_name}: made for 9.0 (H100, H200)"
+    return machine.lacks(part, (PARTS[part], "triton"))
+
+
+def make_part(part: str) -> Operators:
+    """The Triton operators, but for what this part of `hopper` computes; raises ContractError."""
+    from onpolicy.ops.backends.triton import exact_float32
+    from onpolicy.ops.hopper import DeepGemmLinears, FlashAttention
+
+    exact_float32()
+    return DeepGemmLinears() if part == "deep_gemm" else FlashAttention()

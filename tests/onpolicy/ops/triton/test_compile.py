@@ -58,3 +58,11 @@ def test_float32_products_use_no_tensor_cores(compiled):
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_no_kernel_fuses_what_is_written_apart(compiled, arch):
     assert not any(kernel["fused"] for kernel in compiled[arch])
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("name", ["_query_grad_kernel", "_key_grad_kernel"])
+def test_the_backward_pass_of_attention_copies_ahead(compiled, arch, name):
+    """At the usual head sizes; those of 256 have no memory for it."""
+    kernels = [k for k in compiled[arch] if k["name"] == name and k["dtype"] == "bfloat16"]
+    assert sum(kernel["copies_ahead"] for kernel in kernels) >= 2

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,3 +111,48 @@ def test_the_smallest_and_the_largest_uniform_number_draw_a_possible_token():
     log_probs = torch.tensor([0.25, 0.0, 0.5, 0.25, 0.0]).log().expand(2, -1)
     uniform = torch.tensor([0.0, math.nextafter(1, 0)], dtype=torch.float64)
     assert OPERATORS.sample(log_probs, uniform).tolist() == [0, 3]
+
+
+def test_a_chunk_on_a_gpu_has_full_tiles_and_enough_rows_for_its_gemms():
+    assert [OPERATORS.rows_per_chunk(v) for v in (151936, 32000, 137, 1 << 22)] == [
+        832, 4160, 979648, 64,
+    ]  # fmt: skip
+    assert CpuOperators.rows_per_chunk(151936) == 384
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_heads_gradient_is_left_in_float32_for_the_sum_over_chunks(dtype):
+    """Rounded chunk by chunk, small gradients would be lost beside a large one."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, grad = (
+        torch.randn(*size, generator=generator).to(dtype)
+        for size in ((64, 16), (32, 16), (32,), (64, 32))
+    )
+    of_x, *of_head = OPERATORS.linear_gradients(x, x, [weight, bias], grad)
+    assert of_x.dtype == dtype and {g.dtype for g in of_head} == {torch.float32}
+    exact = grad.double().t() @ x.double(), grad.double().sum(0)
+    for got, want in zip(of_head, exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_x.double(), grad.double() @ weight.double(), rtol=0.01, atol=0.1)
+
+
+def test_every_chunk_adds_to_it(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator) for n in (130, 32))
+    weight.requires_grad_()
+    chunks = []
+
+    def counted(self, out, x, head, grad):
+        chunks.append(len(x))
+        return plain(self, out, x, head, grad)
+
+    plain = TritonOperators.linear_gradients
+    monkeypatch.setattr(TritonOperators, "linear_gradients", counted)
+    monkeypatch.setattr(OPERATORS, "rows_per_chunk", lambda size: 64)
+    targets = torch.randint(0, 32, (130,), generator=generator)
+    out, _ = token_log_probs(OPERATORS, hidden, weight, None, targets, torch.ones(130))
+    (got,) = torch.autograd.grad(out.sum(), weight)
+    assert chunks == [64, 64, 2]
+    every = torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])
+    (want,) = torch.autograd.grad(every.sum(), weight)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.run.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
+from onpolicy.train.fsdp import sharding
 from tests.support.samples import make_train_sample
 from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
 
@@ -25,14 +26,12 @@ def path(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
 
-def make(path, dtype="float32", activation_checkpointing=False):
+def make(path, dtype="float32", **trainer):
     distributed.init_process_group()
     config = TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=str(path), dtype=dtype),
         rollout=groups.RolloutConfig(num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2),
-        trainer=groups.TrainerConfig(
-            max_tokens_per_gpu=100, activation_checkpointing=activation_checkpointing
-        ),
+        trainer=groups.TrainerConfig(max_tokens_per_gpu=100, **trainer),
         parity=groups.ParityConfig(true_on_policy_mode=True),
     )
     contract = contract_for(config, load_config(str(path)), aligned=True)
@@ -90,10 +89,15 @@ def test_steps_in_a_row_match_and_move_experts_and_routers(path):
     assert not any(n.endswith("e_score_correction_bias") for n in moved)
 
 
-def test_recomputed_activations_give_the_same_gradients(path):
-    results = []
-    for activation_checkpointing in (False, True):
-        trainer = make(path, activation_checkpointing=activation_checkpointing)
+def test_recomputed_activations_are_the_default_and_give_the_same_gradients(path, monkeypatch):
+    results, recomputed = [], []
+    plain = sharding.checkpoint_activations
+    monkeypatch.setattr(
+        sharding, "checkpoint_activations", lambda layer: recomputed.append(layer) or plain(layer)
+    )
+    for kept in (True, False):
+        trainer = make(path, moe_activation_checkpointing=False) if kept else make(path)
+        assert bool(recomputed) is not kept
         trainer.train(make_samples(trainer, 0), 0, RATES)
         results.append(pushed(trainer))
     assert all(torch.equal(results[0][name], tensor) for name, tensor in results[1].items())

@@ -6,15 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import destroy_process_group, init_process_group
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
 from onpolicy.models.checkpoint_reader import CheckpointReader
-from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.hf_config import load_config
+from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train import distributed
-from onpolicy.train.fsdp.loading import load_shards
+from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
 from tests.support.forked_ranks import run_on_ranks
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
 
@@ -23,17 +21,6 @@ RANKS = 3  # divides none of the sizes
 
 def load(path):
     """A sharded model of a checkpoint, and how many elements of it this rank has read."""
-    config = load_config(str(path))
-    model = empty_causal_lm(config, trust_remote_code=False).float()
-    model.tie_weights()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    buffers = dict(model.named_buffers())
-    model.to_empty(device="cpu")
-    for name, buffer in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = buffer
     read, counts = CheckpointReader.read, []
 
     def counted(reader, name, block):
@@ -43,7 +30,15 @@ def load(path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointReader, "read", counted)
-        load_shards(model, "", str(path), config, False)
+        model = load_sharded_policy(
+            str(path),
+            CpuOperators(1),
+            torch.float32,
+            device=torch.device("cpu"),
+            activation_checkpointing=False,
+            trust_remote_code=False,
+            row_parallel_blocks=1,
+        )
     return model, sum(counts)
 
 
@@ -52,13 +47,16 @@ def on_rank(rank, path, address):
     try:
         model, count = load(path)
         original = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.causal_lm.named_parameters():
             assert torch.equal(parameter.full_tensor(), original[name]), name
+        stored = model.state_dict()
+        buffers = sum(b.numel() for name, b in model.named_buffers() if name in stored)
         held = sum(p.to_local().numel() for p in model.parameters())
-        whole = {n for n, _ in model.named_buffers()} & model.state_dict().keys()
-        assert count == held + sum(model.state_dict()[n].numel() for n in whole)
+        assert count == held + buffers
         total = sum(p.numel() for p in model.parameters())
         assert held < math.ceil(total / RANKS) * 1.1
+        pushed = dict(pair for bucket in gather_buckets(model, torch.float32, 1) for pair in bucket)
+        assert sum(t.numel() for t in pushed.values()) == (0 if rank else total + buffers)
     finally:
         destroy_process_group()
 
@@ -89,7 +87,7 @@ def test_names_that_transformers_understands_are_understood(rename, tmp_path):
     distributed.init_process_group()
     model, _ = load(path)
     for name, tensor in expected.named_parameters():
-        assert torch.equal(model.get_parameter(name).full_tensor(), tensor)
+        assert torch.equal(model.causal_lm.get_parameter(name).full_tensor(), tensor)
 
 
 def test_a_tensor_that_no_file_holds_is_named(tmp_path):

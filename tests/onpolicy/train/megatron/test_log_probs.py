@@ -52,7 +52,7 @@ def require_equal_scores(answers, results):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", [DATA, TENSOR, CONTEXT], ids=["data", "tensor", "context"])
-@pytest.mark.parametrize("architecture", [*DENSE, "qwen3-moe"])
+@pytest.mark.parametrize("architecture", [*DENSE, "qwen2-window", "qwen3-moe"])
 def test_log_probs_have_the_bits_of_one_rank(two_ranks, model_of, architecture, layout, dtype):
     job = make_job(model_of(architecture), layout, dtype)
     require_equal_scores(two_ranks.run(score, job), reference(job)[0])

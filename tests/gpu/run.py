@@ -1,0 +1,122 @@
+"""Runs the GPU suite, one process for each file: `python -m tests.gpu.run --json FILE [arguments]`.
+
+An illegal access of memory poisons the process that made it, and every test after it. So a file that
+dies takes none of the others along: it is recorded as crashed, with the test that it died in. Needs what
+the suite needs, and nothing of pytest's plug-ins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.summary import record_of
+from tests.support.gpu.machine import write_json
+
+FILES = (
+    "test_libraries",
+    "test_gemm",
+    "test_rows",
+    "test_attention",
+    "test_end_to_end",
+    "test_tensor_parallel",
+    "test_server",
+    "test_negative_controls",
+)
+"""From the parts to the whole, so that the first failure is the smallest one."""
+
+PYTEST = (sys.executable, "-m", "pytest", "-v", "--confcutdir=tests/gpu")
+"""-v: the end of a log names the test that its process died in."""
+
+NO_TESTS = 5
+"""pytest's exit status where -k chose none of a file."""
+
+SHOWN = 8
+"""Failures that the page tells; the JSON has all."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every file, merge what was recorded, and say what to send back; 1 if anything failed."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--json", type=Path, required=True, help="what all files recorded")
+    own, arguments = parser.parse_known_args(argv)
+    folder = own.json.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    tests: dict[str, Any] = {}
+    status = 0
+    for name in FILES:
+        status = max(status, int(_run(name, folder, arguments, tests)))
+        if tests:
+            write_json(own.json, record_of(tests))
+    if tests:
+        page = page_of(json.loads(own.json.read_text()), own.json)
+        own.json.with_suffix(".md").write_text(page)
+        print(page)
+    return status
+
+
+def _run(name: str, folder: Path, arguments: Sequence[str], tests: dict[str, Any]) -> bool:
+    """Run one file and add its tests to `tests`; whether anything failed."""
+    part, log = folder / f"{name}.json", folder / f"{name}.log"
+    part.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [*PYTEST, f"tests/gpu/{name}.py", "--gpu-json", str(part), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    with open(log, "w") as copy:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            copy.write(line)
+            copy.flush()
+    status = process.wait()
+    tests |= json.loads(part.read_text())["tests"] if part.exists() else {}
+    if status not in (0, 1, NO_TESTS):
+        tests[f"tests/gpu/{name}.py"] = {
+            "outcome": "crashed",
+            "seconds": 0.0,
+            "reason": f"its process ended with status {status}; the end of {log.name} says where",
+        }
+    return status not in (0, NO_TESTS)
+
+
+def page_of(record: dict[str, Any], file: Path) -> str:
+    """What was found, and what to send back, as a page to read."""
+    tests = record["tests"]
+    bad = {n: t for n, t in tests.items() if t["outcome"] not in ("passed", "skipped")}
+    skipped = sorted({t.get("reason", "") for t in tests.values() if t["outcome"] == "skipped"})
+    lines = [
+        "# The GPU suite on this machine",
+        "",
+        ", ".join(f"{name} {value}" for name, value in record["machine"].items()),
+        "",
+        f"Tests: {', '.join(f'{n} {outcome}' for outcome, n in record['outcomes'].items())}. "
+        f"Compared: {record['compared_cases']} cases, {record['compared_values']} values.",
+        "",
+        *(["## What failed, in the order in which it ran", ""] if bad else []),
+        *(f"- `{name}`: {test.get('reason', '')}" for name, test in list(bad.items())[:SHOWN]),
+        *([f"- and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []),
+        *(["", "## What was not run, and why", ""] if skipped else []),
+        *(f"- {reason}" for reason in skipped),
+        "",
+        "## What to send back",
+        "",
+        f"- `{file}`: every test, what it compared, how long it took, and why it failed or was skipped",
+        f"- the folder `{file.with_suffix('')}`: what each file printed, the tiles that DeepGEMM chose "
+        "among it",
+        "- `nvidia-smi` and `pip list`",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
