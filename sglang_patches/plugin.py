@@ -59,11 +59,8 @@ def load() -> None:
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         layer_attention.install()
-<<<<<<< HEAD
         configurations.install()
-=======
         sinks.install(contract)
->>>>>>> main
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)
