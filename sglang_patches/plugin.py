@@ -11,6 +11,7 @@ from onpolicy.ops import make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     buffers,
+    configurations,
     cpu_sizes,
     determinism,
     embedding,
@@ -58,6 +59,7 @@ def load() -> None:
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         layer_attention.install()
+        configurations.install()
         sinks.install(contract)
         lm_head.install(operators)
         embedding.install()
