@@ -9,10 +9,12 @@ the backend.
 
 from __future__ import annotations
 
+from typing import Any
+
 from onpolicy.contract import NumericsContract
 from sglang_patches import registry
 
-TARGET = "sglang.srt.arg_groups.model_hook.attention_backends_of"
+TARGET = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 
 KNOWN = "triton"
 """A backend that SGLang knows to compute both."""
@@ -21,4 +23,16 @@ KNOWN = "triton"
 def install(contract: NumericsContract) -> None:
     """Does nothing for other contracts."""
     if contract.device == "cpu" and any(kind.sinks for kind in contract.shapes.attention):
-        registry.hook(TARGET, lambda _: (KNOWN, KNOWN), "replace")
+        registry.hook(TARGET, _as_if_known, "around")
+
+
+def _as_if_known(original: Any, *args: Any, **kwargs: Any) -> Any:
+    # For this check alone: elsewhere the name decides whether SGLang calls Triton.
+    from sglang.srt.arg_groups import model_hook
+
+    asked = model_hook.attention_backends_of
+    model_hook.attention_backends_of = lambda _: (KNOWN, KNOWN)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        model_hook.attention_backends_of = asked
