@@ -14,8 +14,7 @@ from typing import Any
 from onpolicy.contract import NumericsContract
 from sglang_patches import registry
 
-CHECK_TARGET = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
-BACKENDS_TARGET = "sglang.srt.arg_groups.model_hook.attention_backends_of"
+TARGET = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 
 KNOWN = "triton"
 """A backend that SGLang knows to compute both."""
@@ -23,21 +22,17 @@ KNOWN = "triton"
 
 def install(contract: NumericsContract) -> None:
     """Does nothing for other contracts."""
-    if contract.device != "cpu" or not any(kind.sinks for kind in contract.shapes.attention):
-        return
-    checking = False
+    if contract.device == "cpu" and any(kind.sinks for kind in contract.shapes.attention):
+        registry.hook(TARGET, _as_if_known, "around")
 
-    def check(original: Any, server_args: Any) -> Any:
-        nonlocal checking
-        checking = True
-        try:
-            return original(server_args)
-        finally:
-            checking = False
 
-    def backends(original: Any, view: Any) -> Any:
-        # A hook reaches every module that imported the function; the others must hear the truth.
-        return (KNOWN, KNOWN) if checking else original(view)
+def _as_if_known(original: Any, *args: Any, **kwargs: Any) -> Any:
+    # For this check alone: elsewhere the name decides whether SGLang calls Triton.
+    from sglang.srt.arg_groups import model_hook
 
-    registry.hook(CHECK_TARGET, check, "around")
-    registry.hook(BACKENDS_TARGET, backends, "around")
+    asked = model_hook.attention_backends_of
+    model_hook.attention_backends_of = lambda _: (KNOWN, KNOWN)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        model_hook.attention_backends_of = asked
