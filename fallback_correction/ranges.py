@@ -83,9 +83,13 @@ class FieldError(ValueError):
         return self.rule.format(*map(spell, self.others)) if self.others else self.rule
 
 
-@cache
 def notes_of(record: type) -> Mapping[str, tuple[Any, ...]]:
     """What stands beside the type of every field."""
+    return _notes_of(record)
+
+
+@cache
+def _notes_of(record: type) -> Mapping[str, tuple[Any, ...]]:
     hints = get_type_hints(record, include_extras=True)
     return {
         name: get_args(hint)[1:] if get_origin(hint) is Annotated else ()

@@ -26,7 +26,9 @@ ELSEWHERE = ("miles/", "slime/", "verl/")
 NOT_OURS = {
     "rewards.py", "path/to/file.py", "report.html",  # the user's
     "mis.py", "model_runner.py", "p2p_communication.py",  # of Miles, SGLang and Megatron-core
-    "deep_gemm/__init__.py", "sgl_kernel/flash_attn.py",  # on GPUs alone
+    "deep_gemm/__init__.py", "deep_gemm/cuda_helpers.py", "sgl_kernel/flash_attn.py",  # on GPUs alone
+    "results/gpu_test.md", "benchmarks/results/gpu_test.json", "benchmarks/results/gpu_ops.*",
+    # written there
 }  # fmt: skip
 
 

@@ -72,9 +72,13 @@ class Flag:
         return next(filter(None, found), "")
 
 
-@cache
 def flags_of(config_class: type) -> tuple[Flag, ...]:
     """The flags of a command, or of a group of them, in their order."""
+    return _flags_of(config_class)
+
+
+@cache
+def _flags_of(config_class: type) -> tuple[Flag, ...]:
     return tuple(flag for flag in _walk(config_class) if flag.path != (SGLANG_ARGS,))
 
 

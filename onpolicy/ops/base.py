@@ -103,7 +103,7 @@ class Scores:
 
     and i sees j where 0 <= i - j < window. Scores, their softmax and the sums over keys are float32.
     Sources: transformers' masking_utils.sliding_window_overlay; eager_attention_forward of
-    modeling_gemma2.py, which also caps before it masks.
+    transformers/models/gemma2/modeling_gemma2.py, which also caps before it masks.
     """
 
     scale: float
@@ -197,8 +197,9 @@ class Operators(ABC):
 
         q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store; D_v may be
         another than D. sinks: [H] of any dtype, one more score per head in the softmax, of a key
-        whose value is 0: weights are exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (transformers'
-        modeling_gpt_oss.py, there rounded to the model's dtype before the softmax; here float32.)
+        whose value is 0: weights are exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (As in
+        transformers/models/gpt_oss/modeling_gpt_oss.py, which rounds scores to the model's dtype before
+        the softmax; here they are float32.)
         Returns [T, H, D_v] in the dtype of `q`; sums are taken in float32. Gradients flow to q, k, v
         and sinks where no key row is used twice, as in packed sequences.
         """

@@ -11,7 +11,6 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.placement import cache_tokens
 from tests.support.forked_processes import forked_processes
 
 
@@ -33,7 +32,7 @@ def spec(checkpoint):
             seed=0,
             num_threads=1,
             max_concurrency=8,
-            cache_tokens=cache_tokens(hf_config, contract),
+            cache_tokens=1000,
             trust_remote_code=False,
             sglang_args=sglang_args,
         )

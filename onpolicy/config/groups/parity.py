@@ -24,5 +24,5 @@ class OperatorsConfig:
 
     operators: Literal["auto", "cpu", "onednn", "triton", "hopper"] = "auto"
     """Aligned operators. On a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16) or
-    triton (A100 to H200, also float32). On a CPU: onednn (products by bfloat16 instructions, where the
-    CPU has them) or cpu (products in float32, on any). auto: the first that can; see the log."""
+    triton (A100 to H200, also float32). On a CPU: cpu (products in float32, the same bits on any) or
+    onednn (products by the CPU's bfloat16 instructions). auto: hopper where it can, else triton; cpu."""

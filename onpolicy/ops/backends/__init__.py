@@ -12,11 +12,12 @@ from onpolicy.ops.backends.triton import TRITON
 
 __all__ = ["BACKENDS", "CPU_BACKENDS", "GPU_BACKENDS", "Backend", "Demand", "backend_of"]
 
-CPU_BACKENDS = (ONEDNN, CPU)
-"""The most particular first: the order in which `--operators auto` asks them."""
+CPU_BACKENDS = (CPU, ONEDNN)
+"""In the order in which `--operators auto` asks them. The one that every CPU keeps comes first, so that
+a run has the same bits on a CPU with bfloat16 instructions and on one without."""
 
 GPU_BACKENDS = (HOPPER, TRITON)
-"""In the same order."""
+"""Likewise; the most particular first."""
 
 BACKENDS = (*CPU_BACKENDS, *GPU_BACKENDS, STOCK)
 
