@@ -14,7 +14,7 @@ from benchmarks.gpu_ops.attention import flash_attention_3_is_here
 from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case
 from benchmarks.gpu_ops.timing import Call
 from onpolicy.models.policy import PackedTokens, PolicyModel
-from onpolicy.ops import AttentionLayout, Operators
+from onpolicy.ops import AttentionLayout, Operators, Scores
 from onpolicy.ops.stock import StockOperators
 from tests.support.gpu.paged_attention import (
     PagedAttention,
@@ -44,11 +44,19 @@ class _StockTrainer(StockOperators):
     """Stock operators that know that the benchmark's sequences are all of one length."""
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         sequences = len(layout.key_lens)
         q, k, v = (x.view(sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scores.scale, enable_gqa=True
+        )
         return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -76,9 +76,8 @@ def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedCo
             f"{transformers.__version__} knows, or download it again."
         ) from error
     if config.get_text_config() is not config:
-        architecture = (config.architectures or [config.model_type])[0]
         raise ConfigError(
-            f"{flag}={path}: architecture={architecture} is made of several models "
+            f"{flag}={path}: model_type={config.model_type} is made of several models "
             f"({', '.join(config.sub_configs)}), and onpolicy trains causal language models. Choose a "
             "checkpoint of a language model alone (*ForCausalLM)."
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onpolicy.models import experts
+from onpolicy.models import by_operators
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.parity import compare_log_probs
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -97,8 +97,8 @@ def test_experts_off_by_one_bit_are_found(
 
 
 def test_a_router_off_by_one_bit_is_found(engines_with_experts, rollout_with_experts, monkeypatch):
-    linear = experts._ANSWERS[F.linear]
-    monkeypatch.setitem(experts._ANSWERS, F.linear, lambda *args: next_up(linear(*args)))
+    linear = by_operators._ANSWERS[F.linear]
+    monkeypatch.setitem(by_operators._ANSWERS, F.linear, lambda *args: next_up(linear(*args)))
     assert count_mismatches(engines_with_experts, *rollout_with_experts) > 0
 
 
@@ -110,4 +110,5 @@ def test_every_operator_has_a_control():
     others |= {"layer_norm"}
     # What one engine calls alone, and what has no bits of its own.
     others |= {"paged_attention", "sample", "gather_log_probs", "grad_logits", "topk"}
+    others |= {"linear_gradients", "logits_per_chunk", "rows_per_chunk"}
     assert operators - others == {*OF_DENSE_MODELS, *OF_EXPERTS}

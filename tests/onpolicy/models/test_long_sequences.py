@@ -42,9 +42,9 @@ class Allocations(TorchDispatchMode):
 class QuadraticOperators(CpuOperators):
     """The violation: scores of all tokens with all tokens."""
 
-    def attention(self, q, k, v, layout, scale):
+    def attention(self, q, k, v, *how):
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
-        return super().attention(q + 0 * scores.sum(), k, v, layout, scale)
+        return super().attention(q + 0 * scores.sum(), k, v, *how)
 
 
 def step(path, operators, tokens):

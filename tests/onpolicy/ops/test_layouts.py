@@ -121,8 +121,9 @@ OTHERS = {
 
 def test_every_operator_is_here():
     public = {name for name in dir(CpuOperators) if not name.startswith("_")}
-    row_parallel = {"row_parallel_linear"}  # one of the linears, and sums over ranks
-    assert public - row_parallel - {"column_tile"} == {*DIFFERENTIABLE, *OTHERS}
+    of_others = {"row_parallel_linear", "linear_gradients"}  # one of the linears, and sums
+    sizes = {"column_tile", "logits_per_chunk", "rows_per_chunk"}
+    assert public - of_others - sizes == {*DIFFERENTIABLE, *OTHERS}
 
 
 def normal(shape, dtype):
