@@ -1,8 +1,8 @@
 """The table of architectures: `onpolicy verify` on a tiny random checkpoint of each, written down.
 
-Run by hand (`make architectures`, about half a minute a cell on two cores). Every cell is a command of
-its own on real engines, with a step and a push, and is written down as soon as it has ended; a second
-call goes on with the cells that are missing. The page in docs/ is rendered from what is written down.
+Run by hand (`make architectures`). Every cell is a command of its own on real engines, with a step and
+a push, and is written down as soon as it has ended; a second call goes on with the cells that are
+missing. The page in docs/ is rendered from what is written down.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked_processes import forked_processes
 from tests.support.tiny import ALL_ARCHITECTURES, make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -142,13 +144,20 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ALL_ARCHITECTURES), help="names, with commas")
     parser.add_argument("--columns", default=",".join(COLUMNS), help="names, with commas")
     parser.add_argument("--again", action="store_true", help="also cells that are written down")
+    parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     arguments = parser.parse_args()
-    for architecture in arguments.only.split(","):
-        for column in arguments.columns.split(","):
-            if arguments.again or column not in read().get(architecture, {}):
-                cell = run_cell(architecture, column)
-                write_down(architecture, column, cell)
-                print(f"{architecture}, {column}: {cell}", flush=True)
+    written = {} if arguments.again else read()
+    missing = [
+        (architecture, column)
+        for column in arguments.columns.split(",")
+        for architecture in arguments.only.split(",")
+        if column not in written.get(architecture, {})
+    ]
+    with forked_processes(), ThreadPoolExecutor(arguments.jobs) as jobs:
+        running = {jobs.submit(run_cell, *cell): cell for cell in missing}
+        for done in as_completed(running):
+            write_down(*running[done], done.result())
+            print(*running[done], done.result(), flush=True)
     PAGE.write_text(page(read()))
 
 
