@@ -39,7 +39,8 @@ class TrainConfig:
     """YAML file with values for these flags (keys as flags, with _ for -). The command line wins."""
 
     dry_run: bool = False
-    """Check everything that can be checked, print the resolved configuration, and stop."""
+    """Check everything that can be checked, print the resolved configuration, and stop. Too little free
+    memory is said, and not refused: the run may be made elsewhere."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""

@@ -194,14 +194,15 @@ def require_run_fits(
     config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec, size: ModelSize
 ) -> None:
     """Say what a run takes. Raises ConfigError, with the sums, if its longest sequence does not fit the
-    cache of an engine, or its processes do not fit the memory that is free."""
+    cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
+    made on another host, or while something else runs, that is only said."""
     ranks, is_remote = distributed.local_world_size(), bool(config.engine.rollout_server_url)
     processes = [trainer_memory(config, size, spec.longest_sequence, ranks)]
     if not is_remote:
         require_cache(spec)
         servers = config.engine.rollout_num_engines
         processes += [server_memory(spec, size, hf_config, servers), push_memory(config, size)]
-    require_memory(processes, spec.contract.device)
+    require_memory(processes, spec.contract.device, config.dry_run)
 
 
 def require_cache(spec: EngineSpec) -> None:
@@ -223,7 +224,9 @@ def require_cache(spec: EngineSpec) -> None:
         )  # fmt: skip
 
 
-def require_memory(processes: Sequence[ProcessMemory], device: str) -> None:
+def require_memory(
+    processes: Sequence[ProcessMemory], device: str, is_dry_run: bool = False
+) -> None:
     """Say what the processes take; raise ConfigError, with the sums, if they cannot fit.
 
     On a CPU they share the host's memory; on GPUs each has one of its own.
@@ -238,13 +241,16 @@ def require_memory(processes: Sequence[ProcessMemory], device: str) -> None:
         needed, free = sum(process.bytes for process in processes), free_memory()
         where = "together", "this host"
     logger.info("%s GiB %s, and %s has %s GiB free", gib(needed), where[0], where[1], gib(free))
-    if needed > free:
-        sums = "; ".join(map(str, processes))
-        raise ConfigError(
-            f"memory={gib(needed)} GiB {where[0]}: {where[1]} has {gib(free)} GiB free. {sums}. "
-            "Choose a smaller model, shorter or fewer sequences, --activation-checkpointing or "
-            "--max-tokens-per-gpu, more ranks or GPUs; or free some memory."
-        )
+    if needed <= free:
+        return
+    problem = (
+        f"memory={gib(needed)} GiB {where[0]}: {where[1]} has {gib(free)} GiB free. "
+        f"{'; '.join(map(str, processes))}. Choose a smaller model, shorter or fewer sequences, "
+        "--activation-checkpointing or --max-tokens-per-gpu, more ranks or GPUs; or free some memory."
+    )
+    if not is_dry_run:
+        raise ConfigError(problem)
+    logger.warning("here and now the run would be refused: %s", problem)
 
 
 def gib(size: int) -> str:

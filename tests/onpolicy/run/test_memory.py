@@ -162,6 +162,14 @@ def test_servers_elsewhere_are_not_counted(checkpoint, monkeypatch):
             require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
 
 
+def test_a_dry_run_says_what_cannot_fit_and_goes_on(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
+    config = dataclasses.replace(make_config(checkpoint), dry_run=True)
+    hf_config, spec = make_spec(config)
+    require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+    assert "here and now the run would be refused: memory=" in caplog.text
+
+
 def test_the_longest_sequence_is_a_training_or_an_evaluation_prompts(tmp_path):
     inputs = make_inputs(
         make_run_config(tmp_path),
