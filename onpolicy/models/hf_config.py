@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AttentionShape
@@ -190,6 +191,9 @@ def _problems_of_model(model: PreTrainedModel, config: PretrainedConfig) -> list
     problems = _problems_of_experts(model, experts) if experts else []
     if classes := unaligned_modules(model):
         problems.append(f"{', '.join(classes)}: has no aligned operator")
+    if kinds := {type(m) for m in model.modules() if isinstance(m, nn.Linear)} - {nn.Linear}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        problems.append(f"{names}: SGLang's transformers backend takes it for a plain linear layer")
     head: Any = model.get_output_embeddings()
     if head.bias is not None:
         problems.append(
