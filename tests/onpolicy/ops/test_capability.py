@@ -146,6 +146,8 @@ def test_every_aligned_backend_can_be_asked_for():
 @pytest.mark.parametrize("name", ONEDNN_LIMITS)
 def test_what_is_hidden_from_onednn_is_not_there(monkeypatch, name):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for limit in ONEDNN_LIMITS:
+        monkeypatch.delenv(limit, raising=False)
     assert Machine.here().bfloat16_products
     for value, expected in {"avx512_core_bf16": True, "AVX512_CORE": False, "AVX2": False}.items():
         monkeypatch.setenv(name, value)
