@@ -77,6 +77,7 @@ def align_modules(
     that the plan of a Hugging Face model shares out. (SGLang's model has linears of its own.)
     """
     shared = row_parallel_linears(model) if isinstance(model, PreTrainedModel) else set()
+    _keep_stored_buffers_whole(model)
     for parent in list(model.modules()):
         if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedLayerNorm, AlignedActivation)):
             continue
@@ -89,6 +90,18 @@ def align_modules(
             if is_gated_mlp(child):
                 gate_by_operators(child, operators)
             rotate_by_operators(child, operators)
+
+
+def _keep_stored_buffers_whole(model: nn.Module) -> None:
+    """Buffers of a checkpoint (what corrects a router's scores) are float32 in both engines.
+
+    SGLang builds the model in the dtype it serves, and would round them.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            is_stored = name not in module._non_persistent_buffers_set
+            if is_stored and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.float()
 
 
 def replace_operators(model: nn.Module, operators: Operators) -> None:

@@ -12,7 +12,6 @@ def test_the_record_is_of_architectures_and_columns_that_there_are():
 
 
 OPEN = {
-    ("dots1", "bfloat16"), ("minimax-m2", "bfloat16"),  # now and then a token; no cause is known
     ("exaone4", "float32"), ("exaone4", "bfloat16"),  # SGLang 0.5.21 asks for another backend
 }  # fmt: skip
 """Faults of the record, all of them."""

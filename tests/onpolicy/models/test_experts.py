@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from onpolicy.errors import ConfigError, ContractError
-from onpolicy.models.align import replace_operators
+from onpolicy.models.align import align_modules, replace_operators
+from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import AlignedExperts, route_by_operators
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import empty_policy, operator_shapes
@@ -188,3 +189,13 @@ def test_a_router_along_another_axis_is_refused():
     route_by_operators(block, CpuOperators(1))
     with pytest.raises(ContractError, match=r"operator=softmax, dim=0, shape=\(4, 6\)"):
         block(torch.ones(4, 96), torch.ones(6, 96), dim=0)
+
+
+def test_what_corrects_a_router_is_float32_in_whatever_dtype_a_model_was_built(tmp_path):
+    """SGLang builds models in the dtype it serves, and a rounded correction chooses other experts."""
+    config = AutoConfig.from_pretrained(make_checkpoint(tmp_path, "dots1"))
+    config.dtype = torch.bfloat16
+    model = empty_causal_lm(config, trust_remote_code=False)
+    align_modules(model, CpuOperators(1))
+    corrections = [b for name, b in model.named_buffers() if "e_score" in name]
+    assert corrections and all(b.dtype == torch.float32 for b in corrections)
