@@ -208,9 +208,6 @@ REFUSED = {
 }
 """What `require_alignable` says of those that have no aligned operators: a regular expression."""
 
-DIFFERING: set[tuple[str, str]] = set()
-"""Not aligned yet, and not refused."""
-
 CHARACTERS = [chr(code) for code in range(33, 33 + SIZES["vocab_size"] - 2)]
 
 
