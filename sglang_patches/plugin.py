@@ -10,7 +10,6 @@ from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContr
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
-    buffers,
     configurations,
     cpu_sizes,
     determinism,
@@ -32,6 +31,7 @@ from sglang_patches import (
     shared_names,
     sinks,
     status,
+    trainers_model,
     versions,
     weights,
 )
@@ -69,6 +69,6 @@ def load() -> None:
         parallel_samples.install()
         experts.install()
         head_sizes.install(contract)
-        buffers.install()
+        trainers_model.install()
         model.install(operators, contract)
     registry.started(contract)
