@@ -48,7 +48,7 @@ def load() -> None:
     shared_names.install()
     harmful_requests.install()
     status.install()
-    weights.install()
+    weights.install(contract)
     if contract.device == "cpu":
         forks.install()
         cpu_sizes.install()
