@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from onpolicy.config import TrainConfig
@@ -103,7 +104,8 @@ class FsdpTrainer(PolicyTrainer):
 
     def _clip_gradients(self) -> float:
         parameters = list(self.model.parameters())
-        norm = global_norm([p.grad.to_local() for p in parameters])
+        shards = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+        norm = global_norm(shards)
         limit = self.config.trainer.clip_grad or math.inf
         clip_grads_with_norm_(parameters, limit, torch.tensor(norm))
         return norm
