@@ -142,12 +142,22 @@ def trainer_memory(
             "AdamW": 2 * FLOAT32 * size.parameters // shards,
             "reference": reference,
             "gathered layers": gathered,
+            "exchanged gradients": _exchanged(config, size, ranks),
             "activations": _activations(recomputes, size, batch, itemsize),
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
             "libraries": LIBRARIES,
         },
         ranks,
     )
+
+
+def _exchanged(config: TrainConfig, size: ModelSize, ranks: int) -> int:
+    """What ranks keep beside gradients to add them in order: Megatron's its part of the sums."""
+    if ranks == 1 or not config.is_rank_invariant:
+        return 0
+    if config.trainer.train_backend == "megatron":
+        return FLOAT32 * size.parameters // ranks
+    return FLOAT32 * max(size.outside_layers, size.largest_layer)
 
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int, ranks: int) -> int:
