@@ -10,6 +10,7 @@ from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContr
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
+    backend_checks,
     configurations,
     cpu_sizes,
     determinism,
@@ -29,7 +30,6 @@ from sglang_patches import (
     routed_experts,
     sampler,
     shared_names,
-    sinks,
     status,
     trainers_model,
     versions,
@@ -60,7 +60,7 @@ def load() -> None:
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         layer_attention.install()
         configurations.install()
-        sinks.install(contract)
+        backend_checks.install(contract)
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)

@@ -22,7 +22,7 @@ from tests.support.violations import break_operator
 
 CONTEXT = 256
 TEMPERATURE = 0.7
-LENS = (150, 37, 9, 2)
+LENS = (113, 20, 9, 2)
 
 CONTROLS = {
     "linear": "qwen3",
