@@ -39,7 +39,8 @@ class ModelFacts:
         model.config._attn_implementation = ATTENTION_NAME
         # Experts whose shapes do not depend on the routers' choice.
         model.config._experts_implementation = "batched_mm"
-        return model.eval().to("meta")
+        model.eval().to("meta")
+        return model
 
     @cached_property
     def norms(self) -> dict[nn.Module, NormKind]:
