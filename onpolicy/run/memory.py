@@ -18,11 +18,13 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.ops import Operators
+from onpolicy.ops.backends import backend_of
+from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.placement import token_bytes
 from onpolicy.system.memory import free_memory
 from onpolicy.train import distributed
+from onpolicy.train.activations import recomputes_activations
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,11 @@ class ProcessMemory:
 
 
 def trainer_memory(
-    config: TrainConfig, size: ModelSize, longest_sequence: int, ranks: int
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    spec: EngineSpec,
+    size: ModelSize,
+    ranks: int,
 ) -> ProcessMemory:
     """One rank's, while it takes a step; `count` are all ranks."""
     trainer, megatron = config.trainer, config.megatron
@@ -124,7 +130,9 @@ def trainer_memory(
     else:
         gradients = FLOAT32 * size.parameters // ranks
         gathered = (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer)
-    batch = _tokens_at_once(config, longest_sequence, ranks)
+    batch = _tokens_at_once(config, spec.longest_sequence, ranks)
+    recomputes = recomputes_activations(trainer, hf_config)
+    logits = GPU_LOGITS if backend_of(spec.contract.backend).needs_gpu else CPU_LOGITS
     reference = weights if config.algorithm.use_kl_loss else 0
     return ProcessMemory(
         "trainer rank",
@@ -135,8 +143,8 @@ def trainer_memory(
             "reference": reference,
             "gathered layers": gathered,
             "exchanged gradients": _exchanged(config, size, ranks),
-            "activations": _activations(config, size, batch, itemsize),
-            "logits": _logits(size, min(batch, Operators.rows_per_chunk(size.vocab))),
+            "activations": _activations(recomputes, size, batch, itemsize),
+            "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
             "libraries": LIBRARIES,
         },
         ranks,
@@ -160,11 +168,11 @@ def _tokens_at_once(config: TrainConfig, longest_sequence: int, ranks: int) -> i
     return max(longest_sequence, min(config.trainer.max_tokens_per_gpu, total))
 
 
-def _activations(config: TrainConfig, size: ModelSize, tokens: int, itemsize: int) -> int:
+def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) -> int:
     """What the linears of a layer take and give, of every layer; with checkpointing of one, and of
     the others what enters them. Twice for one layer, whose gradients are computed."""
     layer = tokens * size.width * itemsize
-    if config.trainer.activation_checkpointing:
+    if recomputes:
         return size.layers * tokens * size.hidden * itemsize + 2 * layer
     return (size.layers + 1) * layer
 
@@ -207,7 +215,7 @@ def require_run_fits(
     cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
     made on another host, or while something else runs, that is only said."""
     ranks, is_remote = distributed.local_world_size(), bool(config.engine.rollout_server_url)
-    processes = [trainer_memory(config, size, spec.longest_sequence, ranks)]
+    processes = [trainer_memory(config, hf_config, spec, size, ranks)]
     if not is_remote:
         require_cache(spec)
         servers = config.engine.rollout_num_engines
