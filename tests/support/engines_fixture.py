@@ -46,10 +46,10 @@ def make_engines(
 
 
 @contextmanager
-def running(pair: EnginePair) -> Iterator[EnginePair]:
+def running(pair: EnginePair, *, forked: bool = True) -> Iterator[EnginePair]:
     """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards."""
     try:
-        with forked_processes():
+        with forked_processes(forked):
             pair.start()
         pair.push_weights("0")
         yield pair
