@@ -37,7 +37,7 @@ demo: setup
 	examples/quickstart/run.sh
 
 test: setup
-	$(BIN)/python -m pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The tests of what decides bits, under the instruction sets of other processors.
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'
