@@ -6,7 +6,6 @@ import psutil
 import pytest
 
 from onpolicy.contract import CONTRACT_VARIABLE
-from tests.support.engines_fixture import make_engines, running
 
 pytestmark = pytest.mark.engine
 
@@ -21,13 +20,6 @@ VARIABLES = (
 
 def chosen(environment):
     return {name: environment[name] for name in VARIABLES if name in environment}
-
-
-@pytest.fixture
-def engines(checkpoint, tmp_path):
-    """The system tells of a forked process the environment of the one that it was forked from."""
-    with running(make_engines(checkpoint, tmp_path), forked=False) as pair:
-        yield pair
 
 
 def test_every_process_of_an_engine_inherits_what_chose_the_trainers_kernels(engines):
