@@ -106,11 +106,16 @@ def data_size() -> int:
     return dist.get_world_size(_data_group)
 
 
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks of `group` (None: of all there are), in their order, on every one."""
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def gather_data(value: T) -> list[T]:
     """The values of all shares of the samples, in their order, on every rank."""
-    values: list[T] = [value] * data_size()
-    dist.all_gather_object(values, value, group=_data_group)
-    return values
+    return gather(value, _data_group)
 
 
 def any_data(value: bool) -> bool:
@@ -151,3 +156,14 @@ def count_over_data(counts: Mapping[str, int], on: torch.device) -> dict[str, in
     values = torch.tensor([counts[name] for name in names], device=on)
     dist.all_reduce(values, group=_data_group)
     return dict(zip(names, values.tolist(), strict=True))
+
+
+def add_in_order(total: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
+    """Add to this rank's `total` [N] what every rank of `group` has for it, in their order; collective.
+
+    parts: [ranks * N], what this rank has for each of them.
+    """
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    for part in received.chunk(group.size()):
+        total += part

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from onpolicy.train import distributed
 
 _BLOCK = 1 << 22
 """Elements that are summed at once."""
@@ -25,7 +28,7 @@ def global_norm(shards: Sequence[Tensor], group: dist.ProcessGroup | None = None
 
     Not finite if one of their elements is not.
     """
-    largest = _largest(_gather([_largest([float(x.abs().max()) for x in shards if len(x)])], group))
+    largest = _largest(distributed.gather(_largest_of(shards), group))
     if not math.isfinite(largest) or largest == 0:
         return largest
     _, exponent = math.frexp(largest)
@@ -35,12 +38,19 @@ def global_norm(shards: Sequence[Tensor], group: dist.ProcessGroup | None = None
         for block in shard.flatten().split(_BLOCK)
     ]
     ours = torch.cat(sums).tolist() if sums else []
-    return math.sqrt(math.fsum(_gather(ours, group))) * 2.0**exponent
+    everyones = chain.from_iterable(distributed.gather(ours, group))
+    return math.sqrt(math.fsum(everyones)) * 2.0**exponent
+
+
+def _largest_of(shards: Sequence[Tensor]) -> float:
+    """The largest absolute value, for which a device is waited for once; 0 of none."""
+    found = [x.abs().max() for x in shards if len(x)]
+    return float(torch.stack(found).max()) if found else 0.0
 
 
 def _largest(values: Sequence[float]) -> float:
-    """NaN if one is; 0 of none."""
-    return float(torch.tensor([0.0, *values], dtype=torch.float64).max())
+    """NaN if one is."""
+    return float(torch.tensor(values, dtype=torch.float64).max())
 
 
 def _exact_sums(block: Tensor, scale: float) -> Tensor:
@@ -49,9 +59,3 @@ def _exact_sums(block: Tensor, scale: float) -> Tensor:
     high = squares.floor()
     low = squares.sub_(high).mul_(_UNIT).round_()
     return torch.stack([high.sum() / _UNIT, low.sum() / _UNIT / _UNIT])
-
-
-def _gather(ours: list[float], group: dist.ProcessGroup | None) -> list[float]:
-    everyones = [ours] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, ours, group=group)
-    return [value for theirs in everyones for value in theirs]

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from onpolicy.train import distributed
+
 NOTHING = -0.0
 """What changes no number that it is added to; 0.0 makes another zero of -0.0."""
 
@@ -77,10 +79,7 @@ class OrderedReduceScatter(ReduceScatter):
         adds the later ones to it."""
         if self.turn.is_filler:
             input_tensor.fill_(NOTHING)
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.fill_(NOTHING)
         if self.turn.is_first:
             self._sum = output_tensor
-        for part in received.chunk(group.size()):
-            self._sum += part
+        distributed.add_in_order(self._sum, input_tensor, group)

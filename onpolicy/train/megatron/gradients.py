@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.stages import config_of
 
@@ -37,10 +37,7 @@ class _Block(NamedTuple):
 
     def take(self) -> None:
         ours = F.pad(self.held, (0, self.group.size() * len(self.sums) - len(self.held)))
-        received = torch.empty_like(ours)
-        dist.all_to_all_single(received, ours, group=self.group)
-        for part in received.chunk(self.group.size()):
-            self.sums.add_(part)
+        distributed.add_in_order(self.sums, ours, self.group)
         self.held.zero_()
 
     def put_back(self) -> None:
