@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """The server behind one URL. Its process is a guard (sglang_patches/guard.py) in front of it."""
+    """The server behind one URL. Its process is a guard (system/guard.py) in front of it."""
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path):
         self.spec, self.port, self.log_file = spec, port or free_port(spec.host), log_file
