@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
+
+from onpolicy.system.network import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +24,14 @@ class Host:
 
     num_cpus: int
     num_gpus: int
+
+    is_here: bool = True
+    """Whether it is the controller's own."""
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self.address})"
+
+
+def this_host(num_gpus: int) -> Host:
+    """This host alone, as a cluster of our own would have it; such a cluster has not been started."""
+    return Host("", socket.gethostname(), LOOPBACK[0], len(os.sched_getaffinity(0)), num_gpus)

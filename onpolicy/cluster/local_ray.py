@@ -79,11 +79,11 @@ def _serve(directory: Path) -> None:
         object_store_memory=store,
         plasma_directory=None if on_memory else str(directory),
         include_dashboard=False,
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]
         no_monitor=True,
         min_worker_port=0,
         max_worker_port=0,
-        _system_config={"enable_worker_prestart": False},
+        _system_config={"enable_worker_prestart": False},  # type: ignore[dict-item]
     )
     node = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
     print(f"{ADDRESS}{node.gcs_address}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -40,7 +41,9 @@ def _join(address: str) -> None:
     import ray
 
     try:
-        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+        ray.init(
+            address, namespace=uuid.uuid4().hex, log_to_driver=True, logging_level=logging.WARNING
+        )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"--ray-address={address}: cannot be joined ({in_one_line(error)}). Start a node of the "
@@ -60,11 +63,11 @@ def alive_hosts() -> tuple[Host, ...]:
     import ray
 
     here = ray.get_runtime_context().get_node_id()
-    hosts = [_host(node) for node in ray.nodes() if node["Alive"]]
-    return tuple(sorted(hosts, key=lambda h: (h.name != here, h.label, h.address, h.name)))
+    hosts = [_host(node, here) for node in ray.nodes() if node["Alive"]]
+    return tuple(sorted(hosts, key=lambda h: (not h.is_here, h.label, h.address, h.name)))
 
 
-def _host(node: dict[str, object]) -> Host:
+def _host(node: dict[str, object], here: str) -> Host:
     resources = node["Resources"]
     assert isinstance(resources, dict)
     return Host(
@@ -73,6 +76,7 @@ def _host(node: dict[str, object]) -> Host:
         address=str(node["NodeManagerAddress"]),
         num_cpus=int(resources.get("CPU", 0)),
         num_gpus=int(resources.get("GPU", 0)),
+        is_here=node["NodeID"] == here,
     )
 
 

@@ -25,7 +25,7 @@ DECIDE_NO_RESULT = frozenset({
     "update_weight_buffer_size", "colocate", "moe_activation_checkpointing",
     # the hosts
     "ray_address", "placement_timeout", "actor_num_nodes", "actor_num_gpus_per_node",
-    "actor_num_ranks_per_node",
+    "actor_num_ranks_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine",
 })  # fmt: skip
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from fallback_correction.ranges import at_least
 from onpolicy.config.kinds import Count, Seconds
 
 
@@ -19,10 +21,10 @@ class ClusterConfig:
     actor_num_nodes: Count = 1
     """Hosts that ranks of the trainer run on."""
 
-    actor_num_gpus_per_node: Count | None = None
+    actor_num_gpus_per_node: Annotated[int | None, at_least(1)] = None
     """Ranks of the trainer on each of them, one on each GPU; 1 if not given. Not on a CPU."""
 
-    actor_num_ranks_per_node: Count | None = None
+    actor_num_ranks_per_node: Annotated[int | None, at_least(1)] = None
     """Ranks of the trainer on each of them where there are no GPUs: they share the host's cores. 1 if
     not given."""
 
