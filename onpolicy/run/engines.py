@@ -7,7 +7,7 @@ shared with the others; training and gathering weights take all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -20,14 +20,8 @@ from onpolicy.run.engine_specs import make_rollout_group, replays_routing
 from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, distributed, make_trainer
 from onpolicy.types import Completion, Request
-from onpolicy.weights.digest import WeightBucket
-from onpolicy.weights.push import push_weights
-from onpolicy.weights.rounding import rounded
-from onpolicy.weights.transports import make_transport
 
 logger = logging.getLogger(__name__)
-
-MIB = 1 << 20
 
 MakeRollout = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path, int], RolloutGroup]
 MakeTrainer = Callable[[TrainConfig, NumericsContract, int], Trainer]
@@ -54,7 +48,6 @@ class EnginePair:
         self.on_progress: Progress = lambda done, tokens: None
         self._logs, self._longest_sequence = directory / "logs", longest_sequence
         self.rollout = self._new_rollout()
-        self._transport = make_transport(config.sync.weight_sync, directory)
         self.weight_version = ""
         self.weight_digest = ""
 
@@ -98,20 +91,9 @@ class EnginePair:
             self._connect()
 
     @property
-    def _weight_format(self) -> str:
-        """How weights are rounded here; on GPUs SGLang itself makes them FP8."""
-        asked = self.config.engine.rollout_weight_format
-        by_sglang = self.contract.device == "cuda" and asked == "fp8_e4m3"
-        return "" if by_sglang or self.contract.is_aligned else asked
-
-    @property
     def replays_routing(self) -> bool:
         """Whether the trainer takes the experts that the rollout took."""
         return replays_routing(self.config, self.contract)
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self.config.sync.update_weight_buffer_size * MIB
 
     def push_weights(self, version: str) -> None:
         """Give the servers the trainer's weights, and have them prove that they hold them.
@@ -128,19 +110,15 @@ class EnginePair:
 
     def _push(self) -> str:
         """One attempt; collective. The digest of the weights, on every rank."""
-        buckets = self.trainer.weight_buckets(self.bucket_bytes)
         if self.rollout is None:
-            _gather_rest(buckets)
-        return distributed.run_on_rank_zero(lambda: self._push_from_rank_zero(buckets))
+            self.trainer.push([], self.weight_version)
+        return distributed.run_on_rank_zero(self._push_from_rank_zero)
 
-    def _push_from_rank_zero(self, buckets: Iterator[WeightBucket]) -> str:
+    def _push_from_rank_zero(self) -> str:
         assert self.rollout is not None
-        rounded_buckets = rounded(buckets, self._weight_format)
-        clients = self.rollout.clients
         try:
-            return push_weights(rounded_buckets, clients, self._transport, self.weight_version)
+            return self.trainer.push(self.rollout.clients, self.weight_version)
         except Exception as error:
-            _gather_rest(buckets)
             if self.rollout.revive():  # whatever failed, failed because an engine died
                 raise EnginesRestartedError from error
             raise
@@ -165,9 +143,3 @@ class EnginePair:
         """End the servers."""
         if self.rollout is not None:
             self.rollout.stop()
-
-
-def _gather_rest(buckets: Iterator[WeightBucket]) -> None:
-    """Gathering weights takes all ranks of the trainer, to the last bucket."""
-    for _ in buckets:
-        pass

@@ -156,6 +156,7 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
             weight_sync=config.weight_sync,
             update_weight_buffer_size=_bucket_mib(config.model.hf_checkpoint),
         ),
+        output=groups.OutputConfig(run_dir=config.run_dir),
         seed=config.seed,
         sglang_args=sglang_args,
     )

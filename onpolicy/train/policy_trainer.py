@@ -25,7 +25,6 @@ from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.train import distributed
-from onpolicy.train.base import Trainer
 from onpolicy.train.batch import (
     PackedBatch,
     ScoredBatch,
@@ -38,12 +37,13 @@ from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.state import load_state, save_state
+from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import TrainSample
 
 logger = logging.getLogger(__name__)
 
 
-class PolicyTrainer(Trainer):
+class PolicyTrainer(WeightOutlet):
     """Policy-gradient steps with parity check and corrections, on an engine's verbs.
 
     An engine scores batches, accumulates the gradients of a step, and takes it; it sets `optimizer`,
@@ -53,7 +53,8 @@ class PolicyTrainer(Trainer):
     optimizer: HasParamGroups
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
-        self.config, self.num_threads = config, num_threads
+        super().__init__(config)
+        self.num_threads = num_threads
         self.device = distributed.device(contract.device)
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.loss_settings = loss_settings(config)

@@ -131,7 +131,7 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
     def break_down(*_):
         raise Breaks
 
-    monkeypatch.setattr(pair._transport, "send", break_down)
+    monkeypatch.setattr(pair.trainer.transport, "send", break_down)
     with pytest.raises(Breaks):
         pair.push_weights(str(next(versions)))
     monkeypatch.undo()
@@ -173,7 +173,7 @@ def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_rem
     buckets = pair.trainer.weight_buckets(1 << 20)
     started = time.monotonic()
     with pytest.raises(EngineError):
-        push_weights(buckets, theirs.clients, pair._transport, str(next(versions)))
+        push_weights(buckets, theirs.clients, pair.trainer.transport, str(next(versions)))
     with pytest.raises(EngineError, match=rf"{server.url}.*did not start.*onpolicy serve"):
         theirs.revive()
     assert time.monotonic() - started < 30  # and not the 60 s that one that hangs may take

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import CheckpointError
-from onpolicy.models.export import export_checkpoint
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
     STATE,
@@ -39,7 +38,7 @@ def save(config: TrainConfig, engines: EnginePair, state: RunState) -> None:
     try:
         distributed.run_on_rank_zero(lambda: _begin(partial))
         engines.trainer.save(partial)
-        _export(config, engines, partial / "hf")
+        engines.trainer.export(partial / "hf")
         distributed.run_on_rank_zero(lambda: _commit(config, state, partial, final))
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -61,16 +60,6 @@ def _begin(partial: Path) -> None:
     for leftover in partial.parent.glob(f"{_PARTIAL}step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
-
-
-def _export(config: TrainConfig, engines: EnginePair, directory: Path) -> None:
-    buckets = engines.trainer.weight_buckets(engines.bucket_bytes)
-    if distributed.rank() == 0:
-        source = Path(config.model.hf_checkpoint)
-        export_checkpoint(buckets, directory, source, engines.contract.dtype)
-    else:
-        for _ in buckets:  # take part in gathering them
-            pass
 
 
 def _commit(config: TrainConfig, state: RunState, partial: Path, final: Path) -> None:
