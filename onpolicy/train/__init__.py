@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.train.base import Trainer
 
+if TYPE_CHECKING:
+    from onpolicy.train.policy_trainer import PolicyTrainer
+
 __all__ = ["Trainer", "make_trainer"]
 
 
-def make_trainer(config: TrainConfig, contract: NumericsContract, num_threads: int) -> Trainer:
+def make_trainer(
+    config: TrainConfig, contract: NumericsContract, num_threads: int
+) -> PolicyTrainer:
     """The engine that `--train-backend` names; raises ConfigError if it cannot hold the model."""
     if config.trainer.train_backend == "megatron":
         from onpolicy.train.megatron.make import make_megatron_trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.train import distributed
 from onpolicy.train.activations import recomputes_activations
-from onpolicy.train.base import Trainer
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.version import require_megatron
+
+if TYPE_CHECKING:
+    from onpolicy.train.megatron.trainer import MegatronTrainer
 
 
 def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract) -> None:
@@ -32,7 +35,7 @@ def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsCo
 
 def make_megatron_trainer(
     config: TrainConfig, contract: NumericsContract, num_threads: int
-) -> Trainer:
+) -> MegatronTrainer:
     """Make Megatron's process groups of torchrun's ranks, once, and load the model into them."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     check(config, hf_config, contract)
