@@ -25,6 +25,7 @@ def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run import saving
     from onpolicy.run.inputs import read_inputs
+    from onpolicy.run.placement import planned
 
     if not is_first_rank():
         return 0
@@ -32,6 +33,7 @@ def _dry_run(config: TrainConfig) -> int:
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())
+    print("\n".join(planned(config, inputs.ladder.contract).describe()))
     print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.ladder.contract.fingerprint}")
     return 0
 

@@ -23,6 +23,9 @@ DECIDE_NO_RESULT = frozenset({
     "rollout_base_port", "rollout_max_concurrency", "rollout_request_timeout",
     "rollout_start_timeout", "rollout_health_timeout", "rollout_max_restarts", "weight_sync",
     "update_weight_buffer_size", "colocate", "moe_activation_checkpointing",
+    # the hosts
+    "ray_address", "placement_timeout", "actor_num_nodes", "actor_num_gpus_per_node",
+    "actor_num_ranks_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine",
 })  # fmt: skip
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
 

@@ -20,6 +20,7 @@ class TrainConfig:
     data: groups.DataConfig = field(default_factory=groups.DataConfig)
     rollout: groups.RolloutConfig = field(default_factory=groups.RolloutConfig)
     engine: groups.EngineConfig = field(default_factory=groups.EngineConfig)
+    cluster: groups.ClusterConfig = field(default_factory=groups.ClusterConfig)
     reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
     algorithm: groups.AlgorithmConfig = field(default_factory=groups.AlgorithmConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)

@@ -96,10 +96,12 @@ READERS = (
     Reader("allow_changed_settings", "--load", lambda v: v["load"]),
     Reader("wandb_*", "--use-wandb", lambda v: v["use_wandb"]),
     Reader(
-        "rollout_host rollout_base_port rollout_start_timeout rollout_max_restarts colocate",
+        "rollout_host rollout_base_port rollout_start_timeout rollout_max_restarts colocate "
+        "rollout_num_gpus rollout_num_gpus_per_engine",
         "a run without --rollout-server-url, which starts its servers itself,",
         lambda v: not v.get("rollout_server_url"),
     ),
+    Reader("placement_timeout", "--ray-address", lambda v: v["ray_address"]),
     Reader("num_prompts", "bench rollout", lambda v: v.get("what") != "step"),
     Reader("train_backend num_tokens", "bench step", lambda v: v.get("what") != "rollout"),
 )

@@ -168,7 +168,7 @@ def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_rem
     """The last test: it leaves an engine dead."""
     server = pair.rollout.servers[0]
     config = groups.EngineConfig(rollout_server_url=(server.url,), rollout_health_timeout=60.0)
-    theirs = SglangGroup(config, server.spec, None)
+    theirs = SglangGroup(config, [server.spec], None)
     psutil.Process(engine_processes(server)["http"].pid).kill()
     buckets = pair.trainer.weight_buckets(1 << 20)
     started = time.monotonic()
