@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ __all__ = ["Trainer", "make_trainer"]
 def make_trainer(
     config: TrainConfig, contract: NumericsContract, num_threads: int
 ) -> PolicyTrainer:
-    """The engine that `--train-backend` names; raises ConfigError if it cannot hold the model."""
+    """The engine that `--train-backend` names, as a rank of the group that this process is in, or
+    alone. Raises ConfigError if it cannot hold the model."""
+    distributed.init_process_group()
     if config.trainer.train_backend == "megatron":
         from onpolicy.train.megatron.make import make_megatron_trainer
 

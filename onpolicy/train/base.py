@@ -15,7 +15,10 @@ from onpolicy.weights.push import Engine
 
 
 class Trainer(ABC):
-    """One policy, its optimizer, and the ranks that hold them. Every method is collective."""
+    """One policy, its optimizer, and the ranks that hold them.
+
+    Whoever is one of several ranks calls every method together with the others.
+    """
 
     self_check: dict[str, str]
     """Digests of the operators' self-check at start-up; empty under a stock contract."""
@@ -62,3 +65,6 @@ class Trainer(ABC):
     @abstractmethod
     def load(self, directory: Path) -> None:
         """Read back what `save` wrote, under any number of ranks."""
+
+    def close(self) -> None:
+        """End the processes that were started for it, if any were."""

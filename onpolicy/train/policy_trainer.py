@@ -56,6 +56,7 @@ class PolicyTrainer(WeightOutlet):
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
         super().__init__(config)
         self.num_threads = num_threads
+        torch.manual_seed(config.seed)
         self.device = distributed.device(contract.device)
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.loss_settings = loss_settings(config)

@@ -146,8 +146,7 @@ post, struck = EngineClient.post, []
 def post_and_kill(self, path, body, num_bytes=0):
     if path.startswith("/update") and body["weight_version"] == "1" and not struck:
         struck.append(path)
-        children = psutil.Process().children()
-        (guard,) = filter(is_guard, children)
+        (guard,) = filter(is_guard, psutil.process_iter())
         guard.children()[0].kill()
     return post(self, path, body, num_bytes)
 EngineClient.post = post_and_kill
@@ -155,10 +154,10 @@ EngineClient.post = post_and_kill
 
 
 def test_a_run_on_two_ranks_gathers_its_weights_again_and_ends_with_the_same_hash(start, tmp_path):
-    argv = ["--num-rollout", "2", "--cpu-threads", "1"]
-    plain = finish(start(tmp_path / "plain", *argv, launcher=TWO_RANKS))
+    argv = [*TWO_RANKS, "--num-rollout", "2", "--cpu-threads", "1"]
+    plain = finish(start(tmp_path / "plain", *argv))
     argv += ["--weight-sync", "distributed"]
-    struck = start(tmp_path / "struck", *argv, launcher=TWO_RANKS, preamble=KILLED_IN_A_PUSH)
+    struck = start(tmp_path / "struck", *argv, in_ranks=KILLED_IN_A_PUSH)
     output = finish(struck)
     assert "pushing the weights of version 1 again" in output
     assert run_hash(output) == run_hash(plain)

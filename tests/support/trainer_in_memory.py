@@ -30,7 +30,7 @@ from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
 class TrainerInMemory(WeightOutlet):
     """Raises the logits of tokens with a positive advantage; every rank holds and trains all."""
 
-    def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
+    def __init__(self, config: TrainConfig, contract: NumericsContract, logs: Path):
         super().__init__(config)
         self.fallback = config.fallback
         self.weights = make_weights()
