@@ -41,7 +41,7 @@ class TrainConfig:
 
     dry_run: bool = False
     """Check everything that can be checked, print the resolved configuration, and stop. Too little free
-    memory is said, and not refused: the run may be made elsewhere."""
+    memory and too few GPUs are said, and not refused: the run may be made elsewhere."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""

@@ -101,7 +101,9 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
         )
         require_weights(config, hf_config)
-        if not config.cluster.ray_address:  # else the cluster is asked when the run begins
+        if not (
+            config.cluster.ray_address or config.dry_run
+        ):  # a cluster is asked when a run begins
             placement_here(config, ladder.contract)
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust)

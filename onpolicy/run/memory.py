@@ -22,7 +22,6 @@ from onpolicy.ops import Operators
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.placement import token_bytes
 from onpolicy.system.memory import free_memory
-from onpolicy.train import distributed
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ def require_run_fits(
     """Say what a run takes. Raises ConfigError, with the sums, if its longest sequence does not fit the
     cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
     made on another host, or while something else runs, that is only said."""
-    ranks, is_remote = distributed.local_world_size(), bool(config.engine.rollout_server_url)
+    ranks, is_remote = config.cluster.ranks_per_node, bool(config.engine.rollout_server_url)
     processes = [trainer_memory(config, size, spec.longest_sequence, ranks)]
     if not is_remote:
         require_cache(spec)

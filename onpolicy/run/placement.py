@@ -42,12 +42,16 @@ def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement
     return placement_of(config, contract, [this_host(torch.cuda.device_count())])
 
 
-def planned(config: TrainConfig, contract: NumericsContract) -> Placement:
-    """The placement that a run would have now, for a dry run."""
-    if not config.cluster.ray_address:
-        return placement_here(config, contract)
-    with session(config.cluster) as hosts:
-        return placement_of(config, contract, hosts)
+def planned(config: TrainConfig, contract: NumericsContract) -> list[str]:
+    """Where a run would put everything now, in a line for each host; or why it would be refused, which
+    a dry run only says, since the run may be made elsewhere."""
+    try:
+        if not config.cluster.ray_address:
+            return placement_here(config, contract).describe()
+        with session(config.cluster) as hosts:
+            return placement_of(config, contract, hosts).describe()
+    except ConfigError as error:
+        return [f"here and now the run would be refused: {error}"]
 
 
 def require_reach(config: TrainConfig, placement: Placement) -> None:

@@ -131,7 +131,7 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
     def break_down(*_):
         raise Breaks
 
-    monkeypatch.setattr(pair._transport, "send", break_down)
+    monkeypatch.setattr(pair.trainer.transport, "send", break_down)
     with pytest.raises(Breaks):
         pair.push_weights(str(next(versions)))
     monkeypatch.undo()
@@ -146,8 +146,7 @@ post, struck = EngineClient.post, []
 def post_and_kill(self, path, body, num_bytes=0):
     if path.startswith("/update") and body["weight_version"] == "1" and not struck:
         struck.append(path)
-        children = psutil.Process().children()
-        (guard,) = filter(is_guard, children)
+        (guard,) = filter(is_guard, psutil.process_iter())
         guard.children()[0].kill()
     return post(self, path, body, num_bytes)
 EngineClient.post = post_and_kill
@@ -155,10 +154,10 @@ EngineClient.post = post_and_kill
 
 
 def test_a_run_on_two_ranks_gathers_its_weights_again_and_ends_with_the_same_hash(start, tmp_path):
-    argv = ["--num-rollout", "2", "--cpu-threads", "1"]
-    plain = finish(start(tmp_path / "plain", *argv, launcher=TWO_RANKS))
+    argv = [*TWO_RANKS, "--num-rollout", "2", "--cpu-threads", "1"]
+    plain = finish(start(tmp_path / "plain", *argv))
     argv += ["--weight-sync", "distributed"]
-    struck = start(tmp_path / "struck", *argv, launcher=TWO_RANKS, preamble=KILLED_IN_A_PUSH)
+    struck = start(tmp_path / "struck", *argv, in_ranks=KILLED_IN_A_PUSH)
     output = finish(struck)
     assert "pushing the weights of version 1 again" in output
     assert run_hash(output) == run_hash(plain)
@@ -173,7 +172,7 @@ def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_rem
     buckets = pair.trainer.weight_buckets(1 << 20)
     started = time.monotonic()
     with pytest.raises(EngineError):
-        push_weights(buckets, theirs.clients, pair._transport, str(next(versions)))
+        push_weights(buckets, theirs.clients, pair.trainer.transport, str(next(versions)))
     with pytest.raises(EngineError, match=rf"{server.url}.*did not start.*onpolicy serve"):
         theirs.revive()
     assert time.monotonic() - started < 30  # and not the 60 s that one that hangs may take

@@ -18,10 +18,9 @@ MODULES = (
     "sglang_patches.serve",
     "sglang_patches.check_flags",
     "onpolicy.cli",
-    "torch.distributed.run",
 )
 RUN = (
-    "torch.distributed.launcher.api", "onpolicy.run.loop", "onpolicy.run.verify",
+    "onpolicy.run.loop", "onpolicy.run.verify",
     "onpolicy.train.fsdp.trainer", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
