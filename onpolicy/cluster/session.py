@@ -68,12 +68,13 @@ def alive_hosts() -> tuple[Host, ...]:
 
 
 def _host(node: dict[str, object], here: str) -> Host:
-    resources = node["Resources"]
+    resources, address = node["Resources"], str(node["NodeManagerAddress"])
+    named = node["NodeName"] != address  # by `ray start --node-name`
     assert isinstance(resources, dict)
     return Host(
         name=str(node["NodeID"]),
-        label=str(node["NodeManagerHostname"]),
-        address=str(node["NodeManagerAddress"]),
+        label=str(node["NodeName" if named else "NodeManagerHostname"]),
+        address=address,
         num_cpus=int(resources.get("CPU", 0)),
         num_gpus=int(resources.get("GPU", 0)),
         is_here=node["NodeID"] == here,
