@@ -28,7 +28,7 @@ from onpolicy.weights.push import Engine
 GRACE = 5.0
 """Seconds after a rank's failure in which another one may turn out to be what it failed of."""
 
-LEAVE = 20.0
+LEAVE = 5.0
 """Seconds that the ranks have for removing what they made, before they are killed."""
 
 
@@ -123,10 +123,10 @@ class TrainerRanks(Trainer):
 
     def close(self) -> None:
         """End the ranks; those that do not end by themselves are killed."""
-        ends = [actor.leave.remote() for actor in self._actors]
-        ray.wait(ends, num_returns=len(ends), timeout=LEAVE)
-        for actor in self._actors:
-            ray.kill(actor)
+        ends = {actor.leave.remote(): actor for actor in self._actors}
+        _, stuck = ray.wait(list(ends), num_returns=len(ends), timeout=LEAVE)
+        for end in stuck:
+            ray.kill(ends[end])
         self._actors = []
 
     def _call(self, name: str, *args: Any) -> list[Any]:

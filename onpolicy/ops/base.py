@@ -18,6 +18,18 @@ from torch import Tensor
 
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 
+CPU_LOGITS, GPU_LOGITS = 1 << 26, 1 << 27
+"""Logits of a chunk, that a device's memory bears: 256 and 512 MiB of float32."""
+
+
+def rows_of_logits(logits: int, vocab_size: int) -> int:
+    """Rows of a chunk of at most so many logits.
+
+    Every chunk reads the head twice and adds to its gradient, so few rows would cost more than
+    their sums. A multiple of 64, so that GEMMs have full tiles.
+    """
+    return max(64, logits // vocab_size // 64 * 64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
@@ -121,8 +133,8 @@ class Operators(ABC):
     column_tile: int | None = None
     """Output columns that one GEMM computes, if `linear` always cuts them so; None if it does not."""
 
-    logits_per_chunk: int = 1 << 26
-    """256 MiB of float32, which a CPU's memory bears."""
+    logits_per_chunk: int = CPU_LOGITS
+    """See `rows_per_chunk`."""
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -147,12 +159,8 @@ class Operators(ABC):
 
     @classmethod
     def rows_per_chunk(cls, vocab_size: int) -> int:
-        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability.
-
-        Every chunk reads the head twice and adds to its gradient, so few rows would cost more than
-        their sums. A multiple of 64, so that GEMMs have full tiles.
-        """
-        return max(64, cls.logits_per_chunk // vocab_size // 64 * 64)
+        """Tokens whose logits are alive at a time in training; decides no bit of a log-probability."""
+        return rows_of_logits(cls.logits_per_chunk, vocab_size)
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from onpolicy.system import rendezvous
 from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
@@ -113,9 +114,36 @@ def any_data(value: bool) -> bool:
     return any(gather_data(value))
 
 
-def sum_over_data(sums: Mapping[str, float], on: torch.device) -> dict[str, float]:
-    """Float64 sums over all shares of the samples, name by name, on every rank."""
-    names = sorted(sums)
-    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=on)
+def gather_vectors(values: Tensor) -> Tensor:
+    """The vectors of all shares of the samples, one after the other."""
+    if data_size() == 1:
+        return values
+    return torch.cat(gather_data(values.cpu()))
+
+
+def gather_micro_batches(ours: Sequence[T]) -> list[T]:
+    """Something of every micro-batch of all ranks, in the order of the packing (`packing.py`).
+
+    One rank computes them in that order.
+    """
+    return [value for turn in zip(*gather_data(ours), strict=True) for value in turn]
+
+
+def sum_micro_batches(ours: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Float64 sums over the micro-batches of all ranks, name by name, in the order of the packing.
+
+    Fillers add their zeros, which changes no sum that begins with 0.0.
+    """
+    sums: dict[str, float] = {}
+    for values in gather_micro_batches(list(ours)):
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def count_over_data(counts: Mapping[str, int], on: torch.device) -> dict[str, int]:
+    """Sums over all shares of the samples, name by name, on every rank."""
+    names = sorted(counts)
+    values = torch.tensor([counts[name] for name in names], device=on)
     dist.all_reduce(values, group=_data_group)
     return dict(zip(names, values.tolist(), strict=True))

@@ -46,13 +46,10 @@ def make_engines(
 
 
 @contextmanager
-def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
-    """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards.
-
-    anew: not forked, but as a user's run would start it.
-    """
+def running(pair: EnginePair) -> Iterator[EnginePair]:
+    """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards."""
     try:
-        with forked_processes(not anew):
+        with forked_processes():
             pair.start()
         pair.push_weights("0")
         yield pair
@@ -63,7 +60,7 @@ def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
 @pytest.fixture(scope="session")
 def engines(checkpoint, tmp_path_factory):
     """One server and one trainer in float32."""
-    with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines")), anew=True) as pair:
+    with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines"))) as pair:
         yield pair
 
 

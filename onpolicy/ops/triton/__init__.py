@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
+from onpolicy.ops.base import GPU_LOGITS, AttentionLayout, Operators, PagedLayout, Scores
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
@@ -29,7 +29,7 @@ from onpolicy.ops.triton.topk import topk
 class TritonOperators(Operators):
     """Row-invariant operators; float32, bfloat16 and float16."""
 
-    logits_per_chunk = 1 << 27
+    logits_per_chunk = GPU_LOGITS
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(x, weight, bias, x.dtype)

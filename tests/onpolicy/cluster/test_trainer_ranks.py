@@ -42,7 +42,6 @@ def hosts():
 @pytest.fixture(scope="module")
 def make_ranks(parts, hosts):
     from onpolicy.cluster.placement import Slot
-
     from onpolicy.cluster.trainer_ranks import TrainerRanks
 
     config, contract, directory = parts

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10}
