@@ -7,11 +7,13 @@ run, so they end however the run ends. On the controller's own host the controll
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onpolicy.errors import EngineError, in_one_line
+from onpolicy.cluster import environment
+from onpolicy.errors import ConfigError, EngineError, in_one_line
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer
 
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
 """Longest that a call of a host's actor may take; the longest is a server's end, some 10 seconds."""
+
+_PAUSE_SECONDS = 0.5
 
 START_SECONDS = 120.0
 """Longest that a host may take to start its actor."""
@@ -75,8 +79,20 @@ class PlacedServer(EngineServer):
             self._call("start")
         except EngineError:  # the actor died with its servers: another one takes its place
             logger.warning("starting an actor for servers on %s again", self.spec.host)
-            self._host, self._number, self.port = _added(self.spec, self.port, self.log_file)
+            self._add_again()
             self._call("start")
+
+    def _add_again(self) -> None:
+        """At the same port, which the server that was there may hold until its guard has ended it."""
+        deadline = time.monotonic() + CALL_SECONDS
+        while True:
+            try:
+                self._host, self._number, self.port = _added(self.spec, self.port, self.log_file)
+                return
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
 
     @property
     def is_running(self) -> bool:
@@ -130,7 +146,11 @@ def _actor(node: str) -> Any:
     return (
         ray.remote(EngineHost)
         .options(
-            num_cpus=0, scheduling_strategy=on_node, name=f"engines_{node}", get_if_exists=True
+            num_cpus=0,
+            scheduling_strategy=on_node,
+            name=f"engines_{node}",
+            get_if_exists=True,
+            runtime_env={"env_vars": environment.ALL_GPUS},
         )
         .remote()
     )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 
-ALWAYS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Whoever could reach a cluster without tokens could run code on it.
-    "RAY_AUTH_MODE": "token",
+ALL_GPUS = {
     # GPUs are told apart by number, as torch and SGLang do (--base-gpu-id): all see all of a host's.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""For every actor, since the nodes of a cluster that others started may not have it."""
+
+ALWAYS = {
+    **ALL_GPUS,
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Whoever could reach a cluster without tokens could run code on it.
+    "RAY_AUTH_MODE": "token",
 }
 
 ONLY_THIS_HOST = {

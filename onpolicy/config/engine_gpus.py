@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 from onpolicy.config.flags import SGLANG_ARGS, flag_values, with_flags
+from onpolicy.config.ranges import require_ranges
 from onpolicy.config.sglang_flags import gives_tensor_parallel_size, tensor_parallel_size
 from onpolicy.errors import ConfigError
 
@@ -19,6 +20,8 @@ def counted_as_engines(config: Config) -> Config:
     that count GPUs say. Raises ConfigError if one thing is said twice, or GPUs would be left over."""
     values = flag_values(config)
     per_engine, total = values.get(PER_ENGINE), values.get(TOTAL)
+    if per_engine is not None or total is not None:
+        require_ranges(config)
     if per_engine is not None:
         config = _with_degree(config, per_engine)
     if total is not None:

@@ -32,6 +32,7 @@ def test_they_say_how_many_servers_there_are_and_of_what_degree(argv, engines, d
     [
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"],
          "--rollout-num-gpus=3: must be a multiple of --rollout-num-gpus-per-engine 2. Give 2"),
+        (["--rollout-num-gpus-per-engine", "0"], "--rollout-num-gpus-per-engine=0: must be at least 1"),
         (["--rollout-num-gpus", "4", "--rollout-num-engines", "2"], "Leave one out"),
         (["--rollout-num-gpus-per-engine", "2", "--sglang-tp", "2"], "--sglang-tp-size says the same"),
     ],
