@@ -44,12 +44,13 @@ def _train(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.cluster import on_cluster
     from onpolicy.run.inputs import read_inputs
-    from onpolicy.run.loop import train
+    from onpolicy.run.restarts import train_through_losses
     from onpolicy.run.run import Run
 
     inputs = read_inputs(config, Scorer(config.reward))
     print(config.batch_equation(), flush=True)
     with on_cluster(config, inputs.ladder.contract) as make_engines:
-        summary = train(config, inputs, partial(Run, make_engines=make_engines))
+        make_run = partial(Run, make_engines=make_engines)
+        summary = train_through_losses(config, inputs, make_run)
     print_summary(summary)
     return 0

@@ -109,9 +109,6 @@ class TrainerRank:
         """`Trainer.mismatched_tokens`."""
         return list(self.trainer.mismatched_tokens)
 
-    def process_id(self) -> int:
-        return os.getpid()
-
     def leave(self) -> None:
         """End this process, which then removes what it made."""
         import ray

@@ -157,7 +157,7 @@ class TrainerRanks(Trainer):
         except RayActorError as error:
             raise TrainerLostError(
                 f"rank {rank} of the trainer ended by itself, or was killed. Its log may say why: "
-                f"{self._logs[rank]}. Resume from the last checkpoint with --load."
+                f"{self._logs[rank]}. Resume with --load, or let the run do so (--max-rank-restarts)."
             ) from error
         for record in answer.records:
             logging.getLogger(record.name).handle(record)

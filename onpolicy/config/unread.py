@@ -43,6 +43,7 @@ def _corrects(values: Values) -> bool:
 
 
 READERS = (
+    Reader("max_rank_restarts", "--save and --save-interval", lambda v: v["save_interval"]),
     Reader("megatron_*", "--train-backend megatron", lambda v: "megatron" in v["train_backend"]),
     Reader("tis_level tis_mode tis_batch_normalize", "--use-tis", _weighs),
     Reader(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from onpolicy.cluster.placement import Slot
 from onpolicy.cluster.session import session, when_it_fits
@@ -27,17 +28,20 @@ MakeEngines = Callable[..., EnginePair]
 def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[MakeEngines]:
     """Be in the run's cluster, and know what makes its engines there.
 
-    Says where everything will be. Raises ConfigError if it does not fit the cluster.
+    It places them on the hosts that there are when it is called, and says where. It raises ConfigError
+    if they do not fit.
     """
-    with session(config.cluster):
+
+    def make_engines(*args: Any, **more: Any) -> EnginePair:
         placement = when_it_fits(partial(placement_of, config, contract), config.cluster)
         for line in placement.describe():
             logger.info("%s", line)
-        yield partial(
-            EnginePair,
-            make_rollout=partial(make_rollout_group, placement=placement),
-            make_trainer=partial(_make_ranks, placement.trainer),
-        )
+        make_rollout = partial(make_rollout_group, placement=placement)
+        make_trainer = partial(_make_ranks, placement.trainer)
+        return EnginePair(*args, make_rollout=make_rollout, make_trainer=make_trainer, **more)
+
+    with session(config.cluster):
+        yield make_engines
 
 
 def _make_ranks(

@@ -76,7 +76,7 @@ def run_on_rank_zero(function: Callable[[], T]) -> T:
 
 def device(kind: str) -> torch.device:
     """This rank's device of a kind: `cpu`, or the GPU that it was set to."""
-    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def use_data_group(group: dist.ProcessGroup) -> None:

@@ -134,6 +134,25 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, dat
     ]  # fmt: skip
 
 
+def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
+    start, plain, tmp_path
+):
+    save = tmp_path / "save"
+    argv = ["--save", str(save), "--save-interval", "1", "--max-rank-restarts", "1"]
+    process = start(tmp_path, *argv)
+    wait_for((save / "step_000002" / "state.json").is_file)
+    (rank,) = (
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if "TrainerRank" in " ".join(p.cmdline())
+    )
+    rank.kill()
+    output = finish(process)
+    assert "rank 0 of the trainer ended by itself, or was killed" in output
+    assert "the run begins from the last checkpoint" in output
+    assert run_hash(output) == plain[2]
+
+
 KILLED_WHILE_SAVING = """
 import os, signal
 from onpolicy.cluster.trainer_ranks import TrainerRanks

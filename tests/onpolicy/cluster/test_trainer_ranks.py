@@ -123,9 +123,11 @@ def test_an_error_of_a_checkpoint_keeps_its_words(ranks, tmp_path):
 
 
 def test_a_rank_that_is_killed_ends_the_call_and_is_named(make_ranks):
+    import ray
+
     ranks = make_ranks()
-    second = ranks._on_each("process_id", [(), ()])[1]
-    os.kill(second, signal.SIGKILL)
+    second = ranks._actors[1].__ray_call__.remote(lambda rank: os.getpid())
+    os.kill(ray.get(second), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(TrainerLostError, match=r"rank 1 of the trainer .*trainer_1\.log.*--load"):
         ranks.log_probs(SEQUENCES, PROMPTS, 1.0)
