@@ -7,6 +7,7 @@ run, so they end however the run ends. On the controller's own host the controll
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,9 @@ START_SECONDS = 120.0
 class EngineHost:
     """The servers of a run on one host, by number; an actor. Errors keep their class."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str):
+        """`directory`: the controller's working directory."""
+        environment.work_in(directory)
         self._servers: list[EngineServer] = []
 
     def add(self, spec: EngineSpec, port: int, log_file: Path) -> tuple[int, int]:
@@ -152,7 +155,7 @@ def _actor(node: str) -> Any:
             get_if_exists=True,
             runtime_env={"env_vars": environment.ALL_GPUS},
         )
-        .remote()
+        .remote(os.getcwd())
     )
 
 

@@ -27,6 +27,15 @@ ONLY_THIS_HOST = {
 TOKEN = "RAY_AUTH_TOKEN"
 
 
+def work_in(directory: str) -> None:
+    """Let an actor's process find relative paths where the controller does, if its host has the place.
+
+    A worker of Ray's works where its node was started.
+    """
+    if os.path.isdir(directory):
+        os.chdir(directory)
+
+
 def prepare(*, local: bool) -> None:
     """Set what the environment does not say otherwise; to be called before Ray is imported.
 

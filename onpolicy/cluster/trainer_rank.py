@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onpolicy.cluster import environment
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import OnPolicyError
 from onpolicy.outputs.console import log_to
@@ -47,7 +48,9 @@ class TrainerRank:
 
     trainer: PolicyTrainer
 
-    def __init__(self, rank: int, log_file: str, num_threads: int):
+    def __init__(self, rank: int, log_file: str, num_threads: int, directory: str):
+        """`directory`: the controller's working directory."""
+        environment.work_in(directory)
         self.rank, self.num_threads = rank, num_threads
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of one CPU Ray gives an actor one thread
         prepare_process()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ class TrainerRanks(Trainer):
         on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
         actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
         threads = self.config.engine.cpu_threads or slot.cpu_threads
-        return actor.remote(rank, str(self._logs[rank]), threads)
+        return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd())
 
     def _join(self, slots: Sequence[Slot]) -> None:
         """Form the group of all ranks, at an address of rank 0's host."""

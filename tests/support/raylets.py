@@ -12,6 +12,7 @@ import time
 
 from onpolicy.cluster import environment
 from onpolicy.system import guard
+from tests.support.train_runs import ROOT
 
 READY = "cluster: "
 HEALTH = {
@@ -46,6 +47,8 @@ def raylets(count, cores=1):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
         lines = iter(process.stdout.readline, "")

@@ -1,6 +1,7 @@
-"""Servers behind the actor of a host, which dies here, as the host does. In Ray: tests/e2e/test_cluster.py."""
+"""Servers behind the actor of a host, which dies here, as hosts do. In Ray: tests/e2e/test_cluster.py."""
 
 import inspect
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -49,7 +50,7 @@ class Actor:
     """Ray's handle of one."""
 
     def __init__(self):
-        self.host = EngineHost()
+        self.host = EngineHost(os.getcwd())
 
     def __getattr__(self, name):
         return Method(self, name)
