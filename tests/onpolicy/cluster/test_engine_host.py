@@ -1,4 +1,4 @@
-"""Servers behind the actor of a host, which dies here, as hosts do. In Ray: tests/e2e/test_cluster.py."""
+"""Servers behind the actor of a host, which dies here. In Ray: tests/e2e/test_cluster.py."""
 
 import inspect
 import os
