@@ -13,6 +13,7 @@ from onpolicy.errors import EngineError
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
+from onpolicy.weights.transports.by_host import ByHostTransport
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.processes import engine_processes, is_gone
 from tests.support.train_runs import TWO_RANKS, finish, run_hash
@@ -41,6 +42,15 @@ def expected(pair):
 
 def sampled(pair):
     return [(c.response_ids, c.rollout_log_probs) for c in pair.generate(REQUESTS)]
+
+
+def test_a_push_reaches_an_engine_here_and_one_elsewhere_each_its_way(pair, expected):
+    near, far = pair.rollout.clients
+    transport = ByHostTransport(is_near=lambda engine: engine is near)
+    buckets = pair.trainer.weight_buckets(60_000)
+    digest = push_weights(buckets, [near, far], transport, str(next(versions)))
+    assert digest == near.report()["weights"] == far.report()["weights"] == expected[1]
+    assert sampled(pair) == expected[0]
 
 
 class StruckWhile:

@@ -1,4 +1,4 @@
-"""Every engine gets every bucket, by the way for its host; on real ones: tests/e2e/test_cluster.py."""
+"""Every engine gets every bucket, by the way for its host. Real ones: tests/e2e/test_push_faults.py."""
 
 import pytest
 import torch
