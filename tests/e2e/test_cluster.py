@@ -55,7 +55,7 @@ def test_engines_on_other_hosts_give_the_hash_of_one_host(start, cluster, tmp_pa
     output = finish(start(tmp_path, *on(cluster), *saves(tmp_path), *spread))
     assert run_hash(output) == run_hash(expected)
     assert exported_weights(tmp_path / "ckpt") == exported_weights(here / "ckpt")
-    assert summary(output)["mismatched tokens"] == "0"
+    assert summary(output)["tokens mismatched"] == "0"
     placed = re.findall(r"(host\d) \((127\.0\.0\.\d)\): (.*)", output)
     assert [(host, address) for host, address, _ in placed][:2] != [], output
     engines = [host for host, _, what in placed if "engine" in what]
