@@ -10,7 +10,7 @@ import signal
 import psutil
 import pytest
 
-from tests.support.processes import is_gone
+from tests.support.processes import is_gone, is_guard
 from tests.support.raylets import raylets
 from tests.support.train_runs import (
     TWO_RANKS,
@@ -44,7 +44,8 @@ def below(pid):
 
 
 def guards_below(pid):
-    return [p for p in below(pid) if "sglang_patches.serve" in " ".join(p.cmdline())]
+    """Not the servers, which they fork."""
+    return [p for p in below(pid) if is_guard(p) and not is_guard(p.parent())]
 
 
 @pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["1 rank", "2 ranks"])
