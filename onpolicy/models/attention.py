@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.base import Scores
+from onpolicy.ops.layouts import Scores
 
 ATTENTION_NAME = "onpolicy"
 

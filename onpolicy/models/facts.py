@@ -20,7 +20,7 @@ from onpolicy.errors import ConfigError, ContractError, in_one_line
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.norms import NormKind, norm_kinds
-from onpolicy.ops.base import Scores
+from onpolicy.ops.layouts import Scores
 
 AttentionCall = tuple[Tensor, Tensor, Tensor, Scores, Tensor | None]
 """What a layer calls an `AttentionFunction` with."""
@@ -39,7 +39,8 @@ class ModelFacts:
         model.config._attn_implementation = ATTENTION_NAME
         # Experts whose shapes do not depend on the routers' choice.
         model.config._experts_implementation = "batched_mm"
-        return model.eval().to("meta")
+        model.eval().to("meta")
+        return model
 
     @cached_property
     def norms(self) -> dict[nn.Module, NormKind]:

@@ -123,9 +123,7 @@ class PolicyModel(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
-        count = self.causal_lm.config.num_hidden_layers
-        lists = [m for m in self.causal_lm.modules() if isinstance(m, nn.ModuleList)]
-        return next(m for m in lists if len(m) == count)
+        return decoder_layers(self.causal_lm)
 
     def forward(self, batch: PackedTokens) -> tuple[Tensor, Tensor]:
         """Returns (log_probs, entropy) of the tokens asked for, both float32 [R]."""
@@ -154,6 +152,13 @@ class PolicyModel(nn.Module):
             batch.temperature,
             finish=partial(self.logits_rule.apply, self.operators),
         )
+
+
+def decoder_layers(causal_lm: PreTrainedModel) -> nn.ModuleList:
+    """Of any architecture."""
+    count = causal_lm.config.num_hidden_layers
+    lists = [m for m in causal_lm.modules() if isinstance(m, nn.ModuleList)]
+    return next(m for m in lists if len(m) == count)
 
 
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:

@@ -18,11 +18,12 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.policy import decoder_layers
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.placement import token_bytes
-from onpolicy.system.memory import free_memory
+from onpolicy.system.memory import free_memory, gib
 from onpolicy.train.activations import recomputes_activations
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class ModelSize:
         """Counted on the meta device."""
         model = empty_causal_lm(config, trust_remote_code)
         model.tie_weights()
-        layers = _decoder_layers(model, config.num_hidden_layers)
+        layers = decoder_layers(model)
         parameters = list(model.parameters())
         return ModelSize(
             parameters=sum(p.numel() for p in parameters),
@@ -76,11 +77,6 @@ class ModelSize:
     def outside_layers(self) -> int:
         """Parameters of embedding, head and last norm, as if all layers were of equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
-
-
-def _decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module]:
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return next(list(m) for m in lists if len(m) == count)
 
 
 def _width(layer: nn.Module, config: PretrainedConfig) -> int:
@@ -268,8 +264,3 @@ def require_memory(
     if not is_dry_run:
         raise ConfigError(problem)
     logger.warning("here and now the run would be refused: %s", problem)
-
-
-def gib(size: int) -> str:
-    """Example: '2.22'"""
-    return f"{size / 2**30:.2f}"

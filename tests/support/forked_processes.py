@@ -27,9 +27,11 @@ RUN = (
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
 
 LIBRARIES = (
-    "torch._inductor.compile_fx", "compressed_tensors", "fastapi", "gguf", "IPython.display", "loguru",
-    "networkx", "openai.types.responses", "tiktoken", "uvicorn", "uvloop", "xgrammar",
-    "tests.support.bindings",
+    "torch._inductor.compile_fx", "aiohttp.web", "compressed_tensors", "einops", "fastapi", "gguf",
+    "huggingface_hub.hf_file_system", "IPython.display", "jsonschema", "loguru", "msgspec",
+    "networkx", "openai.types.realtime", "openai.types.responses", "tiktoken",
+    "torchvision.transforms.v2", "transformers.image_processing_utils", "uvicorn", "uvloop",
+    "xgrammar", "zmq.asyncio", "tests.support.bindings",
 )  # fmt: skip
 """Most of what SGLang imports besides."""
 

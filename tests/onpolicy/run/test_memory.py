@@ -124,6 +124,7 @@ def test_more_ranks_share_what_is_kept(checkpoint):
     for name in ("weights", "gradients", "AdamW"):
         assert four[name] == one[name] // 4
     assert four["gathered layers"] == one["gathered layers"]
+    assert four["exchanged gradients"] > one["exchanged gradients"] == 0
 
 
 def test_a_server_is_its_weights_and_its_cache(checkpoint):

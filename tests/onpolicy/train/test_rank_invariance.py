@@ -10,7 +10,7 @@ COUNTS = (1, 2, 3)
 UPDATES = 3
 """Of 8 samples: the last is of two, which leaves the third of three ranks without any."""
 
-CLIPPED = {"trainer": {"clip_grad": 0.1}}
+CLIPPED = {"dtype": "bfloat16", "changes": {"trainer": {"clip_grad": 0.1}}}
 NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel_blocks": 0}}
 """But operators of an aligned contract, so that nothing but the order of sums is in question."""
 
@@ -45,18 +45,17 @@ def same(a, b):
     return a[:2] == b[:2] and equal(a[2], b[2])
 
 
-JOBS = {
-    "float32": {"dtype": "float32"},
-    "bfloat16, clipped": {"dtype": "bfloat16", "changes": CLIPPED},
-    "without the mode, if asked": {"changes": ASKED},
-}
-EXPERTS = {"dtype": "bfloat16", "changes": CLIPPED}
-
-
-@pytest.mark.parametrize("name", [*JOBS, "experts"])
-def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, checkpoint, mixture, name):
-    settings, path = (JOBS[name], checkpoint) if name in JOBS else (EXPERTS, mixture)
-    check(ranks, Job(path=path, backend="fsdp", **settings))
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("checkpoint", {"dtype": "float32"}),
+        ("checkpoint", {"dtype": "bfloat16", "changes": ASKED}),
+        ("mixture", CLIPPED),
+    ],
+    ids=["float32", "without the mode, if asked", "experts, bfloat16, clipped"],
+)
+def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, settings):
+    check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
 
 
 @pytest.mark.parametrize("whole_optimizer", [False, True])
@@ -64,7 +63,7 @@ def test_megatron_has_the_same_bits_on_any_number_of_data_parallel_ranks(
     ranks, checkpoint, mixture, whole_optimizer
 ):
     pytest.importorskip("megatron.core")
-    job = Job(path=mixture if whole_optimizer else checkpoint, **EXPERTS)
+    job = Job(path=mixture if whole_optimizer else checkpoint, **CLIPPED)
     check(ranks, job.under({"megatron_distributed_optimizer": not whole_optimizer}))
 
 
