@@ -155,6 +155,8 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
 
 KILLED_WHILE_SAVING = """
 import os, signal
+from onpolicy.cluster import environment
+environment.prepare(local=True)  # before Ray is imported
 from onpolicy.cluster.trainer_ranks import TrainerRanks
 export = TrainerRanks.export
 def export_or_die(self, directory):
