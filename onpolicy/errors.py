@@ -45,6 +45,10 @@ class TrainingError(OnPolicyError, ArithmeticError):
     """An optimizer step that cannot be taken, such as one with gradients that are not finite."""
 
 
+class TrainerLostError(OnPolicyError, RuntimeError):
+    """A rank of the trainer whose process is gone."""
+
+
 def in_one_line(error: BaseException, limit: int = 300) -> str:
     """What another library's error says, to be put into a message of ours."""
     text = " ".join(str(error).split())

@@ -2,7 +2,8 @@
 
 Takes SGLang's own flags, and refuses to serve when a patch is missing. A parent that sets
 ONPOLICY_GUARDED writes the flags with secrets to our standard input, as one line of JSON: a command
-line can be read by everyone on the host. No process outlives that parent, however it ends (guard.py).
+line can be read by everyone on the host. No process outlives that parent, however it ends
+(onpolicy/system/guard.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import io
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError
+from onpolicy.system import guard
 from onpolicy.system.garbage import collect_rarely
-from sglang_patches import guard, registry
-from sglang_patches.shared_names import DIRECTORY_VARIABLE
+from sglang_patches import registry
+from sglang_patches.shared_names import DIRECTORY_VARIABLE, PATTERNS
 
 GUARDED = "ONPOLICY_GUARDED"
 """Set by a parent that holds the other end of our standard input."""
@@ -33,7 +37,12 @@ def main(argv: list[str]) -> None:
         return serve(argv)
     flags = json.loads(io.FileIO(sys.stdin.fileno(), closefd=False).readline())
     secrets = [flag.split("=", 1)[1] for flag in flags]
-    sys.exit(guard.run(lambda: serve([*argv, *flags]), secrets))
+
+    def serve_in(directory: Path) -> None:
+        os.environ["TMPDIR"] = os.environ[DIRECTORY_VARIABLE] = tempfile.tempdir = str(directory)
+        serve([*argv, *flags])
+
+    sys.exit(guard.run(serve_in, secrets=secrets, shared_memory=PATTERNS))
 
 
 def serve(argv: list[str]) -> None:

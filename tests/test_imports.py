@@ -13,6 +13,7 @@ GROUND = {"errors", "types", "contract", "system", "config"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "algorithm": set(),
+    "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
     "compat": {"errors"},
     "ops": {"compat", "contract", "errors"},
     "weights": GROUND,

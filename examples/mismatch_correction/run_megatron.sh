@@ -12,7 +12,7 @@ work=${WORK_DIR:-$repo/runs/mismatch_correction_megatron}
 python "$here/../quickstart/prepare.py" "$work/inputs"
 
 flags=(
-  --train-backend megatron --megatron-tp 2
+  --train-backend megatron --megatron-tp 2 --actor-num-ranks-per-node 2
   --use-tis --custom-config-path "$here/mis.yaml"
   --hf-checkpoint "$work/inputs/model"
   --prompt-data "$work/inputs/data.jsonl"
@@ -25,7 +25,4 @@ flags=(
   "$@"
 )
 
-# Bad inputs are said once here, and not by every rank.
-WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 onpolicy train "${flags[@]}" --dry-run > /dev/null
-
-torchrun --standalone --nproc-per-node 2 --no-python onpolicy train "${flags[@]}"
+onpolicy train "${flags[@]}"

@@ -16,6 +16,7 @@ flags=(
   --custom-config-path "$here/config.yaml"
   --hf-checkpoint "$HF_CHECKPOINT"
   --prompt-data "$PROMPT_DATA"
+  --actor-num-gpus-per-node "$num_trainers"
   --rollout-num-engines "$num_engines"
   --max-tokens-per-gpu 8192
   --run-dir "$work/run"
@@ -23,7 +24,4 @@ flags=(
   "$@"
 )
 
-# Bad inputs are said once here, and not by every rank.
-WORLD_SIZE=$num_trainers LOCAL_WORLD_SIZE=$num_trainers onpolicy train "${flags[@]}" --dry-run > /dev/null
-
-torchrun --standalone --nproc-per-node "$num_trainers" --no-python onpolicy train "${flags[@]}"
+onpolicy train "${flags[@]}"

@@ -1,4 +1,4 @@
-"""`python -m onpolicy.cli`, which is how torchrun starts a rank."""
+"""`python -m onpolicy.cli`: `onpolicy`, where it is not on the path."""
 
 import sys
 

@@ -11,7 +11,6 @@ from onpolicy.config import sglang_flags
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import BenchConfig
 from onpolicy.config.unread import refuse_unread
-from onpolicy.system.ranks import is_first_rank
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,12 +19,9 @@ def main(argv: Sequence[str]) -> int:
     _validate(config)
 
     from onpolicy.run.bench import bench_rollout, bench_step, check_inputs
-    from onpolicy.train import distributed
 
-    if is_first_rank():
-        check_inputs(config)
+    check_inputs(config)
     logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
-    distributed.init_process_group()
     result = bench_rollout(config) if config.what == "rollout" else bench_step(config)
     put_out(result, config.json)
     return 0

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 from collections.abc import Sequence
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError, OnPolicyError
 from onpolicy.system.garbage import collect_rarely
-from onpolicy.system.ranks import is_first_on_host
 
 COMMANDS = {
     "train": "reinforcement learning with rollout and training engines that agree bit for bit",
@@ -19,9 +17,6 @@ COMMANDS = {
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "report": "one HTML page with the curves of several runs over each other",
 }
-
-PATIENCE = 10.0
-"""Seconds that the first rank of a host has for saying what is wrong with the inputs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code: int = command.main(arguments[1:])
         return exit_code
     except ConfigError as error:
-        if is_first_on_host():
-            print(f"\nConfigError: {error}", file=sys.stderr)
-        else:  # torchrun ends all ranks with the first that ends: that must be the one that says it
-            time.sleep(PATIENCE)
+        print(f"\nConfigError: {error}", file=sys.stderr)
         return 2
     except OnPolicyError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from tyro.constructors import (
 
 from onpolicy.cli import yaml_file
 from onpolicy.config import sglang_flags
+from onpolicy.config.engine_gpus import counted_as_engines
 from onpolicy.config.flags import (
     SGLANG_ARGS,
     flag_types,
@@ -50,7 +51,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
             raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
         config = dataclasses.replace(config, sglang_args=sglang)  # type: ignore[type-var]
-    return config
+    return counted_as_engines(config)
 
 
 class _Refused(Exception):

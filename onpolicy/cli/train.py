@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
 from onpolicy.outputs.console import configure_logging
-from onpolicy.system.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run import saving
     from onpolicy.run.inputs import read_inputs
+    from onpolicy.run.placement import planned
 
-    if not is_first_rank():
-        return 0
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())
+    print("\n".join(planned(config, inputs.ladder.contract)))
     print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.ladder.contract.fingerprint}")
     return 0
 
@@ -42,18 +42,15 @@ def _train(config: TrainConfig) -> int:
 
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
+    from onpolicy.run.cluster import on_cluster
     from onpolicy.run.inputs import read_inputs
-    from onpolicy.run.loop import train
-    from onpolicy.train import distributed
+    from onpolicy.run.restarts import train_through_losses
+    from onpolicy.run.run import Run
 
-    inputs = None
-    if is_first_rank():  # before any rank waits for another
-        inputs = read_inputs(config, Scorer(config.reward))
-    distributed.init_process_group()
-    inputs = distributed.share_from_rank_zero(inputs)
-    if distributed.rank() == 0:
-        print(config.batch_equation(), flush=True)
-    summary = train(config, inputs)
-    if distributed.rank() == 0:
-        print_summary(summary)
+    inputs = read_inputs(config, Scorer(config.reward))
+    print(config.batch_equation(), flush=True)
+    with on_cluster(config, inputs.ladder.contract) as make_engines:
+        make_run = partial(Run, make_engines=make_engines)
+        summary = train_through_losses(config, inputs, make_run)
+    print_summary(summary)
     return 0

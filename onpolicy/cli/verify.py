@@ -18,7 +18,6 @@ from onpolicy.config.validate import (
     require_servers,
 )
 from onpolicy.outputs.console import configure_logging
-from onpolicy.system.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +29,14 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
+    from onpolicy.run.cluster import on_cluster
     from onpolicy.run.verify import passes, verify
     from onpolicy.run.verify_inputs import check_inputs
-    from onpolicy.train import distributed
 
-    if is_first_rank():
-        check_inputs(config)
-    distributed.init_process_group()
-    report = verify(config)
-    if distributed.rank() == 0:
-        put_out(report, config.json)
+    train_config, contract = check_inputs(config)
+    with on_cluster(train_config, contract) as make_engines:
+        report = verify(config, make_engines)
+    put_out(report, config.json)
     return 0 if passes(report, config) else 1
 
 

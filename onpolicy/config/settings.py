@@ -15,6 +15,7 @@ from onpolicy.errors import ConfigError
 DECIDE_NO_RESULT = frozenset({
     # where things are or go, and what is logged
     "run_dir", "save", "save_interval", "keep_checkpoints", "load", "allow_changed_settings",
+    "max_rank_restarts",
     "use_tensorboard", "use_wandb", "wandb_project", "wandb_group", "wandb_run_name",
     "log_samples", "log_samples_interval", "get_mismatch_metrics", "eval_interval",
     "custom_config_path", "dry_run", "trust_remote_code", "rm_workers", "rm_max_error_rate",
@@ -23,6 +24,9 @@ DECIDE_NO_RESULT = frozenset({
     "rollout_base_port", "rollout_max_concurrency", "rollout_request_timeout",
     "rollout_start_timeout", "rollout_health_timeout", "rollout_max_restarts", "weight_sync",
     "update_weight_buffer_size", "colocate", "moe_activation_checkpointing",
+    # the hosts
+    "ray_address", "placement_timeout", "actor_num_nodes", "actor_num_gpus_per_node",
+    "actor_num_ranks_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine",
 })  # fmt: skip
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
 

@@ -76,6 +76,8 @@ _UNALIGNED = {
     "rl-on-policy-target": "the contract's operators take its place",
 }
 
+TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
+
 _COMPILED_GRAPH = "tc_piecewise"
 """A kind of CUDA graph, given to --cuda-graph-backend-prefill or inside --cuda-graph-config."""
 
@@ -106,9 +108,13 @@ def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
 
     Raises ConfigError for a value that is no number of devices.
     """
-    names = ("--tp-size", "--tensor-parallel-size", "--tp")
-    size = _count(sglang_args, names, "Give a number of devices, such as 2.")
+    size = _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.")
     return 1 if size is None else size
+
+
+def gives_tensor_parallel_size(sglang_args: Sequence[str]) -> bool:
+    """Whether the degree is among SGLang's arguments, under any of its names."""
+    return _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.") is not None
 
 
 def max_total_tokens(sglang_args: Sequence[str]) -> int | None:

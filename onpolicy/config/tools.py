@@ -30,6 +30,7 @@ class VerifyConfig:
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
     servers: groups.ServersConfig = field(default_factory=groups.ServersConfig)
+    cluster: groups.ClusterConfig = field(default_factory=groups.ClusterConfig)
 
     num_prompts: Count = 32
     """Prompts in each of the two rounds."""

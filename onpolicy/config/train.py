@@ -20,6 +20,7 @@ class TrainConfig:
     data: groups.DataConfig = field(default_factory=groups.DataConfig)
     rollout: groups.RolloutConfig = field(default_factory=groups.RolloutConfig)
     engine: groups.EngineConfig = field(default_factory=groups.EngineConfig)
+    cluster: groups.ClusterConfig = field(default_factory=groups.ClusterConfig)
     reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
     algorithm: groups.AlgorithmConfig = field(default_factory=groups.AlgorithmConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
@@ -40,7 +41,7 @@ class TrainConfig:
 
     dry_run: bool = False
     """Check everything that can be checked, print the resolved configuration, and stop. Too little free
-    memory is said, and not refused: the run may be made elsewhere."""
+    memory and too few GPUs are said, and not refused: the run may be made elsewhere."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""

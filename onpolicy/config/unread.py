@@ -43,6 +43,7 @@ def _corrects(values: Values) -> bool:
 
 
 READERS = (
+    Reader("max_rank_restarts", "--save and --save-interval", lambda v: v["save_interval"]),
     Reader("megatron_*", "--train-backend megatron", lambda v: "megatron" in v["train_backend"]),
     Reader("tis_level tis_mode tis_batch_normalize", "--use-tis", _weighs),
     Reader(
@@ -96,10 +97,12 @@ READERS = (
     Reader("allow_changed_settings", "--load", lambda v: v["load"]),
     Reader("wandb_*", "--use-wandb", lambda v: v["use_wandb"]),
     Reader(
-        "rollout_host rollout_base_port rollout_start_timeout rollout_max_restarts colocate",
+        "rollout_host rollout_base_port rollout_start_timeout rollout_max_restarts colocate "
+        "rollout_num_gpus rollout_num_gpus_per_engine",
         "a run without --rollout-server-url, which starts its servers itself,",
         lambda v: not v.get("rollout_server_url"),
     ),
+    Reader("placement_timeout", "--ray-address", lambda v: v["ray_address"]),
     Reader("num_prompts", "bench rollout", lambda v: v.get("what") != "step"),
     Reader("train_backend num_tokens", "bench step", lambda v: v.get("what") != "rollout"),
 )

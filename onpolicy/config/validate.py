@@ -22,6 +22,7 @@ def validate(config: TrainConfig) -> None:
     _require_sampling(config)
     _require_companions(config)
     _require_engines(config)
+    require_cluster(config.cluster)
     _require_order_of_sums(config)
     corrections.validate(config)
     settings.require_known(config.output.allow_changed_settings, config)
@@ -176,6 +177,25 @@ def require_servers(
             "Choose --weight-sync tensor or ipc.",
         )
     sglang_flags.memory_fraction(sglang_args)
+
+
+def require_cluster(cluster: groups.ClusterConfig) -> None:
+    """Raise ConfigError if ranks are counted twice, or the cluster is asked for as Ray's client does."""
+    gpus, ranks = cluster.actor_num_gpus_per_node, cluster.actor_num_ranks_per_node
+    if gpus is not None and ranks is not None:
+        _refuse(
+            "actor_num_ranks_per_node",
+            ranks,
+            f"with --actor-num-gpus-per-node={gpus} a host has a rank for each of those GPUs",
+            "Leave one of the two out.",
+        )
+    if "://" in cluster.ray_address:
+        _refuse(
+            "ray_address",
+            cluster.ray_address,
+            "is no host:port; a run is part of the cluster, and no client of it",
+            "Start a node on this host (`ray start --address=HEAD:6379`), and give auto.",
+        )
 
 
 def require_secrets(api_key: str, sglang_args: Sequence[str]) -> None:

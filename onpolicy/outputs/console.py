@@ -14,8 +14,6 @@ import time
 from datetime import timedelta
 from typing import TextIO
 
-from onpolicy.system.ranks import is_first_rank
-
 _BEGAN = time.monotonic()
 """When this process began, Python's own start left out: a command imports this module first."""
 
@@ -33,14 +31,16 @@ def duration(seconds: float) -> str:
 
 
 def configure_logging() -> None:
-    """Log to the console; the run directory adds a file, which also takes debug messages.
-
-    Of torchrun's ranks only the first tells what it is doing; all of them warn.
-    """
+    """Log to the console; the run directory adds a file, which also takes debug messages."""
     console = _Console()
     console.setFormatter(_Lines())
-    console.setLevel(logging.INFO if is_first_rank() else logging.WARNING)
-    logging.basicConfig(level=logging.INFO, handlers=[console], force=True)
+    console.setLevel(logging.INFO)
+    log_to(console)
+
+
+def log_to(*handlers: logging.Handler) -> None:
+    """Let these, and no others, take what this process logs: of onpolicy debug messages too."""
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.getLogger("onpolicy").setLevel(logging.DEBUG)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -87,6 +87,8 @@ MEANINGS = {
     "perf/train_tokens_per_second": "prompt and response tokens per second of training",
     "perf/weight_sync_time": "seconds to push the weights and verify them",
     "perf/step_time": "seconds of the whole step",
+    "perf/rollout_idle_share": "share of the step in which the engines neither sampled nor took weights",
+    "perf/trainer_idle_share": "share of the step in which the trainer neither trained nor sent weights",
     "eval/avg@k": "mean reward over evaluation prompts and their k samples",
     "eval/pass@k": "share of evaluation prompts with a sample of positive reward",
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",

@@ -12,7 +12,6 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from onpolicy.outputs.console import duration, elapsed
-from onpolicy.system.ranks import is_first_rank
 from onpolicy.types import RunSummary
 
 RECENT = 20
@@ -107,7 +106,7 @@ class Phases:
             MofNCompleteColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal or not is_first_rank(),
+            disable=not console.is_terminal,
         )
         self._has_bar, self._spoken = console.is_terminal, elapsed()
         self._what, self._total = "", 0

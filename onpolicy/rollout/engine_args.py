@@ -51,6 +51,9 @@ class EngineSpec:
     longest_sequence: int = 0
     """Tokens of the longest prompt and response that must fit the cache; 0: not known."""
 
+    node: str = ""
+    """Where it is started: a host of the cluster by its node's id in Ray; empty: this host."""
+
     first_gpu: int = 0
     """The first of the GPUs of this engine, where there are any."""
 

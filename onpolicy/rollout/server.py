@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """The server behind one URL. Its process is a guard (sglang_patches/guard.py) in front of it."""
+    """The server behind one URL. Its process is a guard (system/guard.py) in front of it."""
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path):
         self.spec, self.port, self.log_file = spec, port or free_port(spec.host), log_file
@@ -48,6 +48,11 @@ class EngineServer:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The process's, if it has ended by itself."""
+        return self._process.poll() if self._process is not None else None
 
     def start(self) -> None:
         """Start the process; returns at once."""
@@ -66,7 +71,7 @@ class EngineServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={
-                    **_without_torchrun(os.environ),
+                    **_environment(os.environ),
                     **engine_environment(self.spec),
                     "ONPOLICY_GUARDED": "1",
                 },
@@ -113,10 +118,9 @@ class EngineServer:
         self._process = None
 
     def _death(self) -> str:
-        code = self._process.returncode if self._process is not None else None
         return (
-            f"the engine at {self.url} ended with exit code {code} before it was ready. The end of "
-            f"its log ({self.log_file}):\n{self.log_tail()}"
+            f"the engine at {self.url} ended with exit code {self.exit_code} before it was ready. The "
+            f"end of its log ({self.log_file}):\n{self.log_tail()}"
         )
 
     def log_tail(self, lines: int = 12) -> str:
@@ -125,10 +129,11 @@ class EngineServer:
             return "".join(f"    {line}" for line in deque(log, lines)).rstrip()
 
 
-def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment less torchrun's variables: an engine that sees them waits for our ranks."""
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what describes this process in its group: an engine that saw a rank's
+    variables would wait for other ranks, and one that saw Ray's could join the cluster."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_", "RAY_")
     return {k: v for k, v in environment.items() if k not in names and not k.startswith(prefixes)}
 
 

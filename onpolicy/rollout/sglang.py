@@ -1,4 +1,4 @@
-"""A group of SGLang servers on this host, or servers that run elsewhere already."""
+"""A group of SGLang servers of a run's own, or servers that run elsewhere already."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from onpolicy.config.groups import EngineConfig
-from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup, SamplingJob
@@ -32,24 +30,29 @@ MakeClient = Callable[[str, str, float, float, str], EngineClient]
 
 
 class SglangGroup(RolloutGroup):
-    """Spreads requests over servers; starts the dead ones again."""
+    """Spreads requests over servers; starts the dead ones again.
+
+    `specs`: one for each server that it starts; with --rollout-server-url the first says what those
+    servers must be.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
-        spec: EngineSpec,
+        specs: Sequence[EngineSpec],
         log_directory: Path,
         *,
         make_server: MakeServer = EngineServer,
         make_client: MakeClient = EngineClient,
     ):
-        self.config, self.contract, self._spec = config, spec.contract, spec
+        spec = self._spec = specs[0]
+        self.config, self.contract = config, spec.contract
         self.servers: list[EngineServer] = []
         self.on_progress = lambda done, tokens: None
         self._self_check: dict[str, str] = {}
         self._restarts_left = config.rollout_max_restarts
         if not config.rollout_server_url:
-            self.servers = _servers(config, spec, log_directory, make_server)
+            self.servers = _servers(config, specs, log_directory, make_server)
         urls = config.rollout_server_url or [server.url for server in self.servers]
         self.clients = [
             make_client(
@@ -244,16 +247,18 @@ class SglangGroup(RolloutGroup):
 
 
 def _servers(
-    config: EngineConfig, spec: EngineSpec, log_directory: Path, make_server: MakeServer
+    config: EngineConfig,
+    specs: Sequence[EngineSpec],
+    log_directory: Path,
+    make_server: MakeServer,
 ) -> list[EngineServer]:
-    gpus_per_server = tensor_parallel_size(spec.sglang_args)
     return [
         make_server(
-            replace(spec, first_gpu=spec.first_gpu + i * gpus_per_server),
+            spec,
             config.rollout_base_port and config.rollout_base_port + i,
             log_directory / f"engine_{i}.log",
         )
-        for i in range(config.rollout_num_engines)
+        for i, spec in enumerate(specs)
     ]
 
 

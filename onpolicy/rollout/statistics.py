@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
 from onpolicy.types import FinishReason, SampleGroup
@@ -52,3 +52,13 @@ def mean_response_length(groups: Sequence[SampleGroup]) -> float:
 def truncated_ratio(groups: Sequence[SampleGroup]) -> float:
     """Share of the responses that were cut off at the length limit."""
     return fmean(s.finish_reason == FinishReason.LENGTH for g in groups for s in g.samples)
+
+
+def idle_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of a step: the share of its time in which each side had nothing to do, nor weights to push."""
+    step, push = metrics["perf/step_time"], metrics["perf/weight_sync_time"]
+    busy = {
+        "rollout": metrics["perf/rollout_time"] + push,
+        "trainer": metrics.get("perf/train_time", 0.0) + push,
+    }
+    return {f"perf/{side}_idle_share": max(0.0, 1 - s / step) for side, s in busy.items()}

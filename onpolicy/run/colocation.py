@@ -12,7 +12,6 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.weight_files import stored_shapes
 from onpolicy.rollout.engine_args import COLOCATED_FRACTION
-from onpolicy.train import distributed
 
 TRAINER_BYTES = 16
 """For each parameter, in float32: the weight, its gradient, and the two moments of AdamW."""
@@ -32,7 +31,7 @@ def require_shareable(config: TrainConfig, contract: NumericsContract) -> None:
     require_room(
         parameters=sum(tensor.numel() for tensor in stored),
         itemsize=getattr(torch, contract.dtype).itemsize,
-        ranks=distributed.local_world_size(),
+        ranks=config.cluster.num_ranks,
         gpus_per_server=tensor_parallel_size(config.sglang_args),
         fraction=COLOCATED_FRACTION if given is None else given,
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
@@ -65,7 +64,7 @@ def require_room(
             f"{ranks} ranks)",
             parameters * TRAINER_BYTES / ranks,
             1 - fraction,
-            "Lower it, or start more ranks (torchrun --nproc-per-node)",
+            "Lower it, or start more ranks (--actor-num-gpus-per-node)",
         ),
     ):
         part = share * gpu_bytes

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from onpolicy.cluster.engine_host import make_server
+from onpolicy.cluster.placement import Placement, Slot
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineConfig, ServerConfig
 from onpolicy.config.secrets import reveal
@@ -18,8 +20,7 @@ from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.colocation import require_shareable
-from onpolicy.run.placement import cache_tokens, require_gpus, share_of_cores
-from onpolicy.train import distributed
+from onpolicy.run.placement import cache_tokens, placement_here, share_of_cores
 
 
 def make_rollout_group(
@@ -28,10 +29,25 @@ def make_rollout_group(
     contract: NumericsContract,
     logs: Path,
     longest_sequence: int = 0,
+    placement: Placement | None = None,
 ) -> RolloutGroup:
-    """The rollout's servers, not started yet."""
+    """The rollout's servers, not started yet; without a placement all on this host."""
     spec = rollout_spec(config, hf_config, contract, longest_sequence)
-    return SglangGroup(config.engine, spec, logs)
+    placement = placement or placement_here(config, contract)
+    specs = [placed(spec, slot, placement, config.engine) for slot in placement.engines]
+    return SglangGroup(config.engine, specs or [spec], logs, make_server=make_server)
+
+
+def placed(spec: EngineSpec, slot: Slot, placement: Placement, engine: EngineConfig) -> EngineSpec:
+    """What the engine in a slot is. It listens for this host alone if the whole run is here, and else
+    where the other hosts reach it."""
+    return replace(
+        spec,
+        node="" if slot.host.is_here else slot.host.name,
+        host=spec.host if placement.is_here else slot.host.address,
+        first_gpu=slot.devices[0] if slot.devices else 0,
+        num_threads=engine.cpu_threads or slot.cpu_threads,
+    )
 
 
 def rollout_spec(
@@ -40,20 +56,17 @@ def rollout_spec(
     contract: NumericsContract,
     longest_sequence: int = 0,
 ) -> EngineSpec:
-    """What each of the rollout's servers is; its cache holds a sequence of `longest_sequence` tokens,
-    or of the model's context if that is not known.
+    """What each of the rollout's servers is, wherever it is; its cache holds a sequence of
+    `longest_sequence` tokens, or of the model's context if that is not known.
 
-    Raises ConfigError if the host's GPUs are too few or too small.
+    Raises ConfigError if GPUs are to be shared that are too small.
     """
     engine = config.engine
-    if contract.device == "cuda":
-        require_gpus(config)
     if engine.colocate:
         require_shareable(config, contract)
     requests = engine.rollout_max_concurrency
     return replace(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
-        first_gpu=0 if engine.colocate else distributed.local_world_size(),
         shares_gpus=engine.colocate,
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),

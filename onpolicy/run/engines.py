@@ -1,13 +1,10 @@
-"""The two engines of a run, and the weights between them.
-
-Every rank of the trainer holds one. The rollout lives on rank 0, whose results (and errors) are
-shared with the others; training and gathering weights take all ranks.
-"""
+"""The two engines of a run, and the weights between them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -18,19 +15,18 @@ from onpolicy.contract import NumericsContract
 from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup, SamplingJob
 from onpolicy.run.engine_specs import make_rollout_group, replays_routing
 from onpolicy.run.placement import share_of_cores
-from onpolicy.train import Trainer, distributed, make_trainer
+from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import Completion, Request
-from onpolicy.weights.digest import WeightBucket
-from onpolicy.weights.push import push_weights
-from onpolicy.weights.rounding import rounded
-from onpolicy.weights.transports import make_transport
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
-
 MakeRollout = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path, int], RolloutGroup]
-MakeTrainer = Callable[[TrainConfig, NumericsContract, int], Trainer]
+MakeTrainer = Callable[[TrainConfig, NumericsContract, Path], Trainer]
+
+
+def trainer_here(config: TrainConfig, contract: NumericsContract, logs: Path) -> Trainer:
+    """A trainer in this process, on all cores."""
+    return make_trainer(config, contract, config.engine.cpu_threads or share_of_cores(1))
 
 
 class EnginePair:
@@ -47,71 +43,45 @@ class EnginePair:
         *,
         longest_sequence: int = 0,
         make_rollout: MakeRollout = make_rollout_group,
-        make_trainer: MakeTrainer = make_trainer,
+        make_trainer: MakeTrainer = trainer_here,
     ):
         self.config, self.hf_config, self.contract = config, hf_config, contract
         self._make_rollout, self._make_trainer = make_rollout, make_trainer
         self.on_progress: Progress = lambda done, tokens: None
         self._logs, self._longest_sequence = directory / "logs", longest_sequence
-        self.rollout = self._new_rollout()
-        self._transport = make_transport(config.sync.weight_sync, directory)
+        self.rollout, self._on_stop = self._new_rollout(), ExitStack()
         self.weight_version = ""
         self.weight_digest = ""
 
-    def _new_rollout(self) -> RolloutGroup | None:
-        if distributed.rank() != 0:
-            return None
+    def _new_rollout(self) -> RolloutGroup:
         return self._make_rollout(
             self.config, self.hf_config, self.contract, self._logs, self._longest_sequence
         )
 
     def start(self) -> None:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
-        distributed.run_on_rank_zero(self._launch)
-        logger.info("loading the model into the trainer")
-        threads = self.config.engine.cpu_threads or share_of_cores(distributed.local_world_size())
-        self.trainer = self._make_trainer(self.config, self.contract, threads)
-        self._connect()
-
-    def _launch(self) -> None:
-        assert self.rollout is not None
         self.rollout.launch()
-
-    def _connect(self) -> None:
-        def connect() -> None:
-            assert self.rollout is not None
-            self.rollout.connect(self.trainer.self_check)
-
-        distributed.run_on_rank_zero(connect)
+        logger.info("loading the model into the trainer")
+        self.trainer = self._make_trainer(self.config, self.contract, self._logs)
+        self._on_stop.callback(self.trainer.close)
+        self.rollout.connect(self.trainer.self_check)
 
     def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         """Change contract and correction between rollouts; new servers need a push afterwards."""
         changes = contract != self.contract
         self.contract = contract
-        if changes and self.rollout is not None:
+        if changes:
             self.rollout.stop()
             self.rollout = self._new_rollout()
-            assert self.rollout is not None
             self.rollout.launch()
         self.trainer.adapt(contract, fallback)
         if changes:
-            self._connect()
-
-    @property
-    def _weight_format(self) -> str:
-        """How weights are rounded here; on GPUs SGLang itself makes them FP8."""
-        asked = self.config.engine.rollout_weight_format
-        by_sglang = self.contract.device == "cuda" and asked == "fp8_e4m3"
-        return "" if by_sglang or self.contract.is_aligned else asked
+            self.rollout.connect(self.trainer.self_check)
 
     @property
     def replays_routing(self) -> bool:
         """Whether the trainer takes the experts that the rollout took."""
         return replays_routing(self.config, self.contract)
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self.config.sync.update_weight_buffer_size * MIB
 
     def push_weights(self, version: str) -> None:
         """Give the servers the trainer's weights, and have them prove that they hold them.
@@ -121,53 +91,24 @@ class EnginePair:
         self.weight_version = version
         while True:
             try:
-                self.weight_digest = self._push()
+                self.weight_digest = self.trainer.push(self.rollout.clients, version)
                 return
-            except EnginesRestartedError:
-                logger.warning("pushing the weights of version %s again", version)
-
-    def _push(self) -> str:
-        """One attempt; collective. The digest of the weights, on every rank."""
-        buckets = self.trainer.weight_buckets(self.bucket_bytes)
-        if self.rollout is None:
-            _gather_rest(buckets)
-        return distributed.run_on_rank_zero(lambda: self._push_from_rank_zero(buckets))
-
-    def _push_from_rank_zero(self, buckets: Iterator[WeightBucket]) -> str:
-        assert self.rollout is not None
-        rounded_buckets = rounded(buckets, self._weight_format)
-        clients = self.rollout.clients
-        try:
-            return push_weights(rounded_buckets, clients, self._transport, self.weight_version)
-        except Exception as error:
-            _gather_rest(buckets)
-            if self.rollout.revive():  # whatever failed, failed because an engine died
-                raise EnginesRestartedError from error
-            raise
+            except Exception:
+                if not self.rollout.revive():  # else it failed because an engine died
+                    raise
+            logger.warning("pushing the weights of version %s again", version)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample responses; servers that die on the way get the current weights again."""
-
         job = SamplingJob(requests)
-
-        def generate() -> list[Completion]:
-            assert self.rollout is not None
-            self.rollout.on_progress = self.on_progress
-            return self.rollout.generate(job)
-
         while True:
+            self.rollout.on_progress = self.on_progress
             try:
-                return distributed.run_on_rank_zero(generate)
+                return self.rollout.generate(job)
             except EnginesRestartedError:
                 self.push_weights(self.weight_version)
 
     def stop(self) -> None:
-        """End the servers."""
-        if self.rollout is not None:
-            self.rollout.stop()
-
-
-def _gather_rest(buckets: Iterator[WeightBucket]) -> None:
-    """Gathering weights takes all ranks of the trainer, to the last bucket."""
-    for _ in buckets:
-        pass
+        """End the servers, and the ranks of the trainer."""
+        self.rollout.stop()
+        self._on_stop.close()

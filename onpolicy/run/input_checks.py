@@ -16,7 +16,7 @@ from onpolicy.train.megatron import make as megatron
 
 
 def check_layout(config: TrainConfig) -> None:
-    """Raise ConfigError if the model cannot be laid out over torchrun's ranks; starts nothing."""
+    """Raise ConfigError if the model cannot be laid out over the run's ranks; starts nothing."""
     if config.trainer.train_backend == "megatron":
         hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
         megatron.check(config, hf_config, contract_for(config, hf_config, aligned=False))

@@ -29,6 +29,7 @@ from onpolicy.run.input_checks import (
 )
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.memory import ModelSize, require_run_fits
+from onpolicy.run.placement import placement_here
 from onpolicy.run.push_checks import require_transport
 from onpolicy.run.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
@@ -100,6 +101,10 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
         )
         require_weights(config, hf_config)
+        if not (
+            config.cluster.ray_address or config.dry_run
+        ):  # a cluster is asked when a run begins
+            placement_here(config, ladder.contract)
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust)
         require_run_fits(config, hf_config, spec, size)

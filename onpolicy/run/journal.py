@@ -21,36 +21,6 @@ Metrics = dict[str, float]
 
 
 class Journal:
-    """A journal that writes nothing, for the ranks that leave all of it to rank 0."""
-
-    def on_requests(self, count: int) -> None:
-        """`count` responses are about to be sampled."""
-
-    def on_response(self, num_done: int, num_tokens: int) -> None:
-        """`num_done` of them are there; the latest has `num_tokens`."""
-
-    def on_rollout(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """A rollout is sampled and scored."""
-
-    def on_evaluation(
-        self, step: int, name: str, groups: Sequence[SampleGroup], metrics: Metrics
-    ) -> None:
-        """After `step` rollouts, an evaluation set is sampled and scored."""
-
-    def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """A rollout was trained on, or training on it failed."""
-
-    def on_move(self, step: int, move: Move) -> None:
-        """The governor changes what the engines run on."""
-
-    def on_step(self, step: int, metrics: Metrics) -> None:
-        """A step is done."""
-
-    def on_end(self) -> None:
-        """The run is done."""
-
-
-class RankZeroJournal(Journal):
     """Writes into the run's directory, to the trackers that were asked for, and on the console."""
 
     def __init__(
@@ -74,7 +44,7 @@ class RankZeroJournal(Journal):
         directory: RunDirectory,
         decode: Callable[[list[int]], str],
         first_step: int,
-    ) -> Iterator[RankZeroJournal]:
+    ) -> Iterator[Journal]:
         """Of a run that starts with `first_step`; `decode` shows tokens, special ones too."""
         output, num_rollout = config.output, config.rollout.num_rollout
         with directory.opened_sinks(config, first_step) as sinks:
@@ -84,36 +54,44 @@ class RankZeroJournal(Journal):
                 yield cls(directory, sinks, samples, progress, first_step, interval)
 
     def on_requests(self, count: int) -> None:
+        """`count` responses are about to be sampled."""
         self._progress.on_requests(count)
 
     def on_response(self, num_done: int, num_tokens: int) -> None:
+        """`num_done` of them are there; the latest has `num_tokens`."""
         self._progress.on_response(num_done, num_tokens)
 
     def on_rollout(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """A rollout is sampled and scored."""
         if step == self._first_step:
             logger.info("%s", self._samples.describe(groups[0].samples[0]))
 
     def on_evaluation(
         self, step: int, name: str, groups: Sequence[SampleGroup], metrics: Metrics
     ) -> None:
+        """After `step` rollouts, an evaluation set is sampled and scored."""
         self._log(step, metrics)
         self._write_samples(f"eval_{name}" if name else "eval", step, groups)
         numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
         logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
 
     def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """A rollout was trained on, or training on it failed."""
         if step % self._log_samples_interval == 0:
             self._write_samples("rollout", step, groups)
 
     def on_move(self, step: int, move: Move) -> None:
+        """The governor changes what the engines run on."""
         logger.warning("governor: %s -> %s (%s)", move.before, move.after, move.reason)
         self._directory.record_move(step, move.before, move.after, move.reason)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
+        """A step is done."""
         self._log(step, metrics)
         self._progress.on_step(step, metrics)
 
     def on_end(self) -> None:
+        """The run is done."""
         try:
             plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
         except OSError as error:  # no reason to lose a finished run's summary

@@ -1,4 +1,4 @@
-"""The reinforcement-learning step, and what repeats it. Every rank of the trainer runs it."""
+"""The reinforcement-learning step, and what repeats it."""
 
 from __future__ import annotations
 

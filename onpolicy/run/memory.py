@@ -24,7 +24,6 @@ from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.placement import token_bytes
 from onpolicy.system.memory import free_memory, gib
-from onpolicy.train import distributed
 from onpolicy.train.activations import recomputes_activations
 
 logger = logging.getLogger(__name__)
@@ -210,7 +209,7 @@ def require_run_fits(
     """Say what a run takes. Raises ConfigError, with the sums, if its longest sequence does not fit the
     cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
     made on another host, or while something else runs, that is only said."""
-    ranks, is_remote = distributed.local_world_size(), bool(config.engine.rollout_server_url)
+    ranks, is_remote = config.cluster.ranks_per_node, bool(config.engine.rollout_server_url)
     processes = [trainer_memory(config, hf_config, spec, size, ranks)]
     if not is_remote:
         require_cache(spec)

@@ -1,48 +1,76 @@
-"""What each process of a command gets of this host: GPUs, cores, and memory for its cache."""
+"""What each process of a command gets of its host: GPUs, cores, and memory for its cache."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig
 
+from onpolicy.cluster.hosts import Host, this_host
+from onpolicy.cluster.placement import Placement, place
+from onpolicy.cluster.session import session
 from onpolicy.config import TrainConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.rollout.engine_args import CACHE_MARGIN
-from onpolicy.train import distributed
 
 CACHE_BYTES = 2 << 30
 """Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
 
 
-def require_gpus(config: TrainConfig) -> None:
-    """The trainer's ranks take the first GPUs of this host, the servers those after them, or, with
-    --colocate, the first ones too.
-
-    Raises ConfigError if there are not as many.
-    """
-    engine = config.engine
-    ranks, servers = distributed.local_world_size(), engine.rollout_num_engines
-    per_server = tensor_parallel_size(config.sglang_args)
-    theirs, found = servers * per_server, torch.cuda.device_count()
-    needed = max(ranks, theirs) if engine.colocate else ranks + theirs
-    if engine.rollout_server_url or needed <= found:
-        return
-    what = f"{servers} servers x --sglang-tp-size {per_server}"
-    if engine.colocate:
+def placement_of(
+    config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
+) -> Placement:
+    """Where each rank and each engine of a run is. Raises ConfigError with the sum that does not fit."""
+    engine, per_engine = config.engine, tensor_parallel_size(config.sglang_args)
+    asked = engine.rollout_num_gpus or engine.rollout_num_gpus_per_engine
+    if asked and contract.device == "cpu":
         raise ConfigError(
-            f"--colocate: {ranks} trainer ranks and {what} = {theirs} GPUs, of which each takes one of "
-            f"its own, and this host has {found}. Start fewer ranks (torchrun --nproc-per-node) or "
-            "fewer servers."
+            "--rollout-num-gpus, --rollout-num-gpus-per-engine: there are no GPUs here. Give "
+            "--rollout-num-engines, the servers that share the hosts' cores, and --sglang-tp-size."
         )
-    share = " or let them share GPUs (--colocate)" if max(ranks, theirs) <= found else ""
-    raise ConfigError(
-        f"--rollout-num-engines={servers}: {ranks} trainer ranks + {what} = {needed} GPUs, and this "
-        f"host has {found}. Start fewer ranks (torchrun --nproc-per-node) or fewer servers{share}."
-    )
+    placement = place(config.cluster, engine, per_engine, contract.device, hosts)
+    require_reach(config, placement)
+    return placement
+
+
+def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement:
+    """The placement on this host alone."""
+    return placement_of(config, contract, [this_host(torch.cuda.device_count())])
+
+
+def planned(config: TrainConfig, contract: NumericsContract) -> list[str]:
+    """Where a run would put everything now, in a line for each host; or why it would be refused, which
+    a dry run only says, since the run may be made elsewhere."""
+    try:
+        if not config.cluster.ray_address:
+            return placement_here(config, contract).describe()
+        with session(config.cluster) as hosts:
+            return placement_of(config, contract, hosts).describe()
+    except ConfigError as error:
+        return [f"here and now the run would be refused: {error}"]
+
+
+def require_reach(config: TrainConfig, placement: Placement) -> None:
+    """Raise ConfigError if weights cannot go to an engine the way they are asked to, or an address of
+    one host is given for several."""
+    if placement.is_here:
+        return
+    if config.engine.rollout_host != type(config.engine)().rollout_host:
+        raise ConfigError(
+            f"--rollout-host={config.engine.rollout_host}: the run takes other hosts than this one, and "
+            "each engine listens on its own host's address in the cluster. Leave the flag out."
+        )
+    home = placement.trainer[0].host
+    far = [i for i, slot in enumerate(placement.engines) if slot.host != home]
+    if far and config.sync.weight_sync == "ipc":
+        raise ConfigError(
+            f"--weight-sync=ipc: a GPU's memory can be opened on its own host, {home}, and engine "
+            f"{far[0]} is on {placement.engines[far[0]].host}. Choose --weight-sync tensor."
+        )
 
 
 def share_of_cores(processes: int) -> int:

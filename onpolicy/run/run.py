@@ -10,23 +10,20 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import RewardConfig
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.statistics import mean_response_length, truncated_ratio
+from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
 from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
-from onpolicy.run.journal import Journal, RankZeroJournal
+from onpolicy.run.journal import Journal
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.sampler import Sampler
 from onpolicy.run.train_samples import make_train_samples, worth_training
-from onpolicy.train import distributed
 from onpolicy.types import RunSummary, RunTotals, SampleGroup
 from onpolicy.weights.transports.disk import remove_leftovers
 
@@ -36,9 +33,10 @@ Metrics = dict[str, float]
 
 
 class Run:
-    """One training run, as every rank sees it. Rank 0 also scores, and keeps the journal."""
+    """One training run: its engines, its data and its files."""
 
     engines: EnginePair
+    journal: Journal
     sampler: Sampler
 
     def __init__(
@@ -51,11 +49,9 @@ class Run:
     ):
         self.config, self.inputs = config, inputs
         self._make_engines, self._make_scorer = make_engines, make_scorer
-        self.is_main = distributed.rank() == 0
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
-        self.journal = Journal()
         self._on_exit = ExitStack()
 
     def __enter__(self) -> Self:
@@ -73,8 +69,7 @@ class Run:
 
     def _start(self) -> None:
         config = self.config
-        torch.manual_seed(config.seed)
-        resumed = distributed.run_on_rank_zero(self._find_checkpoint)
+        resumed = self._find_checkpoint()
         if resumed is not None:
             self._continue(resumed.state)
         run_dir = Path(config.output.run_dir)
@@ -83,7 +78,7 @@ class Run:
         self.engines = self._make_engines(
             config, hf_config, contract, run_dir, longest_sequence=longest
         )
-        distributed.run_on_rank_zero(lambda: self._open_directory(resumed))
+        self._open_directory(resumed)
         logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)
         self.engines.start()
@@ -122,11 +117,10 @@ class Run:
 
     def _open_outputs(self) -> None:
         """The journal, and what asks the engines for samples."""
-        config, scorer = self.config, None
-        if self.is_main:
-            scorer = self._on_exit.enter_context(closing(self._make_scorer(config.reward)))
-            opened = RankZeroJournal.opened(config, self._directory, self._text, self.first_step)
-            self.journal = self._on_exit.enter_context(opened)
+        config = self.config
+        scorer = self._on_exit.enter_context(closing(self._make_scorer(config.reward)))
+        opened = Journal.opened(config, self._directory, self._text, self.first_step)
+        self.journal = self._on_exit.enter_context(opened)
         self.engines.on_progress = self.journal.on_response
         on_requests = self.journal.on_requests
         self.sampler = Sampler(config, self.inputs, self.engines, scorer, on_requests)
@@ -200,6 +194,7 @@ class Run:
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
+        metrics = {**metrics, **idle_shares(metrics)}
         self.totals = self.totals.plus(metrics, is_first=step == 0)
         loss = metrics.get("train/loss", 0.0)
         self.run_hash.add_step(groups, loss, self.engines.weight_digest)

@@ -12,21 +12,20 @@ from onpolicy.rollout.sampling import group_samples, make_requests
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
-from onpolicy.train import distributed
 from onpolicy.types import Completion, Prompt, SampleGroup, SamplingParams
 
 Metrics = dict[str, float]
 
 
 class Sampler:
-    """Every rank of the trainer holds one; rank 0, which has a scorer, shares what comes out."""
+    """Asks the engines for samples, and the scorer for their rewards."""
 
     def __init__(
         self,
         config: TrainConfig,
         inputs: Inputs,
         engines: EnginePair,
-        scorer: Scorer | None,
+        scorer: Scorer,
         on_requests: Callable[[int], None],
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
@@ -72,7 +71,7 @@ class Sampler:
         completions = self.engines.generate(requests)
         seconds = time.perf_counter() - started
         tokens = sum(len(completion.response_ids) for completion in completions)
-        groups, metrics = distributed.run_on_rank_zero(lambda: self._score(prompts, completions))
+        groups, metrics = self._score(prompts, completions)
         metrics["perf/rollout_tokens_per_second"] = tokens / seconds
         metrics["perf/rollout_time"] = time.perf_counter() - started
         return groups, metrics
@@ -80,7 +79,6 @@ class Sampler:
     def _score(
         self, prompts: list[Prompt], completions: Sequence[Completion]
     ) -> tuple[list[SampleGroup], Metrics]:
-        assert self._scorer is not None
         texts = self.inputs.tokenizer.batch_decode(
             [completion.response_ids for completion in completions], skip_special_tokens=True
         )

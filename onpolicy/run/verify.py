@@ -17,10 +17,10 @@ from onpolicy.outputs.directory import versions
 from onpolicy.outputs.progress import Phases
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.run.cluster import MakeEngines
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.verify_inputs import TRAINED, longest_prompt, make_prompts, make_train_config
-from onpolicy.train import distributed
 from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,14 @@ SCORED_AT_ONCE = 8
 Report = dict[str, Any]
 
 
-def verify(config: VerifyConfig) -> Report:
-    """Run both rounds and return the report; collective over the trainer's ranks."""
+def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Report:
+    """Run both rounds and return the report."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
     train_config = make_train_config(config, longest)
     contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
     prompts = make_prompts(config, hf_config.vocab_size, longest)
-    engines = EnginePair(
+    engines = make_engines(
         train_config,
         hf_config,
         contract,
@@ -134,8 +134,7 @@ def _score(
         phases.advance(len(train))
     rollout = torch.tensor([x for sample in shuffled for x in sample.rollout_log_probs])
     counts, _ = compare_log_probs(torch.cat(train), rollout)
-    if distributed.rank() == 0:
-        logger.info("%d of %d tokens differ", counts.num_mismatched, counts.num_compared)
+    logger.info("%d of %d tokens differ", counts.num_mismatched, counts.num_compared)
     return counts
 
 

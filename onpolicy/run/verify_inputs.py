@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.secrets import reveal
 from onpolicy.config.tools import VerifyConfig
+from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit, weight_files
@@ -24,6 +25,7 @@ from onpolicy.run.duration import operations_per_second, verify_work
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
 from onpolicy.run.memory import ModelSize, require_run_fits
+from onpolicy.run.placement import placement_here
 from onpolicy.run.push_checks import require_transport
 from onpolicy.types import Prompt
 
@@ -47,8 +49,8 @@ BUCKETS = 8
 """Buckets, about, that the weights are pushed in."""
 
 
-def check_inputs(config: VerifyConfig) -> None:
-    """Raise ConfigError for whatever `verify` could not run; starts nothing."""
+def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
+    """What `verify` runs. Raises ConfigError for whatever could not be run; starts nothing."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
@@ -63,9 +65,12 @@ def check_inputs(config: VerifyConfig) -> None:
         size = ModelSize.of(hf_config, model.trust_remote_code)
         require_run_fits(train_config, hf_config, spec, size)
         require_transport(train_config, contract)
+        if not config.cluster.ray_address:
+            placement_here(train_config, contract)
         prompts = make_prompts(config, hf_config.vocab_size, longest)
         _say_how_long(config, prompts, spec, size)
         flags.require_passed()
+    return train_config, contract
 
 
 def _say_how_long(
@@ -148,6 +153,7 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
             activation_checkpointing=True,
         ),
         megatron=config.megatron,
+        cluster=config.cluster,
         parity=groups.ParityConfig(
             true_on_policy_mode=config.true_on_policy_mode, parity_policy="warn"
         ),
@@ -156,6 +162,7 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
             weight_sync=config.weight_sync,
             update_weight_buffer_size=_bucket_mib(config.model.hf_checkpoint),
         ),
+        output=groups.OutputConfig(run_dir=config.run_dir),
         seed=config.seed,
         sglang_args=sglang_args,
     )

@@ -18,6 +18,15 @@ def is_loopback(host: str) -> bool:
     return host in LOOPBACK
 
 
+def is_of_this_host(host: str) -> bool:
+    """Whether an address, or a name of one, is one of this host's."""
+    try:
+        listen(host, 0).close()
+    except OSError:
+        return False
+    return True
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError.
 

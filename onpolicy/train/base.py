@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -11,11 +11,14 @@ from torch import Tensor
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.types import TrainSample
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.push import Engine
 
 
 class Trainer(ABC):
-    """One policy, its optimizer, and the ranks that hold them. Every method is collective."""
+    """One policy, its optimizer, and the ranks that hold them.
+
+    Whoever is one of several ranks calls every method together with the others.
+    """
 
     self_check: dict[str, str]
     """Digests of the operators' self-check at start-up; empty under a stock contract."""
@@ -45,8 +48,15 @@ class Trainer(ABC):
         """Log-probabilities of every token after a sequence's prompt: float32 [R] per sequence."""
 
     @abstractmethod
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
-        """All parameters, gathered `max_bytes` at a time, in a fixed order."""
+    def push(self, engines: Sequence[Engine], version: str) -> str:
+        """Give the engines all weights as `version`, by --weight-sync; the digest of these bits.
+
+        Raises what `weights.push.push_weights` raises; then the engines may hold a part of them.
+        """
+
+    @abstractmethod
+    def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint into a directory that is made for it."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -55,3 +65,6 @@ class Trainer(ABC):
     @abstractmethod
     def load(self, directory: Path) -> None:
         """Read back what `save` wrote, under any number of ranks."""
+
+    def close(self) -> None:
+        """End the processes that were started for it, if any were."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
-from onpolicy.train.packing import pack
 from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
 
 _FILLER = TrainSample(
@@ -116,25 +115,12 @@ CustomCorrection = Callable[
 """(loss [R], its log-probabilities [R], detached, micro-batch) -> (loss [R], mask [R], metrics)."""
 
 
-def make_micro_batches(
-    samples: Sequence[TrainSample],
-    *,
-    rank: int,
-    num_ranks: int,
-    max_tokens: int,
-    temperature: float,
-    device: torch.device,
-) -> list[PackedBatch]:
-    """The micro-batches of `rank`; `samples` are the global batch."""
-    plan = pack([len(s.sample.token_ids) for s in samples], num_ranks, max_tokens)[rank]
-    return [_packed_batch([samples[i] for i in part], temperature, device) for part in plan]
-
-
-def _packed_batch(
-    samples: list[TrainSample], temperature: float, device: torch.device
+def packed_batch(
+    samples: Sequence[TrainSample], temperature: float, device: torch.device
 ) -> PackedBatch:
+    """The first stage of a micro-batch; of no samples, it is a filler."""
     is_filler = not samples
-    samples = samples or [_FILLER]
+    samples = list(samples) or [_FILLER]
     sampled = [s.sample for s in samples]
     lens = torch.tensor([len(s.response_ids) for s in sampled])
     advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32)

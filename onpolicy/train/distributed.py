@@ -1,4 +1,4 @@
-"""The ranks of the trainer: torchrun's processes, or this one alone."""
+"""The ranks of the trainer: processes that met at a store, or this one alone."""
 
 from __future__ import annotations
 
@@ -11,28 +11,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
+from onpolicy.system import rendezvous
+from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
 
 T = TypeVar("T")
 
 _data_group: dist.ProcessGroup | None = None
 
 _TIMEOUT = timedelta(hours=2)
-"""Other ranks wait for rank 0 while it samples."""
+"""Other ranks wait for rank 0 while it sends the weights."""
 
 
 def init_process_group() -> None:
-    """Join torchrun's group, or form a group of one. Gloo on a CPU, NCCL on GPUs."""
-    if dist.is_initialized():
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) == local_world_size():
+    """Form a group of this process alone, unless it is in one."""
+    if not dist.is_initialized():
+        _join(dist.HashStore(), rank=0, world_size=1)
+
+
+def open_store(address: str) -> tuple[dist.TCPStore, int]:
+    """Where the ranks are to meet, on an address of this host, and its port."""
+    return rendezvous.open_store(address, _TIMEOUT)
+
+
+def join(address: str, port: int, *, rank: int, world_size: int) -> None:
+    """Form the group of all ranks; each of them calls this."""
+    if is_loopback(address):
         os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
+    store = dist.TCPStore(address, port, timeout=_TIMEOUT, wait_for_workers=False)
+    _join(store, rank, world_size)
+
+
+def _join(store: dist.Store, rank: int, world_size: int) -> None:
+    """Gloo on a CPU, NCCL on GPUs."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-    else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
+    )
 
 
 def rank() -> int:
@@ -41,11 +55,6 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size()
-
-
-def local_world_size() -> int:
-    """Ranks on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def run_on_rank_zero(function: Callable[[], T]) -> T:
@@ -65,22 +74,9 @@ def run_on_rank_zero(function: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def share_from_rank_zero(value: T | None) -> T:
-    """Rank 0's `value`, on every rank."""
-    values = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
-    assert values[0] is not None
-    return values[0]
-
-
 def device(kind: str) -> torch.device:
-    """This rank's device of a kind: `cpu`, or `cuda` by its place on the host."""
-    if kind == "cuda":
-        ours = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(ours)
-        return ours
-    return torch.device(kind)
+    """This rank's device of a kind: `cpu`, or the GPU that it was set to."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def use_data_group(group: dist.ProcessGroup) -> None:

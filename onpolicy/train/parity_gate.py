@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from onpolicy.errors import ParityError
 from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs, mismatches
 from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import count_over_data, gather_data, gather_micro_batches
-from onpolicy.types import TrainSample
+from onpolicy.train.shares import Share
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +56,15 @@ class ParityGate:
             )  # fmt: skip
         return total
 
-    def mismatched_tokens(self, samples: Sequence[TrainSample]) -> list[int | None]:
-        """How many tokens of each sample differ; None where none was compared. Collective.
+    def mismatched_tokens(self, share: Share) -> list[int | None]:
+        """How many tokens of each sample of the rollout differ; None where none was compared.
 
-        `samples` are those that the checked batches were made of.
+        `share` is what the checked batches were made of. Collective.
         """
         ours = self._by_sample
-        mine = {i: ours[id(sample)] for i, sample in enumerate(samples) if id(sample) in ours}
-        found = {i: count for share in gather_data(mine) for i, count in share.items()}
-        return [found.get(i) for i in range(len(samples))]
+        mine = {i: ours[id(sample)] for i, sample in share.samples.items() if id(sample) in ours}
+        found = {i: count for counts in gather_data(mine) for i, count in counts.items()}
+        return [found.get(i) for i in range(share.num_samples)]
 
     def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()

@@ -25,25 +25,26 @@ from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.train import distributed
-from onpolicy.train.base import Trainer
 from onpolicy.train.batch import (
     PackedBatch,
     ScoredBatch,
     WeighedBatch,
-    make_micro_batches,
+    packed_batch,
     with_scores,
 )
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
-from onpolicy.train.packing import pack, split_evenly
+from onpolicy.train.packing import pack
 from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.shares import Share, make_shares
 from onpolicy.train.state import load_state, save_state
+from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import TrainSample
 
 logger = logging.getLogger(__name__)
 
 
-class PolicyTrainer(Trainer):
+class PolicyTrainer(WeightOutlet):
     """Policy-gradient steps with parity check and corrections, on an engine's verbs.
 
     An engine scores batches, accumulates the gradients of a step, and takes it; it sets `optimizer`,
@@ -53,7 +54,9 @@ class PolicyTrainer(Trainer):
     optimizer: HasParamGroups
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
-        self.config, self.num_threads = config, num_threads
+        super().__init__(config)
+        self.num_threads = num_threads
+        torch.manual_seed(config.seed)
         self.device = distributed.device(contract.device)
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.loss_settings = loss_settings(config)
@@ -113,14 +116,16 @@ class PolicyTrainer(Trainer):
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> dict[str, float]:
+        max_tokens = self.config.trainer.max_tokens_per_gpu
+        shares = make_shares(samples, len(rates), distributed.data_size(), max_tokens)
+        return self.train_share(shares[distributed.data_rank()], step, rates)
+
+    def train_share(self, share: Share, step: int, rates: Sequence[float]) -> dict[str, float]:
+        """`train`, by a rank that was given its own share of the samples and no other."""
         start = time.perf_counter()
-        self.mismatched_tokens = [None] * len(samples)
-        steps = [
-            self._micro_batches([samples[i] for i in part])
-            for part in split_evenly(len(samples), len(rates))
-        ]
+        self.mismatched_tokens = [None] * share.num_samples
         try:
-            metrics = self._train_or_fall_back(steps, rates, samples, step)
+            metrics = self._train_or_fall_back(share, rates, step)
         except NonfiniteError as error:
             how = self.corrections.flags.tis_nonfinite
             raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
@@ -128,22 +133,19 @@ class PolicyTrainer(Trainer):
         return {
             **metrics,
             "perf/train_time": seconds,
-            "perf/train_tokens_per_second": sum(len(s.sample.token_ids) for s in samples) / seconds,
+            "perf/train_tokens_per_second": share.num_tokens / seconds,
         }
 
     def _train_or_fall_back(
-        self,
-        steps: list[list[PackedBatch]],
-        rates: Sequence[float],
-        samples: Sequence[TrainSample],
-        step: int,
+        self, share: Share, rates: Sequence[float], step: int
     ) -> dict[str, float]:
+        steps = [self._micro_batches(share, number) for number in range(len(rates))]
         gate, corrected = self._gate(step), not self.contract.is_aligned
         scored, perf = self._scored(steps, corrected=corrected)
         try:
             metrics = self._train_on(scored, rates, gate, corrected=corrected)
         except ParityError as error:
-            self.mismatched_tokens = gate.mismatched_tokens(samples)
+            self.mismatched_tokens = gate.mismatched_tokens(share)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
@@ -151,7 +153,7 @@ class PolicyTrainer(Trainer):
             scored, perf = self._scored_again(scored)
             metrics = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
-        self.mismatched_tokens = gate.mismatched_tokens(samples)
+        self.mismatched_tokens = gate.mismatched_tokens(share)
         return metrics | perf
 
     def _train_on(
@@ -217,15 +219,10 @@ class PolicyTrainer(Trainer):
         )
         return ParityGate(step, fails=fails, warns=aligned, remedy=remedy)
 
-    def _micro_batches(self, samples: list[TrainSample]) -> list[PackedBatch]:
-        return make_micro_batches(
-            samples,
-            rank=distributed.data_rank(),
-            num_ranks=distributed.data_size(),
-            max_tokens=self.config.trainer.max_tokens_per_gpu,
-            temperature=self.config.rollout.rollout_temperature,
-            device=self.device,
-        )
+    def _micro_batches(self, share: Share, number: int) -> list[PackedBatch]:
+        """Of an optimizer step."""
+        temperature = self.config.rollout.rollout_temperature
+        return [packed_batch(s, temperature, self.device) for s in share.micro_batches(number)]
 
     def _scored(
         self, steps: list[list[PackedBatch]], *, corrected: bool

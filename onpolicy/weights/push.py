@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +11,8 @@ from typing import Any, Protocol
 
 from onpolicy.errors import EngineError, WeightSyncError
 from onpolicy.weights.digest import WeightBucket, WeightDigest
+
+logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -71,7 +75,7 @@ def push_weights(
 def _send_all(
     buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: str
 ) -> str:
-    digest, num_bytes = WeightDigest(), 0
+    digest, num_bytes, started = WeightDigest(), 0, time.perf_counter()
     sessions = transport.in_session and bool(engines) and engines[0].report()["has_update_sessions"]
     if sessions:
         on_all(engines, _begin)
@@ -84,6 +88,10 @@ def _send_all(
     transport.close(engines, version)
     if sessions:
         on_all(engines, lambda engine: engine.post("/end_weight_update", {}, num_bytes))
+    logger.debug(
+        "weights of version %s: %d bytes to each of %d engines in %.3f s",
+        version, num_bytes, len(engines), time.perf_counter() - started,
+    )  # fmt: skip
     return digest.hexdigest()
 
 

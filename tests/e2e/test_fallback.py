@@ -69,21 +69,21 @@ def test_reinforce_in_bypass_is_weighted_by_the_losss_own_log_probs(start, tmp_p
 
 ONE_BIT_OFF_AT_STEP_1 = """
 from onpolicy.train.fsdp.trainer import FsdpTrainer
-train = FsdpTrainer.train
-def train_with_another_softmax(self, samples, step, rates):
+train = FsdpTrainer.train_share
+def train_with_another_softmax(self, share, step, rates):
     log_softmax = self.operators.log_softmax
     if step == 1:
         self.operators.log_softmax = lambda x, t: log_softmax(x, t) * (1 + 2**-23)
-    result = train(self, samples, step, rates)
+    result = train(self, share, step, rates)
     self.operators.log_softmax = log_softmax
     return result
-FsdpTrainer.train = train_with_another_softmax
+FsdpTrainer.train_share = train_with_another_softmax
 """
 
 
 def test_a_mismatch_leads_to_the_correction_if_the_policy_is_to_fall_back(start, tmp_path):
     argv = ["--parity-policy", "fallback", "--use-tis", "--num-rollout", "3"]
-    output = finish(start(tmp_path, *argv, preamble=ONE_BIT_OFF_AT_STEP_1))
+    output = finish(start(tmp_path, *argv, in_ranks=ONE_BIT_OFF_AT_STEP_1))
     before, fallen, after = metrics_of(tmp_path)
     assert "Going on with the fallback correction" in output
     assert fallen["parity/num_fallbacks"] == 1

@@ -28,8 +28,8 @@ def test_no_token_differs(architecture, dtype, ranks, flags, tmp_path):
     file = tmp_path / "report.json"
     done = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(ranks), "-m", "onpolicy.cli", "verify",
+            sys.executable, "-m", "onpolicy.cli", "verify",
+            "--actor-num-ranks-per-node", str(ranks),
             "--train-backend", "megatron", *flags, "--dtype", dtype,
             "--hf-checkpoint", str(make_checkpoint(tmp_path / "model", architecture)),
             "--num-prompts", str(PROMPTS), "--max-new-tokens", str(TOKENS), "--cpu-threads", "1",

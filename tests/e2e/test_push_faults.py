@@ -13,6 +13,7 @@ from onpolicy.errors import EngineError
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
+from onpolicy.weights.transports.by_host import ByHostTransport
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.processes import engine_processes, is_gone
 from tests.support.train_runs import TWO_RANKS, finish, run_hash
@@ -41,6 +42,15 @@ def expected(pair):
 
 def sampled(pair):
     return [(c.response_ids, c.rollout_log_probs) for c in pair.generate(REQUESTS)]
+
+
+def test_a_push_reaches_an_engine_here_and_one_elsewhere_each_its_way(pair, expected):
+    near, far = pair.rollout.clients
+    transport = ByHostTransport(is_near=lambda engine: engine is near)
+    buckets = pair.trainer.weight_buckets(60_000)
+    digest = push_weights(buckets, [near, far], transport, str(next(versions)))
+    assert digest == near.report()["weights"] == far.report()["weights"] == expected[1]
+    assert sampled(pair) == expected[0]
 
 
 class StruckWhile:
@@ -131,7 +141,7 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
     def break_down(*_):
         raise Breaks
 
-    monkeypatch.setattr(pair._transport, "send", break_down)
+    monkeypatch.setattr(pair.trainer.transport, "send", break_down)
     with pytest.raises(Breaks):
         pair.push_weights(str(next(versions)))
     monkeypatch.undo()
@@ -146,8 +156,8 @@ post, struck = EngineClient.post, []
 def post_and_kill(self, path, body, num_bytes=0):
     if path.startswith("/update") and body["weight_version"] == "1" and not struck:
         struck.append(path)
-        children = psutil.Process().children()
-        (guard,) = filter(is_guard, children)
+        (run,) = (p for p in psutil.Process().parents() if "run.py train" in " ".join(p.cmdline()))
+        (guard,) = filter(is_guard, run.children())
         guard.children()[0].kill()
     return post(self, path, body, num_bytes)
 EngineClient.post = post_and_kill
@@ -155,10 +165,10 @@ EngineClient.post = post_and_kill
 
 
 def test_a_run_on_two_ranks_gathers_its_weights_again_and_ends_with_the_same_hash(start, tmp_path):
-    argv = ["--num-rollout", "2", "--cpu-threads", "1"]
-    plain = finish(start(tmp_path / "plain", *argv, launcher=TWO_RANKS))
+    argv = [*TWO_RANKS, "--num-rollout", "2", "--cpu-threads", "1"]
+    plain = finish(start(tmp_path / "plain", *argv))
     argv += ["--weight-sync", "distributed"]
-    struck = start(tmp_path / "struck", *argv, launcher=TWO_RANKS, preamble=KILLED_IN_A_PUSH)
+    struck = start(tmp_path / "struck", *argv, in_ranks=KILLED_IN_A_PUSH)
     output = finish(struck)
     assert "pushing the weights of version 1 again" in output
     assert run_hash(output) == run_hash(plain)
@@ -168,12 +178,12 @@ def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_rem
     """The last test: it leaves an engine dead."""
     server = pair.rollout.servers[0]
     config = groups.EngineConfig(rollout_server_url=(server.url,), rollout_health_timeout=60.0)
-    theirs = SglangGroup(config, server.spec, None)
+    theirs = SglangGroup(config, [server.spec], None)
     psutil.Process(engine_processes(server)["http"].pid).kill()
     buckets = pair.trainer.weight_buckets(1 << 20)
     started = time.monotonic()
     with pytest.raises(EngineError):
-        push_weights(buckets, theirs.clients, pair._transport, str(next(versions)))
+        push_weights(buckets, theirs.clients, pair.trainer.transport, str(next(versions)))
     with pytest.raises(EngineError, match=rf"{server.url}.*did not start.*onpolicy serve"):
         theirs.revive()
     assert time.monotonic() - started < 30  # and not the 60 s that one that hangs may take

@@ -42,7 +42,7 @@ def group_for(engines, contract):
     """A group that connects to the shared server instead of starting one."""
     config = groups.EngineConfig(rollout_server_url=(engines.rollout.clients[0].url,))
     spec = dataclasses.replace(engines.rollout.servers[0].spec, contract=contract)
-    return SglangGroup(config, spec, None)
+    return SglangGroup(config, [spec], None)
 
 
 def test_it_listens_on_loopback_only_and_wants_the_runs_key(engines, client):

@@ -13,6 +13,7 @@ from tests.support.forked_processes import forked_processes
 from tests.support.processes import is_guard
 from tests.support.train_runs import (
     ROLLOUTS,
+    TWO_RANKS,
     exported_weights,
     finish,
     metrics_of,
@@ -133,15 +134,36 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, dat
     ]  # fmt: skip
 
 
+def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
+    start, plain, tmp_path
+):
+    save = tmp_path / "save"
+    argv = ["--save", str(save), "--save-interval", "1", "--max-rank-restarts", "1"]
+    process = start(tmp_path, *argv)
+    wait_for((save / "step_000002" / "state.json").is_file)
+    (rank,) = (
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if "TrainerRank" in " ".join(p.cmdline())
+    )
+    rank.kill()
+    output = finish(process)
+    assert "rank 0 of the trainer ended by itself, or was killed" in output
+    assert "the run begins from the last checkpoint" in output
+    assert run_hash(output) == plain[2]
+
+
 KILLED_WHILE_SAVING = """
 import os, signal
-from onpolicy.run.saving import write
-export = write._export
-def export_or_die(config, engines, directory):
+from onpolicy.cluster import environment
+environment.prepare(local=True)  # before Ray is imported
+from onpolicy.cluster.trainer_ranks import TrainerRanks
+export = TrainerRanks.export
+def export_or_die(self, directory):
     if "000004" in str(directory):
         os.kill(os.getpid(), signal.SIGKILL)
-    export(config, engines, directory)
-write._export = export_or_die
+    export(self, directory)
+TrainerRanks.export = export_or_die
 """
 
 
@@ -200,20 +222,27 @@ def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start,
 ONE_BIT_OFF = """
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train.fsdp.trainer import FsdpTrainer
-train = FsdpTrainer.train
-def train_with_another_softmax(self, samples, step, rates):
+train = FsdpTrainer.train_share
+def train_with_another_softmax(self, share, step, rates):
     if step == 1:
         log_softmax = self.operators.log_softmax
         self.operators.log_softmax = lambda x, t: log_softmax(x, t) * (1 + 2**-23)
-    return train(self, samples, step, rates)
-FsdpTrainer.train = train_with_another_softmax
+    return train(self, share, step, rates)
+FsdpTrainer.train_share = train_with_another_softmax
 """
 
 
 def test_a_mismatch_stops_the_run_on_two_ranks_and_keeps_its_checkpoint(start, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv = ["--save", str(tmp_path / "save"), "--save-interval", "1", "--cpu-threads", "1"]
-    output = finish(start(tmp_path, *argv, preamble=ONE_BIT_OFF, launcher=launcher), code=1)
+    argv = [
+        *TWO_RANKS,
+        "--save",
+        str(tmp_path / "save"),
+        "--save-interval",
+        "1",
+        "--cpu-threads",
+        "1",
+    ]
+    output = finish(start(tmp_path, *argv, in_ranks=ONE_BIT_OFF), code=1)
     (first,) = metrics_of(tmp_path)
     assert first["parity/num_mismatched_tokens"] == 0
     failed = samples_of(tmp_path)["rollout_000001.jsonl"].splitlines()

@@ -10,8 +10,8 @@ from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.run.verify import passes, verify
-from onpolicy.train import distributed
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
+from tests.support.train_runs import TWO_RANKS
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +24,6 @@ KEYS = {
 # The untied Qwen3 is in the test on two ranks.
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "qwen3"])
 def test_no_token_differs_in_float32(architecture, tmp_path):
-    distributed.init_process_group()
     config = VerifyConfig(
         model=ModelConfig(
             hf_checkpoint=str(make_checkpoint(tmp_path / "model", architecture)), dtype="float32"
@@ -78,8 +77,7 @@ def test_no_token_differs_on_two_ranks_in_bfloat16(architecture, tmp_path):
     file = tmp_path / "report.json"
     done = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "onpolicy.cli", "verify",
+            sys.executable, "-m", "onpolicy.cli", "verify", *TWO_RANKS,
             "--hf-checkpoint", str(checkpoint), "--num-prompts", "8", "--max-new-tokens", "16",
             "--json", str(file), "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
         ],

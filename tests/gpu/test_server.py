@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-PACKAGES = ("sglang", "tyro", "aiohttp", "xxhash")
+PACKAGES = ("sglang", "ray", "tyro", "aiohttp", "xxhash")
 """Of the whole command, beyond what the rest of this suite needs."""
 PROMPTS, NEW_TOKENS = 16, 32
 

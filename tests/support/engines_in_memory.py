@@ -110,7 +110,7 @@ class Engine:
         self.spec, self.port, self.log_file = spec, port, log_file
         self.dies_at: Container[int] = ()
         self.hangs_at: Container[int] = ()
-        self.url = f"http://memory:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         self.calls = self.starts = 0
         self.answered: Counter[str] = Counter()
         """How often which request was answered, in all lives."""
@@ -240,7 +240,7 @@ class Host:
         spec = EngineSpec(
             hf_checkpoint="",
             contract=contract,
-            host="memory",
+            host="127.0.0.1",
             api_key="",
             seed=0,
             num_threads=1,
@@ -250,8 +250,9 @@ class Host:
             sglang_args=(),
         )
         spec = replace(spec, **changes)
+        specs = [spec] * config.rollout_num_engines
         make: dict[str, Any] = {"make_server": self.make_server, "make_client": self.make_client}
-        return SglangGroup(config, spec, logs, **make)
+        return SglangGroup(config, specs, logs, **make)
 
 
 def make_requests(count: int, seed: int = 0, max_new_tokens: int = 6) -> list[Request]:

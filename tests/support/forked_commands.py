@@ -1,6 +1,6 @@
-"""`onpolicy` and `torchrun` for scripts that tests run: their processes are forked.
+"""`onpolicy` for scripts that tests run: its processes are forked.
 
-A script finds them in its PATH. Each asks the test's process, waits, and ends with the same exit code.
+A script finds it in its PATH. It asks the test's process, waits, and ends with the same exit code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import threading
 from tests.support.fork_server import MAX_REQUEST
 from tests.support.forked_processes import forked_processes
 
-MODULES = {"onpolicy": "onpolicy.cli", "torchrun": "torch.distributed.run"}
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-request = [["-m", {module!r}, *sys.argv[1:]], dict(os.environ), os.getcwd()]
+request = [["-m", "onpolicy.cli", *sys.argv[1:]], dict(os.environ), os.getcwd()]
 socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
 sys.exit(int(server.recv(32)))
 """
@@ -29,12 +28,10 @@ sys.exit(int(server.recv(32)))
 
 @contextlib.contextmanager
 def forked_commands(directory):
-    """Writes them into `directory`, and answers them. A short path: it holds a socket."""
-    address = str(directory / "s")
-    for name, module in MODULES.items():
-        text = COMMAND.format(python=sys.executable, address=address, module=module)
-        (directory / name).write_text(text)
-        (directory / name).chmod(0o755)
+    """Writes it into `directory`, and answers it. A short path: it holds a socket."""
+    address, command = str(directory / "s"), directory / "onpolicy"
+    command.write_text(COMMAND.format(python=sys.executable, address=address))
+    command.chmod(0o755)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, forked_processes():
         listener.bind(address)
         listener.listen()

@@ -19,9 +19,9 @@ from pathlib import Path
 from tests.support.fork_server import ForkServer
 
 SGLANG = ("sglang_patches.serve", "sglang_patches.check_flags")
-MODULES = (*SGLANG, "onpolicy.cli", "torch.distributed.run")
+MODULES = (*SGLANG, "onpolicy.cli")
 RUN = (
-    "torch.distributed.launcher.api", "onpolicy.run.loop", "onpolicy.run.verify",
+    "onpolicy.run.loop", "onpolicy.run.verify",
     "onpolicy.train.fsdp.trainer", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 """What the processes of a run import, less the engine's: SGLang changes transformers."""

@@ -4,8 +4,15 @@ from dataclasses import replace
 
 import torch
 
-from onpolicy.train.batch import make_micro_batches, with_scores, with_weights
+from onpolicy.train.batch import packed_batch, with_scores, with_weights
+from onpolicy.train.shares import make_shares
 from tests.support.samples import make_train_sample
+
+
+def make_micro_batches(samples, *, max_tokens, rank=0, num_ranks=1, temperature=1.0):
+    """A rank's micro-batches of an optimizer step on these samples."""
+    share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
+    return [packed_batch(part, temperature, torch.device("cpu")) for part in share.micro_batches(0)]
 
 
 def make_batch(ratios, advantages, **more):
@@ -13,9 +20,7 @@ def make_batch(ratios, advantages, **more):
     samples = [
         make_train_sample([1, 2], 1, [0.0], advantage, i) for i, advantage in enumerate(advantages)
     ]
-    (batch,) = make_micro_batches(
-        samples, rank=0, num_ranks=1, max_tokens=99, temperature=1.0, device=torch.device("cpu")
-    )
+    (batch,) = make_micro_batches(samples, max_tokens=99)
     n = len(ratios)
     scored = with_scores(batch, torch.zeros(n), None)
     weighed = with_weights(

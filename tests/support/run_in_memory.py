@@ -15,7 +15,7 @@ from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.prompts import PromptSource
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.ladder import Ladder
-from onpolicy.run.loop import train
+from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
 from onpolicy.types import Prompt, RunSummary, Sample
 from tests.support.engines_in_memory import Host
@@ -98,7 +98,7 @@ def run_in_memory(
         make_engines=pair_maker(host or Host()),
         make_scorer=lambda config: ScorerInMemory(reward),
     )
-    return train(config, make_inputs(config, eval_sets), make)
+    return train_through_losses(config, make_inputs(config, eval_sets), make)
 
 
 def records_of(directory: Path) -> list[dict[str, Any]]:

@@ -34,10 +34,9 @@ from onpolicy.run.run import Run
 def mark(name, phase):
     verb = getattr(Run, name)
     def marked(self, *args):
-        if self.is_main:
-            text = f"{{os.getpid()}} {{phase}} {{self.rollouts_done}}"
-            with open(os.environ["SOAK_MARKS"], "a") as marks:
-                marks.write(text + "\\n")
+        text = f"{{os.getpid()}} {{phase}} {{self.rollouts_done}}"
+        with open(os.environ["SOAK_MARKS"], "a") as marks:
+            marks.write(text + "\\n")
         return verb(self, *args)
     setattr(Run, name, marked)
 for name, phase in {PHASES!r}.items():
@@ -133,14 +132,12 @@ class Soak:
         marks.touch()
         (directory / "t").mkdir(exist_ok=True)
         save = str(directory / "save")
-        # torchrun never removes the directory of its logs, which is in TMPDIR unless it is told.
-        ranks = (*TWO_RANKS, "--log-dir", str(directory / "torchrun"))
         process = start_train(
             self.checkpoint, self.data, directory,
             "--rollout-num-engines", str(setting["engines"]), "--cpu-threads", "1",
             "--weight-sync", setting.get("weight_sync", "tensor"),
             "--rollout-health-timeout", "20", "--save", save, "--save-interval", "1", "--load", save,
-            preamble=MARKS, launcher=ranks if setting["ranks"] == 2 else (),
+            *(TWO_RANKS if setting["ranks"] == 2 else ()), preamble=MARKS,
             env={"TMPDIR": str(directory / "t"), "SOAK_MARKS": str(marks)},
         )  # fmt: skip
         return process, marks
@@ -166,7 +163,7 @@ def kill_when_due(process, marks, plan):
 
 
 def find(pid: int, plan):
-    """The process that the plan names, in the run whose rank 0 has this id."""
+    """The process that the plan names, in the run whose controller has this id."""
     trainer = psutil.Process(pid)
     if plan["victim"] == "trainer":
         return trainer
@@ -178,7 +175,7 @@ def find(pid: int, plan):
 
 
 def last_mark(marks: Path):
-    """(process id of rank 0, phase, rollouts done) of the phase that a run is in."""
+    """(process id of the controller, phase, rollouts done) of the phase that a run is in."""
     lines = marks.read_text().splitlines()
     if not lines:
         return None

@@ -18,7 +18,26 @@ PATHS = [str(ROOT / "tests/e2e"), str(ROOT)]
 """Where a run finds its reward function, and its script what it imports."""
 
 ALIGNED = ("--true-on-policy-mode",)
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TWO_RANKS = ("--actor-num-ranks-per-node", "2")
+
+IN_RANKS = """
+import importlib.abc, importlib.util, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "onpolicy.train.fsdp.trainer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def execute_and_more(module):
+            execute(module)
+            exec({code!r}, {{}})
+        spec.loader.exec_module = execute_and_more
+        return spec
+if any("default_worker" in argument for argument in sys.orig_argv):
+    sys.meta_path.insert(0, Finder())
+"""
+"""What Python runs at its start in a run: Ray's workers run some code once they know the trainer."""
 
 
 def write_prompts(file):
@@ -28,9 +47,10 @@ def write_prompts(file):
 
 
 def start_train(
-    checkpoint, data, directory, *argv, preamble="", launcher=(), mode=ALIGNED, env=None
+    checkpoint, data, directory, *argv, preamble="", in_ranks="", mode=ALIGNED, env=None
 ):
-    """Starts `onpolicy train` in a process; `preamble` is code that runs before it."""
+    """Starts `onpolicy train` in a process; `preamble` is code that runs before it, and `in_ranks`
+    what runs in each rank of the trainer."""
     code = (
         "from tests.support.processes import end_with_parent\nend_with_parent()\n"
         f"{preamble}\nimport sys\nfrom onpolicy.cli.main import main\nsys.exit(main(sys.argv[1:]))"
@@ -38,9 +58,10 @@ def start_train(
     script = directory / "run.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
+    (directory / "sitecustomize.py").write_text(IN_RANKS.format(code=in_ranks) if in_ranks else "")
     return subprocess.Popen(
         [
-            sys.executable, *launcher, str(script), "train",
+            sys.executable, str(script), "train",
             "--hf-checkpoint", str(checkpoint), "--prompt-data", str(data),
             "--custom-rm-path", "own_reward.score", *mode,
             "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "4",
@@ -48,7 +69,7 @@ def start_train(
             "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
             "--run-dir", str(directory / "run"), *argv,
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), **(env or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *PATHS]), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

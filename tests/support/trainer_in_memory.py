@@ -19,19 +19,20 @@ from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import distributed
-from onpolicy.train.base import Trainer
 from onpolicy.train.packing import split_evenly
+from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import Sample, TrainSample
 from onpolicy.weights.digest import WeightBucket
 from tests.support.engines_in_memory import SELF_CHECK, Host
 from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
 
 
-class TrainerInMemory(Trainer):
+class TrainerInMemory(WeightOutlet):
     """Raises the logits of tokens with a positive advantage; every rank holds and trains all."""
 
-    def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
-        self.config, self.contract, self.fallback = config, contract, config.fallback
+    def __init__(self, config: TrainConfig, contract: NumericsContract, logs: Path):
+        super().__init__(config)
+        self.fallback = config.fallback
         self.weights = make_weights()
         self._use(contract)
 
@@ -120,5 +121,6 @@ def make_pair(
         engine=groups.EngineConfig(**engine),
         parity=groups.ParityConfig(true_on_policy_mode=contract.is_aligned),
         sync=groups.WeightSyncConfig(weight_sync=weight_sync),
+        output=groups.OutputConfig(run_dir=str(directory)),
     )
     return pair_maker(host)(config, None, contract, directory)

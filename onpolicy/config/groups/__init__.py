@@ -7,6 +7,7 @@ fields as flags, under the prefix that stands beside it (`config.flags`).
 """
 
 from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
+from onpolicy.config.groups.cluster import ClusterConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
 from onpolicy.config.groups.outputs import EvalConfig, OutputConfig
@@ -26,6 +27,7 @@ from onpolicy.config.groups.training import MegatronConfig, TrainBackend, Traine
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "CpuConfig",
     "DataConfig",
     "EngineConfig",

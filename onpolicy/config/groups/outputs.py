@@ -50,6 +50,10 @@ class OutputConfig:
     """Resume from this directory of checkpoints, at its latest one, or from this checkpoint. The
     same directory as --save may be empty yet: a run that is started again goes on."""
 
+    max_rank_restarts: CountOrZero = 0
+    """Losses of a rank of the trainer, or of its host, after which the run goes on by itself from its
+    last checkpoint; at the next one it ends. Engines have a number of their own."""
+
     allow_changed_settings: tuple[str, ...] = ()
     """Settings, by their names in config.json, that may be others than the resumed checkpoint's."""
 

@@ -71,7 +71,13 @@ class ServerConfig(KeyConfig):
 @dataclass(frozen=True, kw_only=True)
 class ServersConfig(KeyConfig):
     rollout_num_engines: Engines = 1
-    """SGLang servers to start on this host."""
+    """SGLang servers to start. Where there are no GPUs they share the cores of the hosts."""
+
+    rollout_num_gpus: Annotated[int | None, at_least(1)] = None
+    """On GPUs: GPUs of all servers together; says how many servers there are in another way."""
+
+    rollout_num_gpus_per_engine: Annotated[int | None, at_least(1)] = None
+    """On GPUs: GPUs of each server, its tensor-parallel ranks; the same as --sglang-tp-size."""
 
     rollout_server_url: tuple[str, ...] = ()
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
@@ -107,8 +113,10 @@ class EngineConfig(ServersConfig, ServerConfig):
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
     weight_sync: WeightSync = "tensor"
-    """Way of new weights to the servers: shared memory, CUDA IPC (servers on GPUs of this host read the
-    trainer's memory), torch.distributed, or safetensors files."""
+    """Way of new weights to the servers: tensor (shared memory on the host of the trainer's first rank,
+    torch.distributed to other hosts), ipc (CUDA IPC: servers on GPUs of that host read the trainer's
+    memory), distributed (torch.distributed to all), or disk (safetensors files in a directory that all
+    hosts share)."""
 
     update_weight_buffer_size: Annotated[int, at_least(1), at_most(1 << 20)] = 512
     """MiB of weights gathered and sent at a time."""

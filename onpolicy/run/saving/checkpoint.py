@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from onpolicy.config import TrainConfig
 from onpolicy.errors import CheckpointError
 from onpolicy.outputs.directory import versions
 from onpolicy.run.saving import digests
@@ -56,9 +56,9 @@ class Checkpoint:
     """What `made_with` returned in that run."""
 
 
-def made_with() -> dict[str, Any]:
+def made_with(config: TrainConfig) -> dict[str, Any]:
     """The versions of the packages and the number of trainer ranks of this run."""
-    return {**versions(), "trainer_ranks": int(os.environ.get("WORLD_SIZE", "1"))}
+    return {**versions(), "trainer_ranks": config.cluster.num_ranks}
 
 
 def digest_prompts(prompts: Sequence[Prompt]) -> str:

@@ -35,7 +35,7 @@ def find(config: TrainConfig, prompts: Sequence[Prompt]) -> Checkpoint | None:
     if found is not None:
         _require_same_settings(found, config)
         _require_same_prompts(found, config, prompts)
-        _report_other_surroundings(found)
+        _report_other_surroundings(found, config)
     if output.save:
         _require_own(Path(output.save), found)
     return found
@@ -115,9 +115,9 @@ def _require_same_prompts(
         )
 
 
-def _report_other_surroundings(found: Checkpoint) -> None:
+def _report_other_surroundings(found: Checkpoint, config: TrainConfig) -> None:
     """Warn if versions or the number of ranks differ: they are no settings, but may change bits."""
-    for name, now in made_with().items():
+    for name, now in made_with(config).items():
         if now != (before := found.made_with.get(name)):
             logger.warning("%s was made with %s=%s, now %s", found.directory, name, before, now)
 

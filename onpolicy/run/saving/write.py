@@ -8,7 +8,6 @@ from pathlib import Path
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import CheckpointError
-from onpolicy.models.export import export_checkpoint
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
     STATE,
@@ -21,7 +20,6 @@ from onpolicy.run.saving.checkpoint import (
 from onpolicy.run.saving.room import free_bytes
 from onpolicy.system import files
 from onpolicy.system.memory import gib
-from onpolicy.train import distributed
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ _PARTIAL = ".partial_"
 
 
 def save(config: TrainConfig, engines: EnginePair, state: RunState) -> None:
-    """Write a checkpoint, then delete what is too old to keep; collective.
+    """Write a checkpoint, then delete what is too old to keep.
 
     Raises CheckpointError, leaving earlier ones as they are.
     """
@@ -38,14 +36,14 @@ def save(config: TrainConfig, engines: EnginePair, state: RunState) -> None:
     final = root / name_of(state.rollouts_done)
     partial = root / f"{_PARTIAL}{final.name}"
     try:
-        distributed.run_on_rank_zero(lambda: _begin(partial))
+        _begin(partial)
         engines.trainer.save(partial)
-        _export(config, engines, partial / "hf")
-        distributed.run_on_rank_zero(lambda: _commit(config, state, partial, final))
+        engines.trainer.export(partial / "hf")
+        _commit(config, state, partial, final)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _not_written(root, final.name, error) from error
-    distributed.run_on_rank_zero(lambda: _delete_old(root, config.output.keep_checkpoints))
+    _delete_old(root, config.output.keep_checkpoints)
 
 
 def _not_written(root: Path, name: str, error: Exception) -> CheckpointError:
@@ -64,19 +62,9 @@ def _begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _export(config: TrainConfig, engines: EnginePair, directory: Path) -> None:
-    buckets = engines.trainer.weight_buckets(engines.bucket_bytes)
-    if distributed.rank() == 0:
-        source = Path(config.model.hf_checkpoint)
-        export_checkpoint(buckets, directory, source, engines.contract.dtype)
-    else:
-        for _ in buckets:  # take part in gathering them
-            pass
-
-
 def _commit(config: TrainConfig, state: RunState, partial: Path, final: Path) -> None:
     """Put everything on disk, then give the directory its name."""
-    record = make_record(partial, state, config=config.to_dict(), made_with=made_with())
+    record = make_record(partial, state, config=config.to_dict(), made_with=made_with(config))
     (partial / STATE).write_text(record)
     for path in [*partial.rglob("*"), partial]:
         files.sync(path)

@@ -97,7 +97,7 @@ class MegatronLayout:
             yield (
                 f"world_size={world_size}: no multiple of {tp * pp * cp} = --megatron-tp {tp} x "
                 f"--megatron-pp {pp} x --megatron-cp {cp}. Start that many ranks, or a multiple "
-                "(torchrun --nproc-per-node)."
+                "(--actor-num-ranks-per-node, or with GPUs --actor-num-gpus-per-node)."
             )
         if self.sequence_parallel and tp == 1:
             yield (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from onpolicy.compat import megatron_on_cpu
@@ -15,27 +14,26 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.train import distributed
 from onpolicy.train.activations import recomputes_activations
-from onpolicy.train.base import Trainer
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.version import require_megatron
 
+if TYPE_CHECKING:
+    from onpolicy.train.megatron.trainer import MegatronTrainer
+
 
 def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract) -> None:
-    """Raise ConfigError if this model cannot be laid out so over torchrun's ranks.
-
-    Needs no process group.
-    """
+    """Raise ConfigError if this model cannot be laid out so over the run's ranks; starts nothing."""
     require_megatron()
-    ranks = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
-    _layout(config, hf_config).check(hf_config, contract, int(ranks))
+    _layout(config, hf_config).check(hf_config, contract, config.cluster.num_ranks)
 
 
 def make_megatron_trainer(
     config: TrainConfig, contract: NumericsContract, num_threads: int
-) -> Trainer:
-    """Make Megatron's process groups of torchrun's ranks, once, and load the model into them."""
+) -> MegatronTrainer:
+    """Make Megatron's groups of the ranks, once, and load the model into them."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
-    check(config, hf_config, contract)
+    layout = _layout(config, hf_config)
+    layout.check(hf_config, contract, distributed.world_size())
     if not torch.cuda.is_available():
         megatron_on_cpu.activate()
     from megatron.core import parallel_state
@@ -43,7 +41,6 @@ def make_megatron_trainer(
     from onpolicy.train.megatron.parallel import initialize
     from onpolicy.train.megatron.trainer import MegatronTrainer
 
-    layout = _layout(config, hf_config)
     if not parallel_state.model_parallel_is_initialized():
         initialize(layout)
     distributed.use_data_group(parallel_state.get_data_parallel_group())

@@ -6,7 +6,6 @@ import torch
 
 from onpolicy.compat import megatron_on_cpu
 from onpolicy.errors import ContractError
-from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.version import require_megatron
 
@@ -15,7 +14,7 @@ SEED = 1234
 
 
 def initialize(layout: MegatronLayout) -> None:
-    """Join torchrun's group and make Megatron's groups of it. The layout is checked before.
+    """Make Megatron's groups of the ranks. The layout is checked before.
 
     Raises ContractError where the layout needs CUDA, there is none, and nothing stands in for it.
     """
@@ -28,7 +27,6 @@ def initialize(layout: MegatronLayout) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    distributed.init_process_group()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,

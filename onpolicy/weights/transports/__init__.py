@@ -12,9 +12,9 @@ __all__ = ["Transport", "make_transport"]
 def make_transport(way: str, directory: Path) -> Transport:
     """The transport that `--weight-sync` names; `directory` is for files of its own."""
     if way == "tensor":
-        from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
+        from onpolicy.weights.transports.by_host import ByHostTransport
 
-        return SharedMemoryTransport()
+        return ByHostTransport()
     if way == "ipc":
         from onpolicy.weights.transports.cuda_ipc import CudaIpcTransport
 

@@ -25,7 +25,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback, listen
+from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
+from onpolicy.system.rendezvous import open_store
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.push import Engine, Transport, on_all, size_of
 
@@ -47,7 +48,7 @@ class DistributedTransport(Transport):
         address = _own_address(engines)
         # Half of an engine's patience: what survives a dead member is free again before it is judged.
         timeout = timedelta(seconds=engines[0].patience(0) / 2)
-        self._store, port = _store(address, timeout)
+        self._store, port = open_store(address, timeout)
         ranks = [int(engine.report()["tp_size"]) for engine in engines]
         world_size = 1 + sum(ranks)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -154,21 +155,6 @@ def _own_address(engines: Sequence[Engine]) -> str:
         probe.connect((urlsplit(engines[0].url).hostname, 9))
         address: str = probe.getsockname()[0]
         return address
-
-
-def _store(address: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
-    """A store that listens on one address only; torch's own would on all."""
-    with listen(address, 0) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    return store, port
 
 
 def _choose_interface(address: str) -> None:

@@ -16,13 +16,12 @@ from onpolicy.outputs.progress import Phases, Progress
 
 
 @pytest.fixture
-def logged(monkeypatch, capsys):
+def logged(capsys):
     """Logs through a freshly configured console; returns the lines on standard error."""
     root, ours = logging.getLogger(), logging.getLogger("onpolicy")
     before = root.handlers[:], root.level, ours.level
 
-    def log(rank, *messages):
-        monkeypatch.setenv("RANK", rank)
+    def log(*messages):
         console.configure_logging()
         for name, level, message in messages:
             logging.getLogger(name).log(level, message)
@@ -41,18 +40,14 @@ MESSAGES = [
 
 
 def test_every_line_says_for_how_long_the_command_has_run(logged):
-    lines = logged("0", *MESSAGES)
+    lines = logged(*MESSAGES)
     assert [re.sub(r"^\[\d+:\d\d:\d\d\] ", "", line) for line in lines] == [
         "loading", "WARNING: careful", "WARNING: other.package: deprecated",
     ]  # fmt: skip
 
 
-def test_other_ranks_only_warn(logged):
-    assert len(logged("1", *MESSAGES)) == 2
-
-
 def test_lines_go_to_what_is_standard_error_now_as_a_progress_bar_wants_it(logged, monkeypatch):
-    logged("0")
+    logged()
     bar = io.StringIO()
     monkeypatch.setattr(sys, "stderr", bar)
     logging.getLogger("onpolicy").info("above the bar")

@@ -138,7 +138,7 @@ def test_restarts_are_counted_over_the_run_and_beyond_the_limit_it_ends_with_wha
         sampled(group)
     assert host.num_restarts == 2 and host.answered.total() == 4
     assert str(ended.value) == (
-        "engines down=['http://memory:30000'], requests without an answer=5: all "
+        "engines down=['http://127.0.0.1:30000'], requests without an answer=5: all "
         "--rollout-max-restarts=2 are used up. Their logs may say why they died:"
         "\nlogs/engine_0.log:\n    died in call 13"
     )

@@ -11,7 +11,8 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import COLOCATED_FRACTION, engine_flags
 from onpolicy.run.colocation import require_room
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.engine_specs import rollout_spec
+from onpolicy.run.engine_specs import placed, rollout_spec
+from onpolicy.run.placement import placement_here
 
 H100 = {"itemsize": 2, "ranks": 1, "gpus_per_server": 1, "fraction": 0.4, "gpu_bytes": 80 * 10**9}
 
@@ -47,7 +48,10 @@ def spec_on(device, checkpoint, sglang_args=(), **engine):
     )
     hf_config = load_config(str(checkpoint))
     contract = contract_for(config, hf_config, aligned=False)
-    return rollout_spec(config, hf_config, dataclasses.replace(contract, device=device))
+    contract = dataclasses.replace(contract, device=device)
+    spec = rollout_spec(config, hf_config, contract)
+    placement = placement_here(config, contract)
+    return placed(spec, placement.engines[0], placement, config.engine)
 
 
 def test_on_a_cpu_it_is_refused(checkpoint):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from onpolicy.errors import ContractError, EngineError, WeightSyncError
 from onpolicy.train import distributed
 from tests.support.engines_in_memory import Host, make_requests
-from tests.support.ranks import on_ranks
 from tests.support.tiny_policy import ALIGNED, STOCK, make_weights
 from tests.support.trainer_in_memory import make_pair
 
@@ -135,30 +134,6 @@ def test_an_engine_that_holds_other_bits_ends_the_run_though_none_died(directory
     with pytest.raises(WeightSyncError, match=host.engines[wrong].url):
         pair.push_weights("1")
     assert host.num_restarts == 0
-
-
-@pytest.mark.parametrize(
-    ("way", "dies_at"),
-    [("disk", set()), ("disk", {4}), ("disk", {8}), ("tensor", {6})],  # the last between buckets
-)
-def test_every_rank_has_the_completions_the_digest_and_the_version(
-    directory, expected, way, dies_at
-):
-    host = Host(dies_at)
-
-    def run(rank):
-        pair = make_pair(host, directory, weight_sync=way)
-        assert (pair.rollout is None) == (rank > 0)
-        return two_rounds(pair)
-
-    assert on_ranks(3, run) == [expected] * 3
-    assert host.num_restarts == len(dies_at)
-
-
-def test_every_rank_raises_what_rank_zero_met(directory):
-    host = Host(range(3, 99))
-    for error in on_ranks(2, lambda rank: two_rounds(make_pair(host, directory))):
-        assert isinstance(error, EngineError) and "used up" in str(error)
 
 
 def test_engines_of_another_contract_replace_the_old_ones_and_need_weights(directory):

@@ -6,20 +6,20 @@ import math
 import subprocess
 import sys
 from statistics import fmean
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.errors import EngineError, ParityError
+from onpolicy.errors import EngineError, ParityError, TrainerLostError
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.run.run import Run
 from onpolicy.train import distributed
 from onpolicy.types import SampleGroup
 from onpolicy.weights.digest import WeightDigest
 from tests.support.engines_in_memory import Host
-from tests.support.ranks import on_ranks
 from tests.support.run_in_memory import (
     EVAL_SETS,
     PROMPTS,
@@ -178,14 +178,6 @@ def test_engines_that_die_anywhere_in_a_run_change_no_bit(plain, tmp_path_factor
     assert (summary.run_hash, summary.totals) == (plain[1].run_hash, plain[1].totals)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_ends_with_the_summary_of_one_rank(plain, tmp_path, ranks):
-    summaries = on_ranks(ranks, lambda rank: run_in_memory(tmp_path))
-    assert len(summaries) == ranks
-    for summary in summaries:
-        assert dataclasses.replace(summary, run_dir="") == dataclasses.replace(plain[1], run_dir="")
-
-
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_evaluation_comes_before_the_first_and_after_each_kth_rollout_and_changes_no_sample(
     plain, tmp_path, interval
@@ -281,6 +273,42 @@ def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, mode, step, save_inter
     first = step // save_interval * save_interval
     assert len(samples) == (straight.rollouts - first) * PER_ROLLOUT
     assert {sample.weight_version for sample in samples.of(0)} == {str(first)}
+
+
+class LosesRanks(Run):
+    """Loses a rank of its trainer before it trains on the rollouts of `lost`, once for each."""
+
+    lost: ClassVar[list[int]] = []
+
+    def train(self, groups, step):
+        if step in self.lost:
+            self.lost.remove(step)
+            raise TrainerLostError("rank 1 of the trainer ended")
+        return super().train(groups, step)
+
+
+@pytest.mark.parametrize("mode", [{}, GOVERNED], ids=["aligned", "governed"])
+@pytest.mark.parametrize(("lost", "save_interval"), [([0], 1), ([2], 2), ([1, 3, 3], 1)])
+def test_a_run_that_loses_ranks_goes_on_to_the_same_bits(
+    tmp_path, caplog, mode, lost, save_interval
+):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    saves = {"save": str(broken / "save"), "save_interval": save_interval}
+    LosesRanks.lost = list(lost)
+    struck = run_in_memory(
+        broken, make_run=LosesRanks, **mode, **saves, max_rank_restarts=len(lost)
+    )
+    straight = run_in_memory(whole, **mode)
+    assert dataclasses.replace(struck, run_dir="") == dataclasses.replace(straight, run_dir="")
+    assert records_of(broken) == records_of(whole)
+    assert caplog.text.count("rank 1 of the trainer ended") == len(lost)
+
+
+def test_a_run_that_loses_more_ranks_than_it_may_ends(tmp_path):
+    LosesRanks.lost = [1, 1]
+    saves = {"save": str(tmp_path / "save"), "save_interval": 1}
+    with pytest.raises(TrainerLostError):
+        run_in_memory(tmp_path, make_run=LosesRanks, **saves, max_rank_restarts=1)
 
 
 def test_samples_are_written_though_training_on_them_fails(tmp_path):

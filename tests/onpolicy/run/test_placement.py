@@ -1,4 +1,4 @@
-"""What the processes of a command get of this host."""
+"""What the processes of a command get of its host."""
 
 import dataclasses
 import os
@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from onpolicy.cluster.hosts import Host
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -14,55 +15,46 @@ from onpolicy.run.contracts import contract_for
 from onpolicy.run.placement import (
     CACHE_BYTES,
     cache_tokens,
-    require_gpus,
+    placement_here,
+    placement_of,
     share_of_cores,
     token_bytes,
 )
 
 
-def test_ranks_and_servers_need_a_gpu_each_and_too_few_are_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    args = ("--tp-size", "2")
-    two = groups.EngineConfig(rollout_num_engines=2)
-    require_gpus(TrainConfig(engine=two, sglang_args=args))
+def on(device, checkpoint, **groups_of_config):
+    config = TrainConfig(model=groups.ModelConfig(dtype="float32"), **groups_of_config)
+    contract = contract_for(config, load_config(str(checkpoint)), aligned=False)
+    return config, dataclasses.replace(contract, device=device)
+
+
+def test_without_a_cluster_all_is_on_this_host(monkeypatch, checkpoint):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    engine = groups.EngineConfig(rollout_num_engines=2)
+    placement = placement_here(*on("cuda", checkpoint, engine=engine))
+    assert [slot.devices for slot in (*placement.trainer, *placement.engines)] == [(0,), (1,), (2,)]
+    assert placement.is_here
     three = groups.EngineConfig(rollout_num_engines=3)
-    with pytest.raises(
-        ConfigError,
-        match=r"--rollout-num-engines=3: 2 trainer ranks \+ 3 servers x --sglang-tp-size 2 = 8 GPUs, "
-        r"and this host has 6",
-    ):
-        require_gpus(TrainConfig(engine=three, sglang_args=args))
+    with pytest.raises(ConfigError, match=r"--rollout-num-engines=3: .* = 4 GPUs"):
+        placement_here(*on("cuda", checkpoint, engine=three))
 
 
-def test_servers_that_share_gpus_need_one_each_but_none_of_their_own(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-
-    def require(servers, tp_size):
-        engine = groups.EngineConfig(colocate=True, rollout_num_engines=servers)
-        require_gpus(TrainConfig(engine=engine, sglang_args=("--tp-size", str(tp_size))))
-
-    require(1, 1)
-    require(2, 2)
-    with pytest.raises(
-        ConfigError,
-        match=r"--colocate: 2 trainer ranks and 3 servers x --sglang-tp-size 2 = 6 GPUs, .* has 4",
-    ):
-        require(3, 2)
-
-
-def test_where_sharing_would_do_it_is_offered(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"= 2 GPUs, and this host has 1\..*\(--colocate\)"):
-        require_gpus(TrainConfig())
-    with pytest.raises(ConfigError, match=r"or fewer servers\.$"):
-        require_gpus(TrainConfig(engine=groups.EngineConfig(rollout_num_engines=2)))
-
-
-def test_servers_elsewhere_need_no_gpu_of_this_host(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    require_gpus(TrainConfig(engine=groups.EngineConfig(rollout_server_url=("http://h:1",))))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": groups.EngineConfig(rollout_host="10.0.0.1")}, "--rollout-host=10.0.0.1: "),
+        ({"sync": groups.WeightSyncConfig(weight_sync="ipc")}, "--weight-sync=ipc: .*engine 0 is on b"),
+        ({"engine": groups.EngineConfig(rollout_num_gpus=1)}, "there are no GPUs here"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_on_several_hosts_is_refused(checkpoint, changes, message):
+    hosts = [
+        Host("1", "a", "10.0.0.1", 4, 0),
+        Host("2", "b", "10.0.0.2", 4, 0, is_here=False),
+    ]
+    placement_of(*on("cpu", checkpoint), hosts)
+    with pytest.raises(ConfigError, match=message):
+        placement_of(*on("cpu", checkpoint, **changes), hosts)
 
 
 def test_cores_are_shared_out_and_everyone_gets_one():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from onpolicy.train.batch import make_micro_batches
+from tests.support.onpolicy_batches import make_micro_batches
 from tests.support.samples import make_train_sample
 
 SAMPLES = [
@@ -14,12 +14,7 @@ SAMPLES = [
 
 def micro_batches(rank=0, num_ranks=1, max_tokens=8):
     return make_micro_batches(
-        SAMPLES,
-        rank=rank,
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        temperature=0.7,
-        device=torch.device("cpu"),
+        SAMPLES, rank=rank, num_ranks=num_ranks, max_tokens=max_tokens, temperature=0.7
     )
 
 

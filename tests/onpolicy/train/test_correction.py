@@ -15,10 +15,11 @@ from fallback_correction.config import RejectionRule, Veto
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups, validate
 from onpolicy.train import distributed
-from onpolicy.train.batch import make_micro_batches, with_scores
+from onpolicy.train.batch import with_scores
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings, weight_correction
 from onpolicy.train.loss import policy_loss
+from tests.support.onpolicy_batches import make_micro_batches
 from tests.support.samples import make_train_sample
 
 INF, NAN = math.inf, math.nan
@@ -45,10 +46,7 @@ def score(config, log_ratios, advantages, max_tokens=1000, ref=None):
     """(micro-batches with their scores, the trainer's log-probabilities of each)."""
     distributed.init_process_group()
     samples = make_samples(log_ratios, advantages)
-    batches = make_micro_batches(
-        samples, rank=0, num_ranks=1, max_tokens=max_tokens, temperature=1.0,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    batches = make_micro_batches(samples, max_tokens=max_tokens)
     own, scored = [], []
     for batch in batches:
         r = torch.tensor([x for s in batch.samples for x in log_ratios[s.sample.prompt.index]])

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.errors import ParityError
-from onpolicy.train.batch import make_micro_batches
+from onpolicy.train.batch import packed_batch
 from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.shares import make_shares
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample
 
@@ -53,22 +54,17 @@ def check_on(num_ranks, train, rollout=ROLLOUT, *, max_tokens=5, fails=True, war
         gate = ParityGate(7, fails=fails, warns=warns, remedy="Look at it.")
         row_of = {id(sample): row for sample, row in zip(samples, train, strict=True)}
         error = None
+        share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
         try:
-            for batch in make_micro_batches(
-                samples,
-                rank=rank,
-                num_ranks=num_ranks,
-                max_tokens=max_tokens,
-                temperature=1.0,
-                device=torch.device("cpu"),
-            ):
+            for part in share.micro_batches(0):
+                batch = packed_batch(part, 1.0, torch.device("cpu"))
                 junk = [math.nan] * len(batch.rollout_log_probs)
                 rows = [junk] if batch.is_filler else [row_of[id(s)] for s in batch.samples]
                 log_probs = [x for row in rows for x in row]
                 gate.check(torch.tensor(log_probs, requires_grad=True), batch)
         except ParityError as refused:
             error = str(refused)
-        return gate.reduce(), gate.mismatched_tokens(samples), error
+        return gate.reduce(), gate.mismatched_tokens(share), error
 
     return on_ranks(num_ranks, check)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from onpolicy.errors import CheckpointError
 from onpolicy.run import saving
-from onpolicy.run.saving import write
 from tests.support.unstarted_run import PROMPTS, make_run, state_after
 
 
@@ -27,7 +26,8 @@ def then_limit(function, size):
 
 config, engines = make_run(Path(sys.argv[1]), Path(sys.argv[2]))
 saving.save(config, engines, state_after(2))
-save_trainer, export = engines.trainer.save, write._export
+trainer = engines.trainer
+save_trainer, export = trainer.save, trainer.export
 
 
 def fail():
@@ -36,20 +36,20 @@ def fail():
     except CheckpointError as error:
         print(error)
     limit(resource.RLIM_INFINITY)
-    engines.trainer.save, write._export = save_trainer, export
+    trainer.save, trainer.export = save_trainer, export
 
 
 for size in (100, 30_000, 450_000):  # in DCP's index, or its tensors
     limit(size)
     fail()
 for size in (100, 450_000):  # in the configuration, or the exported weights
-    engines.trainer.save = then_limit(save_trainer, size)
+    trainer.save = then_limit(save_trainer, size)
     fail()
-write._export = then_limit(export, 1000)  # in the record
+trainer.export = then_limit(export, 1000)  # in the record
 fail()
 
 print(sorted(path.name for path in Path(config.output.save).iterdir()))
-engines.trainer.load(saving.find(config, PROMPTS).directory)
+trainer.load(saving.find(config, PROMPTS).directory)
 print("resumes after", saving.find(config, PROMPTS).state.rollouts_done)
 saving.save(config, engines, state_after(4))
 print("with space, saves", saving.find(config, PROMPTS).state.rollouts_done)

@@ -1,4 +1,4 @@
-"""The process in front of a server: ends it with its owner, and removes what it leaves behind.
+"""The process in front of a server, SGLang's or Ray's: ends it with its owner, removes what it leaves.
 
 It is small and does nothing but wait, so it works when the server hangs. The owner holds its standard
 input, which closes however the owner ends. Linux hands it the server's orphans (a child subreaper), so
@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,20 +24,23 @@ import psutil
 
 from onpolicy.errors import ConfigError
 from onpolicy.system.private_directory import MAX_SOCKET_PATH, PrivateDirectory
-from sglang_patches.shared_names import DIRECTORY_VARIABLE, PATTERNS
 
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _STANDARD_INPUT = 0
 
 
-def run(serve: Callable[[], None], secrets: Sequence[str]) -> int:
+def run(
+    serve: Callable[[Path], None], *, secrets: Sequence[str] = (), shared_memory: Sequence[str] = ()
+) -> int:
     """Call `serve` in a process of its own, until that ends or standard input closes.
 
-    Returns its exit code, 128 + n after signal n. `secrets` are kept out of its output.
+    `serve` is given a private directory, which is removed in the end, as are files in /dev/shm with
+    names like `shared_memory` (`PrivateDirectory`). `secrets` are kept out of its output.
+    Returns its exit code, 128 + n after signal n.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with PrivateDirectory(PATTERNS) as directory:
+    with PrivateDirectory(shared_memory) as directory:
         if not directory.fits_socket("tmp12345678"):
             raise ConfigError(
                 f"TMPDIR={directory.path.parent}: sockets below it would have longer names than Linux "
@@ -65,16 +67,15 @@ def run(serve: Callable[[], None], secrets: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _serve(serve: Callable[[], None], directory: Path, log: int, guard: int) -> None:
-    """The server's process: ends with the guard, and keeps its files in the directory."""
+def _serve(serve: Callable[[Path], None], directory: Path, log: int, guard: int) -> None:
+    """The server's process: ends with the guard."""
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != guard:
         sys.exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
-    os.environ["TMPDIR"] = os.environ[DIRECTORY_VARIABLE] = tempfile.tempdir = str(directory)
-    serve()
+    serve(directory)
 
 
 def _copy(output: BinaryIO, secrets: Sequence[str]) -> None:

@@ -15,13 +15,13 @@ from tests.support.train_runs import wait_for
 
 SCRIPT = """
 import os, signal, subprocess, sys, time
-from sglang_patches import guard
+from onpolicy.system import guard
 
-def serve():
+def serve(directory):
 {body}
 
 if __name__ == "__main__":
-    sys.exit(guard.run(serve, ["s3cret", 'quo"te']))
+    sys.exit(guard.run(serve, secrets=["s3cret", 'quo"te']))
 """
 
 HANGS = """
@@ -106,15 +106,12 @@ def test_a_server_that_ended_is_not_waited_for_because_of_the_processes_it_forke
     assert start(forks, lines=0)[0].wait(20) == 3
 
 
-def test_temporary_files_lie_in_a_directory_for_the_server_alone(start, tmp_path):
-    body = """
-    import tempfile
-    print(tempfile.gettempdir(), flush=True)
-    print(os.environ["TMPDIR"], flush=True)
-    """
-    _, directories = start(textwrap.dedent(body), lines=2)
-    assert directories[0] == directories[1]
-    assert Path(directories[0]).parent == tmp_path / "t"
+def test_a_server_is_given_a_directory_of_its_own(start, tmp_path):
+    guard, (directory,) = start("print(directory, flush=True)\ntime.sleep(1000)")
+    assert Path(directory).parent == tmp_path / "t" and Path(directory).is_dir()
+    guard.stdin.close()
+    guard.wait(20)
+    assert not Path(directory).exists()
 
 
 def test_a_temporary_directory_too_deep_for_sockets_is_refused(start, tmp_path, capfd):

@@ -1,0 +1,175 @@
+"""Servers on other hosts of the cluster: an actor on each such host starts and ends them.
+
+The actor's process holds the pipes that its servers live by (system/guard.py), and Ray ends it with the
+run, so they end however the run ends. On the controller's own host the controller holds them itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onpolicy.cluster import environment
+from onpolicy.errors import ConfigError, EngineError, in_one_line
+from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.server import EngineServer
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 30.0
+"""Longest that a call of a host's actor may take; the longest is a server's end, some 10 seconds."""
+
+_PAUSE_SECONDS = 0.5
+
+START_SECONDS = 120.0
+"""Longest that a host may take to start its actor."""
+
+
+class EngineHost:
+    """The servers of a run on one host, by number; an actor. Errors keep their class."""
+
+    def __init__(self, directory: str):
+        """`directory`: the controller's working directory."""
+        environment.work_in(directory)
+        self._servers: list[EngineServer] = []
+
+    def add(self, spec: EngineSpec, port: int, log_file: Path) -> tuple[int, int]:
+        """A server, not started yet: (its number here, its port)."""
+        server = EngineServer(spec, port, log_file)
+        self._servers.append(server)
+        return len(self._servers) - 1, server.port
+
+    def start(self, number: int) -> None:
+        """`EngineServer.start`."""
+        self._servers[number].start()
+
+    def exit_code(self, number: int) -> int | None:
+        """`EngineServer.exit_code`."""
+        return self._servers[number].exit_code
+
+    def is_running(self, number: int) -> bool:
+        """`EngineServer.is_running`."""
+        return self._servers[number].is_running
+
+    def stop(self, number: int) -> None:
+        """`EngineServer.stop`."""
+        self._servers[number].stop()
+
+    def log_tail(self, number: int, lines: int) -> str:
+        """`EngineServer.log_tail`."""
+        return self._servers[number].log_tail(lines)
+
+
+class PlacedServer(EngineServer):
+    """A server on another host, seen from the controller.
+
+    Where the host's actor is gone, its servers are too: they do not run, and starting one again starts
+    another actor there. Raises EngineError if the host is gone.
+    """
+
+    def __init__(self, spec: EngineSpec, port: int, log_file: Path):
+        self.spec, self.log_file = spec, log_file.absolute()
+        self._host, self._number, self.port = _added(spec, port, self.log_file)
+
+    def start(self) -> None:
+        try:
+            self._call("start")
+        except EngineError:  # the actor died with its servers: another one takes its place
+            logger.warning("starting an actor for servers on %s again", self.spec.host)
+            self._add_again()
+            self._call("start")
+
+    def _add_again(self) -> None:
+        """At the same port, which the server that was there may hold until its guard has ended it."""
+        deadline = time.monotonic() + CALL_SECONDS
+        while True:
+            try:
+                self._host, self._number, self.port = _added(self.spec, self.port, self.log_file)
+                return
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+
+    @property
+    def is_running(self) -> bool:
+        return self._asked(lambda: bool(self._call("is_running")), False)
+
+    @property
+    def exit_code(self) -> int | None:
+        code: int | None = self._asked(lambda: self._call("exit_code"), None)
+        return code
+
+    def stop(self) -> None:
+        self._asked(lambda: self._call("stop"), None)
+
+    def log_tail(self, lines: int = 12) -> str:
+        return self._asked(
+            lambda: str(self._call("log_tail", lines)),
+            f"    its host, {self.spec.host}, cannot be asked",
+        )
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return _result(getattr(self._host, method).remote(self._number, *args), CALL_SECONDS)
+
+    def _asked(self, ask: Callable[[], T], otherwise: T) -> T:
+        """What the host says; `otherwise` if there is nobody to ask."""
+        try:
+            return ask()
+        except EngineError as error:
+            logger.debug("%s", error)
+            return otherwise
+
+
+def make_server(spec: EngineSpec, port: int, log_file: Path) -> EngineServer:
+    """A server where its spec says, not started yet."""
+    return (PlacedServer if spec.node else EngineServer)(spec, port, log_file)
+
+
+def _added(spec: EngineSpec, port: int, log_file: Path) -> tuple[Any, int, int]:
+    """The actor of a server's host, and the server's number and port there."""
+    host = _actor(spec.node)
+    number, port = _result(host.add.remote(spec, port, log_file), START_SECONDS)
+    return host, number, port
+
+
+def _actor(node: str) -> Any:
+    """The actor on a host, started if it is not there."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+    # Names are known in the job's namespace, which is its own (`session`).
+    return (
+        ray.remote(EngineHost)
+        .options(
+            num_cpus=0,
+            scheduling_strategy=on_node,
+            name=f"engines_{node}",
+            get_if_exists=True,
+            runtime_env={"env_vars": environment.ALL_GPUS},
+        )
+        .remote(os.getcwd())
+    )
+
+
+def _result(call: Any, seconds: float) -> Any:
+    """What an actor's method returned, or its error. Raises EngineError if there is no answer."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return ray.get(call, timeout=seconds)
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from error
+    except RayError as error:
+        raise EngineError(
+            "a host of the cluster, or the actor that starts servers there, is gone "
+            f"({in_one_line(error)}). Resume with --load if the run saves checkpoints."
+        ) from error

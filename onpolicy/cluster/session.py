@@ -1,0 +1,101 @@
+"""A run's time in a Ray cluster: one of its own on this host, or one that others have started."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from onpolicy.cluster import environment
+from onpolicy.cluster.hosts import Host
+from onpolicy.cluster.local_ray import local_ray
+from onpolicy.config.groups import ClusterConfig
+from onpolicy.errors import ConfigError, in_one_line
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0
+
+
+@contextmanager
+def session(cluster: ClusterConfig) -> Iterator[tuple[Host, ...]]:
+    """Be in a cluster: the hosts that it has now, this one first.
+
+    Actors that are made meanwhile end with it, and so does a cluster that was started for it. Raises
+    ConfigError if there is no cluster at --ray-address.
+    """
+    environment.prepare(local=not cluster.ray_address)
+    with ExitStack() as stack:
+        address = cluster.ray_address or stack.enter_context(local_ray())
+        _join(address)
+        stack.callback(_leave)
+        yield alive_hosts()
+
+
+def _join(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(
+            address, namespace=uuid.uuid4().hex, log_to_driver=True, logging_level=logging.WARNING
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"--ray-address={address}: cannot be joined ({in_one_line(error)}). Start a node of the "
+            "cluster on this host (`ray start`), with the same versions of Ray and Python and the same "
+            "token (RAY_AUTH_TOKEN), or leave the flag out for a cluster of this host alone."
+        ) from error
+
+
+def _leave() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def alive_hosts() -> tuple[Host, ...]:
+    """The hosts of the cluster, this one first, the others by label."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    hosts = [_host(node, here) for node in ray.nodes() if node["Alive"]]
+    return tuple(sorted(hosts, key=lambda h: (not h.is_here, h.label, h.address, h.name)))
+
+
+def _host(node: dict[str, object], here: str) -> Host:
+    resources, address = node["Resources"], str(node["NodeManagerAddress"])
+    named = node["NodeName"] != address  # by `ray start --node-name`
+    assert isinstance(resources, dict)
+    return Host(
+        name=str(node["NodeID"]),
+        label=str(node["NodeName" if named else "NodeManagerHostname"]),
+        address=address,
+        num_cpus=int(resources.get("CPU", 0)),
+        num_gpus=int(resources.get("GPU", 0)),
+        is_here=node["NodeID"] == here,
+    )
+
+
+def when_it_fits(place: Callable[[Sequence[Host]], T], cluster: ClusterConfig) -> T:
+    """What `place` makes of the cluster's hosts, as soon as they are enough for it.
+
+    Raises the ConfigError that `place` raises: at once in a cluster of our own, which nobody joins,
+    else after --placement-timeout.
+    """
+    deadline = time.monotonic() + (cluster.placement_timeout if cluster.ray_address else 0)
+    is_waiting = False
+    while True:
+        try:
+            return place(alive_hosts())
+        except ConfigError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_waiting:
+                logger.info("waiting for more hosts: %s", error)
+            is_waiting = True
+        time.sleep(_POLL_SECONDS)

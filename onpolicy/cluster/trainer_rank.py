@@ -1,0 +1,159 @@
+"""One rank of the trainer, in a process that Ray started for it.
+
+The process is prepared before anything heavy is imported, so nothing heavy is imported here. What the
+rank logs goes into a file of its own; the part that a user is to see also goes back with each answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onpolicy.cluster import environment
+from onpolicy.compat.process import prepare_process
+from onpolicy.errors import OnPolicyError
+from onpolicy.outputs.console import log_to
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+    from onpolicy.config import TrainConfig
+    from onpolicy.contract import NumericsContract
+    from onpolicy.train.policy_trainer import PolicyTrainer
+
+LINE = "[%(asctime)s] %(levelname)s: %(name)s: %(message)s"
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What came of one call of a rank."""
+
+    result: Any = None
+    error: Exception | None = None
+    traceback: str = ""
+
+    records: list[logging.LogRecord] = field(default_factory=list)
+    """What the rank logged meanwhile."""
+
+
+class TrainerRank:
+    """One rank. A call may be collective: then all ranks have to be called alike."""
+
+    trainer: PolicyTrainer
+
+    def __init__(self, rank: int, log_file: str, num_threads: int, directory: str):
+        """`directory`: the controller's working directory."""
+        environment.work_in(directory)
+        self.rank, self.num_threads = rank, num_threads
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of one CPU Ray gives an actor one thread
+        prepare_process()
+        _write_into(Path(log_file))
+        self._records = _RecordList(logging.WARNING if rank else logging.INFO)
+        log = logging.StreamHandler()
+        log.setFormatter(logging.Formatter(LINE))
+        log_to(log, self._records)
+        self._store: TCPStore | None = None
+
+    def call(self, name: str, *args: Any) -> Answer:
+        """Call a method of this rank, or of its trainer."""
+        answer = self._answer(lambda: self._method(name)(*args))
+        answer.records = self._records.take()
+        return answer
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        return getattr(self if hasattr(self, name) else self.trainer, name)  # type: ignore[no-any-return]
+
+    def _answer(self, function: Callable[[], Any]) -> Answer:
+        try:
+            return Answer(result=function())
+        except Exception as error:
+            logging.getLogger(__name__).debug("rank %d failed", self.rank, exc_info=True)
+            return Answer(error=_that_travels(error), traceback=traceback.format_exc())
+
+    def open_store(self, address: str) -> int:
+        """Let the ranks meet at this address of this host, that of rank 0; the port."""
+        from onpolicy.train import distributed
+
+        self._store, port = distributed.open_store(address)
+        return port
+
+    def join(self, address: str, port: int, world_size: int) -> None:
+        """Form the group of all ranks."""
+        from onpolicy.train import distributed
+
+        distributed.join(address, port, rank=self.rank, world_size=world_size)
+
+    def make(self, config: TrainConfig, contract: NumericsContract, gpu: int | None) -> int:
+        """Make the trainer, on one of the host's GPUs if there are any; which share of the samples it
+        computes."""
+        import torch
+
+        from onpolicy.system.garbage import collect_rarely
+        from onpolicy.train import distributed, make_trainer
+
+        collect_rarely()
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        self.trainer = make_trainer(config, contract, self.num_threads)
+        return distributed.data_rank()
+
+    def self_check(self) -> dict[str, str]:
+        """`Trainer.self_check`."""
+        return self.trainer.self_check
+
+    def mismatched_tokens(self) -> list[int | None]:
+        """`Trainer.mismatched_tokens`."""
+        return list(self.trainer.mismatched_tokens)
+
+    def leave(self) -> None:
+        """End this process, which then removes what it made."""
+        import ray
+
+        ray.actor.exit_actor()
+
+
+class _RecordList(logging.Handler):
+    """Keeps records as they can be sent to another process."""
+
+    def __init__(self, level: int):
+        super().__init__(level)
+        self._kept: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = logging.Formatter().format(record)
+        self._kept.append(
+            logging.makeLogRecord(
+                {**record.__dict__, "msg": text, "args": None, "exc_info": None, "exc_text": None}
+            )
+        )
+
+    def take(self) -> list[logging.LogRecord]:
+        kept, self._kept = self._kept, []
+        return kept
+
+
+def _write_into(file: Path) -> None:
+    """Let all that this process writes stand in a file, whatever writes it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _that_travels(error: Exception) -> Exception:
+    """The error, or if it cannot be sent to another process, one of ours with its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return OnPolicyError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,182 @@
+"""The trainer as its controller sees it: one call is the same call on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
+
+from onpolicy.cluster.placement import Slot
+from onpolicy.cluster.trainer_rank import Answer, TrainerRank
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import FallbackConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ContractError, OnPolicyError, ParityError, TrainerLostError
+from onpolicy.system.network import LOOPBACK
+from onpolicy.train.base import Trainer
+from onpolicy.train.shares import make_shares
+from onpolicy.types import TrainSample
+from onpolicy.weights.push import Engine
+
+GRACE = 5.0
+"""Seconds after a rank's failure in which another one may turn out to be what it failed of."""
+
+LEAVE = 5.0
+"""Seconds that the ranks have for removing what they made, before they are killed."""
+
+
+class TrainerRanks(Trainer):
+    """Ranks in processes of Ray's, one in each slot; each is given what it computes, and no more.
+
+    The first failure of a rank ends a call: the others may wait for that rank for ever. It is raised
+    here as what it was there, with the traceback that it had there. A rank that is gone raises
+    TrainerLostError.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        contract: NumericsContract,
+        logs: Path,
+        slots: Sequence[Slot],
+    ):
+        """`logs`: a directory on every host, for a file of each rank."""
+        self.config = config
+        self._logs = [(logs / f"trainer_{rank}.log").absolute() for rank in range(len(slots))]
+        self._actors = [self._start(rank, slot) for rank, slot in enumerate(slots)]
+        gpus = [slot.devices[0] if slot.devices else None for slot in slots]
+        try:
+            self._join(slots)
+            self._shares: list[int] = self._on_each("make", [(config, contract, g) for g in gpus])
+            self._compare_self_checks()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, slot: Slot) -> Any:
+        on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
+        actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
+        threads = self.config.engine.cpu_threads or slot.cpu_threads
+        return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd())
+
+    def _join(self, slots: Sequence[Slot]) -> None:
+        """Form the group of all ranks, at an address of rank 0's host."""
+        hosts = {slot.host for slot in slots}
+        address = slots[0].host.address if len(hosts) > 1 else LOOPBACK[0]
+        port = self._on_each("open_store", [(address,)])[0]
+        self._call("join", address, port, len(slots))
+
+    def _compare_self_checks(self) -> None:
+        self.self_check, *others = self._call("self_check")
+        for rank, other in enumerate(others, start=1):
+            if other != self.self_check:
+                differ = sorted(k for k, v in self.self_check.items() if other.get(k) != v)
+                raise ContractError(
+                    f"operators={differ} give other bits on rank {rank} of the trainer than on rank 0. "
+                    "All ranks must run on the same kind of processor with the same version of torch."
+                )
+
+    def train(
+        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
+    ) -> dict[str, float]:
+        self.mismatched_tokens = [None] * len(samples)
+        max_tokens = self.config.trainer.max_tokens_per_gpu
+        shares = make_shares(samples, len(rates), max(self._shares) + 1, max_tokens)
+        try:
+            metrics = self._on_each("train_share", [(shares[i], step, rates) for i in self._shares])
+        except ParityError:
+            self._learn_of_mismatches()
+            raise
+        self._learn_of_mismatches()
+        return cast(dict[str, float], metrics[0])
+
+    def _learn_of_mismatches(self) -> None:
+        self.mismatched_tokens = self._on_each("mismatched_tokens", [()])[0]
+
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+        self._call("adapt", contract, fallback)
+        self._compare_self_checks()
+
+    def log_probs(
+        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+    ) -> list[Tensor]:
+        return cast(list[Tensor], self._call("log_probs", sequences, prompt_lens, temperature)[0])
+
+    def push(self, engines: Sequence[Engine], version: str) -> str:
+        return cast(str, self._call("push", engines, version)[0])
+
+    def export(self, directory: Path) -> None:
+        self._call("export", directory.absolute())
+
+    def save(self, directory: Path) -> None:
+        self._call("save", directory.absolute())
+
+    def load(self, directory: Path) -> None:
+        self._call("load", directory.absolute())
+
+    def close(self) -> None:
+        """End the ranks; those that do not end by themselves are killed."""
+        ends = {actor.leave.remote(): actor for actor in self._actors}
+        _, stuck = ray.wait(list(ends), num_returns=len(ends), timeout=LEAVE)
+        for end in stuck:
+            ray.kill(ends[end])
+        self._actors = []
+
+    def _call(self, name: str, *args: Any) -> list[Any]:
+        """The same call on all ranks; what each returned."""
+        return self._on_each(name, [args] * len(self._actors))
+
+    def _on_each(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """A call of the first ranks, with arguments of their own; what each returned."""
+        calls = [
+            actor.call.remote(name, *own) for actor, own in zip(self._actors, args, strict=False)
+        ]
+        results: list[Any] = [None] * len(calls)
+        waiting = list(calls)
+        while waiting:
+            (done, *_), waiting = ray.wait(waiting)
+            rank = calls.index(done)
+            answer = self._answer(rank, done)
+            if answer.error is not None:
+                self._blame_the_lost(calls, waiting, answer.error)
+                raise answer.error from RankTraceback(rank, answer.traceback)
+            results[rank] = answer.result
+        return results
+
+    def _answer(self, rank: int, done: Any) -> Answer:
+        """A rank's answer; what it logged is logged here."""
+        try:
+            answer: Answer = ray.get(done)
+        except RayActorError as error:
+            raise TrainerLostError(
+                f"rank {rank} of the trainer ended by itself, or was killed. Its log may say why: "
+                f"{self._logs[rank]}. Resume with --load, or let the run do so (--max-rank-restarts)."
+            ) from error
+        for record in answer.records:
+            logging.getLogger(record.name).handle(record)
+        return answer
+
+    def _blame_the_lost(self, calls: list[Any], waiting: list[Any], error: Exception) -> None:
+        """Raise TrainerLostError if a rank is gone: that is what the others fail of first."""
+        if isinstance(error, OnPolicyError):
+            return
+        deadline = time.monotonic() + GRACE
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            done, waiting = ray.wait(waiting, timeout=left)
+            for call in done:
+                self._answer(calls.index(call), call)
+
+
+class RankTraceback(Exception):
+    """Where in a rank's process its error was raised."""
+
+    def __init__(self, rank: int, text: str):
+        super().__init__(f"rank {rank} of the trainer\n{text}")

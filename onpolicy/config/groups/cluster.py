@@ -1,0 +1,39 @@
+"""The hosts that a run takes, and what it puts on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fallback_correction.ranges import at_least
+from onpolicy.config.kinds import Count, Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    ray_address: str = ""
+    """Join the Ray cluster at this address (host:port, or auto for the one on this host) instead of
+    starting one on this host that ends with the run."""
+
+    placement_timeout: Seconds = 300.0
+    """Seconds to wait for hosts of the cluster that the run needs and that have not joined it yet."""
+
+    actor_num_nodes: Count = 1
+    """Hosts that ranks of the trainer run on."""
+
+    actor_num_gpus_per_node: Annotated[int | None, at_least(1)] = None
+    """Ranks of the trainer on each of them, one on each GPU; 1 if not given. Not on a CPU."""
+
+    actor_num_ranks_per_node: Annotated[int | None, at_least(1)] = None
+    """Ranks of the trainer on each of them where there are no GPUs: they share the host's cores. 1 if
+    not given."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of the trainer on each of its hosts."""
+        return self.actor_num_gpus_per_node or self.actor_num_ranks_per_node or 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the trainer."""
+        return self.actor_num_nodes * self.ranks_per_node

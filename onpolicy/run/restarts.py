@@ -1,0 +1,49 @@
+"""A run that has lost a rank of its trainer, or the rank's host, goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+from onpolicy.config import TrainConfig
+from onpolicy.errors import TrainerLostError
+from onpolicy.run.inputs import Inputs
+from onpolicy.run.loop import train
+from onpolicy.run.run import Run
+from onpolicy.run.saving.checkpoint import checkpoints
+from onpolicy.types import RunSummary
+
+logger = logging.getLogger(__name__)
+
+
+def train_through_losses(
+    config: TrainConfig, inputs: Inputs, make_run: Callable[[TrainConfig, Inputs], Run] = Run
+) -> RunSummary:
+    """`train`, begun again after each loss, up to --max-rank-restarts times.
+
+    All engines and ranks start again, where they fit what the cluster has by then. The hash is that of
+    the undisturbed run.
+    """
+    left = config.output.max_rank_restarts
+    while True:
+        try:
+            return train(config, replace(inputs, ladder=deepcopy(inputs.ladder)), make_run)
+        except TrainerLostError as error:
+            if not left:
+                raise
+            left -= 1
+            logger.warning("%s", error)
+        config = _resumed(config)
+        begins = f"from the last checkpoint in {load}" if (load := config.output.load) else "again"
+        logger.warning("the run begins %s; --max-rank-restarts leaves %d", begins, left)
+
+
+def _resumed(config: TrainConfig) -> TrainConfig:
+    """The run that goes on from its own last checkpoint, if it has written one."""
+    save = config.output.save
+    if not checkpoints(Path(save)):
+        return config
+    return replace(config, output=replace(config.output, load=save))

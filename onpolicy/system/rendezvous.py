@@ -1,0 +1,24 @@
+"""Where processes that are to form a group meet: torch's store, on one address of this host."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from onpolicy.system.network import listen
+
+
+def open_store(address: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
+    """A store, and its port. It listens on that address only; torch's own would on all."""
+    with listen(address, 0) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, port

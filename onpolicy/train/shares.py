@@ -1,0 +1,55 @@
+"""Which samples of a rollout a rank computes, in which micro-batches; cut by whoever has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onpolicy.train.packing import pack, split_evenly
+from onpolicy.types import TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank computes of a rollout. Samples have their numbers in the whole of it."""
+
+    samples: dict[int, TrainSample]
+
+    steps: list[list[list[int]]]
+    """The samples of each micro-batch of each optimizer step; all ranks have equally many
+    micro-batches, so that some may be empty."""
+
+    num_samples: int
+    """Of all ranks."""
+
+    num_tokens: int
+    """Of all ranks, prompts included."""
+
+    def micro_batches(self, step: int) -> list[list[TrainSample]]:
+        """The samples of each micro-batch of an optimizer step."""
+        return [[self.samples[i] for i in part] for part in self.steps[step]]
+
+
+def make_shares(
+    samples: Sequence[TrainSample], num_steps: int, num_ranks: int, max_tokens: int
+) -> list[Share]:
+    """Every rank's share of a rollout that is trained on in so many optimizer steps."""
+    lens = [len(s.sample.token_ids) for s in samples]
+    plans = [
+        _numbered(pack([lens[i] for i in part], num_ranks, max_tokens), part.start)
+        for part in split_evenly(len(samples), num_steps)
+    ]
+    return [
+        Share(
+            samples={i: samples[i] for step in steps for part in step for i in part},
+            steps=list(steps),
+            num_samples=len(samples),
+            num_tokens=sum(lens),
+        )
+        for steps in zip(*plans, strict=True)
+    ]
+
+
+def _numbered(plan: list[list[list[int]]], start: int) -> list[list[list[int]]]:
+    """A step's plan, by rank and micro-batch, with the numbers that its samples have in the rollout."""
+    return [[[start + i for i in part] for part in rank] for rank in plan]

@@ -1,0 +1,48 @@
+"""Shared memory to the engines of this host, torch.distributed to those of others, in one push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import urlsplit
+
+from onpolicy.system.network import is_of_this_host
+from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.push import Engine, Transport
+from onpolicy.weights.transports.distributed import DistributedTransport
+from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
+
+
+def is_near(engine: Engine) -> bool:
+    """Whether the engine is on this host."""
+    return is_of_this_host(urlsplit(engine.url).hostname or "")
+
+
+class ByHostTransport(Transport):
+    """Each engine's own way; an engine that is not near takes part in one group with the others."""
+
+    def __init__(self, is_near: Callable[[Engine], bool] = is_near):
+        self._is_near = is_near
+        self._near, self._far = SharedMemoryTransport(), DistributedTransport()
+
+    def open(self, engines: Sequence[Engine]) -> None:
+        for way, theirs in self._ways(engines):
+            way.open(theirs)
+
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+        for way, theirs in self._ways(engines):
+            way.send(bucket, theirs, version)
+
+    def close(self, engines: Sequence[Engine], version: str) -> None:
+        for way, theirs in self._ways(engines):
+            way.close(theirs, version)
+
+    def abandon(self) -> None:
+        self._near.abandon()
+        self._far.abandon()
+
+    def _ways(self, engines: Sequence[Engine]) -> Iterator[tuple[Transport, list[Engine]]]:
+        """The ways that some engines take, each with those engines."""
+        near = [engine for engine in engines if self._is_near(engine)]
+        far = [engine for engine in engines if engine not in near]
+        ways: tuple[tuple[Transport, list[Engine]], ...] = ((self._near, near), (self._far, far))
+        return ((way, theirs) for way, theirs in ways if theirs)

@@ -1,0 +1,129 @@
+"""A cluster of a run's own: who gets in, and that nothing is left of it however its owner ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import pytest
+
+from onpolicy.cluster.hosts import Host
+from onpolicy.cluster.session import when_it_fits
+from onpolicy.config.groups import ClusterConfig
+from onpolicy.errors import ConfigError
+from tests.support.footprint import Footprint
+from tests.support.processes import listening_addresses
+
+OWNER = """
+import subprocess, sys
+from onpolicy.cluster.session import session
+from onpolicy.config.groups import ClusterConfig
+
+if __name__ == "__main__":
+    with session(ClusterConfig()) as hosts:
+        import ray
+
+        @ray.remote(num_cpus=0)
+        class Actor:
+            def start(self):
+                self.child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+                return self.child.pid
+
+        actor = Actor.remote()
+        print(len(hosts), hosts[0].is_here, ray.get(actor.start.remote()), flush=True)
+        sys.stdin.readline()
+"""
+
+STRANGER = """
+import sys, ray
+ray.init(sys.argv[1], logging_level="ERROR")
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """A process in a session of its own whose actor has a child: (it, its footprint)."""
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    with TemporaryDirectory() as temporary:  # with a path short enough for sockets
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": temporary},
+        )
+        footprint = Footprint(process.pid, Path(temporary))
+        hosts, is_here, child = process.stdout.readline().split()
+        assert (hosts, is_here) == ("1", "True") and psutil.pid_exists(int(child))
+        yield process, footprint
+        process.kill()
+
+
+def test_it_listens_on_loopback_and_is_gone_when_its_owner_has_ended(owner):
+    process, footprint = owner
+    processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
+    assert {"raylet", "gcs_server"} <= {p.name() for p in processes}
+    addresses = {address.removeprefix("::ffff:") for address in listening_addresses(processes)}
+    assert addresses == {"127.0.0.1"}
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.wait(60) == 0
+    assert footprint.left(20) == []
+
+
+def test_nothing_is_left_when_its_owner_is_killed(owner):
+    process, footprint = owner
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert footprint.left(20) == []
+
+
+def test_who_has_no_token_does_not_get_in(owner):
+    process, _ = owner
+    (gcs,) = [p for p in psutil.Process(process.pid).children(True) if p.name() == "gcs_server"]
+    (port,) = {c.laddr.port for c in gcs.net_connections("inet") if c.status == "LISTEN"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+    stranger = subprocess.run(
+        [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}"],
+        env={**environment, "RAY_AUTH_TOKEN": "another" * 5},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert stranger.returncode != 0 and "Unauthenticated" in stranger.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "arrives_at", "looks"), [("", 1, 1), ("h:1", 3, 3), ("h:1", 99, None)]
+)
+def test_hosts_of_a_joined_cluster_are_waited_for_until_the_timeout(
+    monkeypatch, address, arrives_at, looks
+):
+    """In a cluster of our own nobody is waited for."""
+    from onpolicy.cluster import session
+
+    seen = []
+
+    def alive_hosts():
+        seen.append(len(seen) + 1)
+        return [Host("x", "x", "x", 1, 0)] * (len(seen) >= arrives_at)
+
+    def place(hosts):
+        if not hosts:
+            raise ConfigError("0 hosts and 1 rank")
+        return len(hosts)
+
+    monkeypatch.setattr(session, "alive_hosts", alive_hosts)
+    monkeypatch.setattr(session, "_POLL_SECONDS", 0.01)
+    timeout = 60.0 if looks else 0.05
+    cluster = ClusterConfig(ray_address=address, placement_timeout=timeout)
+    if looks is None:
+        with pytest.raises(ConfigError, match="0 hosts and 1 rank"):
+            when_it_fits(place, cluster)
+    else:
+        assert when_it_fits(place, cluster) == 1 and len(seen) == looks

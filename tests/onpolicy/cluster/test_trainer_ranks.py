@@ -1,0 +1,136 @@
+"""Two real ranks in processes of Ray's, beside a trainer in this one."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from onpolicy.config.groups import ClusterConfig
+from onpolicy.errors import CheckpointError, ParityError, TrainerLostError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.contracts import contract_for
+from onpolicy.train import make_trainer
+from tests.support.samples import make_train_sample
+from tests.support.unstarted_run import changed, make_config
+
+pytestmark = pytest.mark.engine
+
+SEQUENCES = [list(range(i, i + 30)) for i in range(2, 7)]
+PROMPTS = [4] * len(SEQUENCES)
+RATES = [1e-3, 1e-3]
+
+
+@pytest.fixture(scope="module")
+def parts(checkpoint, tmp_path_factory):
+    """(configuration, contract, directory) of ranks that have several micro-batches each."""
+    directory = tmp_path_factory.mktemp("ranks")
+    config = changed(make_config(checkpoint, directory), max_tokens_per_gpu=40, cpu_threads=1)
+    return config, contract_for(config, load_config(str(checkpoint)), aligned=True), directory
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    from onpolicy.cluster.session import session
+
+    with session(ClusterConfig()) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def make_ranks(parts, hosts):
+    from onpolicy.cluster.placement import Slot
+    from onpolicy.cluster.trainer_ranks import TrainerRanks
+
+    config, contract, directory = parts
+    slot = Slot(host=hosts[0], devices=(), cpu_threads=1)
+    return lambda: TrainerRanks(config, contract, directory / "logs", [slot, slot])
+
+
+@pytest.fixture(scope="module")
+def ranks(make_ranks):
+    ranks = make_ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def alone(parts):
+    config, contract, _ = parts
+    return make_trainer(config, contract, 1)
+
+
+def samples_of(log_probs, advantages=(1.0, -1.0, 0.5, -0.5, 0.25)):
+    return [
+        make_train_sample(tokens, 4, row.tolist(), advantage, i)
+        for i, (tokens, row, advantage) in enumerate(
+            zip(SEQUENCES, log_probs, advantages, strict=True)
+        )
+    ]
+
+
+def test_ranks_check_and_score_as_a_trainer_in_this_process(ranks, alone):
+    assert ranks.self_check == alone.self_check
+    theirs, ours = (t.log_probs(SEQUENCES, PROMPTS, 1.0) for t in (ranks, alone))
+    assert all(torch.equal(x, y) for x, y in zip(theirs, ours, strict=True))
+
+
+def test_a_mismatch_is_raised_as_what_it_was_with_its_traceback_and_whose_it_was(ranks, alone):
+    log_probs = alone.log_probs(SEQUENCES, PROMPTS, 1.0)
+    log_probs[3] = log_probs[3] + 1.0
+    with pytest.raises(ParityError, match=r"26 of \d+ tokens") as refused:
+        ranks.train(samples_of(log_probs), step=0, rates=[1e-3])
+    assert "train_share" in str(refused.value.__cause__)
+    assert ranks.mismatched_tokens[3] == 26
+    assert set(ranks.mismatched_tokens) <= {0, 26, None}
+
+
+def test_a_rollout_is_trained_on_by_the_ranks_that_hold_its_samples(ranks, alone):
+    samples = samples_of(alone.log_probs(SEQUENCES, PROMPTS, 1.0))
+    metrics = ranks.train(samples, step=0, rates=RATES)
+    assert metrics["parity/num_mismatched_tokens"] == 0
+    assert metrics["parity/num_compared_tokens"] == 3 * 26  # those of the first optimizer step
+    assert ranks.mismatched_tokens == [0, 0, 0, None, None]
+    moved = zip(
+        ranks.log_probs(SEQUENCES, PROMPTS, 1.0),
+        alone.log_probs(SEQUENCES, PROMPTS, 1.0),
+        strict=True,
+    )
+    assert not any(torch.equal(after, before) for after, before in moved)
+
+
+def test_what_one_saves_another_loads_and_an_export_is_a_checkpoint(ranks, parts, tmp_path):
+    expected = ranks.log_probs(SEQUENCES, PROMPTS, 1.0)
+    (tmp_path / "saved").mkdir()
+    ranks.save(tmp_path / "saved")
+    ranks.export(tmp_path / "hf")
+    config, contract, _ = parts
+    for trainer in (
+        make_trainer(config, contract, 1),
+        make_trainer(changed(config, hf_checkpoint=str(tmp_path / "hf")), contract, 1),
+    ):
+        if trainer.config is config:
+            trainer.load(tmp_path / "saved")
+        found = trainer.log_probs(SEQUENCES, PROMPTS, 1.0)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_an_error_of_a_checkpoint_keeps_its_words(ranks, tmp_path):
+    with pytest.raises(CheckpointError, match=r"--load: .*nothing is damaged or does not fit"):
+        ranks.load(tmp_path / "nothing")
+
+
+def test_a_rank_that_is_killed_ends_the_call_and_is_named(make_ranks):
+    import ray
+
+    ranks = make_ranks()
+    second = ranks._actors[1].__ray_call__.remote(lambda rank: os.getpid())
+    os.kill(ray.get(second), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(TrainerLostError, match=r"rank 1 of the trainer .*trainer_1\.log.*--load"):
+        ranks.log_probs(SEQUENCES, PROMPTS, 1.0)
+    assert time.monotonic() - started < 60
+    assert "checking the trainer's operators" in Path(ranks._logs[1]).read_text()
+    ranks.close()

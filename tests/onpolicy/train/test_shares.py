@@ -1,0 +1,39 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onpolicy.train.shares import make_shares
+from tests.support.samples import make_train_sample
+
+
+def samples_of(lens):
+    return [make_train_sample(range(n), 1, [0.0] * (n - 1), 1.0, i) for i, n in enumerate(lens)]
+
+
+@given(
+    lens=st.lists(st.integers(2, 20), min_size=1, max_size=12),
+    num_steps=st.integers(1, 4),
+    num_ranks=st.integers(1, 5),
+    max_tokens=st.integers(2, 40),
+)
+def test_the_shares_hold_every_sample_once_and_tell_what_there_is_in_all(
+    lens, num_steps, num_ranks, max_tokens
+):
+    samples, num_steps = samples_of(lens), min(num_steps, len(lens))
+    shares = make_shares(samples, num_steps, num_ranks, max_tokens)
+    assert len(shares) == num_ranks
+    held = [i for share in shares for i in share.samples]
+    assert sorted(held) == list(range(len(samples)))
+    for share in shares:
+        assert all(share.samples[i] is samples[i] for i in share.samples)
+        assert (share.num_samples, share.num_tokens) == (len(lens), sum(lens))
+        assert [i for step in share.steps for part in step for i in part] == list(share.samples)
+    for step in range(num_steps):
+        assert len({len(share.steps[step]) for share in shares}) == 1
+    first = [i for share in shares for part in share.steps[0] for i in part]
+    assert sorted(first) == list(range(len(first)))
+
+
+def test_a_share_knows_the_samples_of_its_micro_batches():
+    samples = samples_of([5, 5, 5, 5])
+    share = make_shares(samples, num_steps=2, num_ranks=1, max_tokens=10)[0]
+    assert share.micro_batches(1) == [samples[2:]]

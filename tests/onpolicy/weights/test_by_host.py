@@ -1,0 +1,60 @@
+"""Every engine gets every bucket, by the way for its host. Real ones: tests/e2e/test_push_faults.py."""
+
+import pytest
+import torch
+
+from onpolicy.weights.push import Transport
+from onpolicy.weights.transports.by_host import ByHostTransport, is_near
+
+BUCKET = [("w", torch.zeros(1))]
+
+
+class Engine:
+    def __init__(self, url):
+        self.url = url
+
+
+class Recorded(Transport):
+    def __init__(self):
+        self.calls = []
+
+    def open(self, engines):
+        self.calls.append(("open", engines))
+
+    def send(self, bucket, engines, version):
+        self.calls.append(("send", engines))
+
+    def close(self, engines, version):
+        self.calls.append(("close", engines))
+
+    def abandon(self):
+        self.calls.append(("abandon", []))
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://127.0.0.1:1", True),
+        ("http://localhost:1", True),
+        ("http://192.0.2.77:1", False),  # RFC 5737: nobody's
+        ("http://no.such.host.invalid:1", False),
+    ],
+)
+def test_an_engine_is_near_if_its_address_is_one_of_this_host(url, expected):
+    assert is_near(Engine(url)) is expected
+
+
+@pytest.mark.parametrize("places", ["nn", "nf", "ff", "fnf"])
+def test_each_engine_is_sent_everything_by_one_way(places):
+    engines = [Engine(place) for place in places]
+    transport = ByHostTransport(is_near=lambda engine: engine.url == "n")
+    near, far = transport._near, transport._far = Recorded(), Recorded()
+    transport.open(engines)
+    transport.send(BUCKET, engines, "1")
+    transport.close(engines, "1")
+    for way, place in ((near, "n"), (far, "f")):
+        theirs = [engine for engine in engines if engine.url == place]
+        verbs = ("open", "send", "close") if theirs else ()
+        assert way.calls == [(verb, theirs) for verb in verbs]
+    transport.abandon()
+    assert near.calls[-1] == far.calls[-1] == ("abandon", [])
