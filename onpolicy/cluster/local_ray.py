@@ -86,6 +86,8 @@ def _serve(directory: Path) -> None:
         _system_config={"enable_worker_prestart": False},  # type: ignore[dict-item]
     )
     node = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+    # Ray's workers end when there is no process with their raylet's number: it must leave no zombie.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print(f"{ADDRESS}{node.gcs_address}", flush=True)
     signal.pause()
 

@@ -89,14 +89,30 @@ class EnginePair:
         Servers that die on the way are started again, and all get the weights once more.
         """
         self.weight_version = version
+        self._through_deaths(self._push, f"pushing the weights of version {version}")
+
+    def _push(self) -> None:
+        if self.config.engine.colocate:
+            self.trainer.release_memory()
+        self.rollout.resume_memory("weights")
+        self.weight_digest = self.trainer.push(self.rollout.clients, self.weight_version)
+        self.rollout.resume_memory("kv_cache")
+
+    def make_room(self) -> None:
+        """Let servers that share GPUs with the trainer give back memory until the next push."""
+        if self.config.engine.colocate:
+            self._through_deaths(self.rollout.release_memory, "taking memory back from the servers")
+
+    def _through_deaths(self, call: Callable[[], None], what: str) -> None:
+        """Call it until no server dies on the way; those that did are started again."""
         while True:
             try:
-                self.weight_digest = self.trainer.push(self.rollout.clients, version)
+                call()
                 return
             except Exception:
                 if not self.rollout.revive():  # else it failed because an engine died
                     raise
-            logger.warning("pushing the weights of version %s again", version)
+            logger.warning("%s again", what)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample responses; servers that die on the way get the current weights again."""
