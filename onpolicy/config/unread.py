@@ -28,9 +28,13 @@ class Reader(NamedTuple):
     reads: Callable[[Values], Any]
 
 
+def _lags(values: Values) -> bool:
+    return bool(values["rollout_lag"] or values["rollout_segment_tokens"])
+
+
 def _weighs(values: Values) -> bool:
     governed, own = values["mismatch_governor"], values["custom_tis_function_path"]
-    return bool(values["use_tis"] or governed or own)
+    return bool(values["use_tis"] or governed or own or _lags(values))
 
 
 def _rejects(values: Values) -> bool:
@@ -43,6 +47,12 @@ def _corrects(values: Values) -> bool:
 
 
 READERS = (
+    Reader("dynamic_sampling_limit", "--dynamic-sampling", lambda v: v["dynamic_sampling"]),
+    Reader(
+        "over_sampling_batch_size",
+        "--dynamic-sampling or --rollout-segment-tokens",
+        lambda v: v["dynamic_sampling"] or v["rollout_segment_tokens"],
+    ),
     Reader("max_rank_restarts", "--save and --save-interval", lambda v: v["save_interval"]),
     Reader("megatron_*", "--train-backend megatron", lambda v: "megatron" in v["train_backend"]),
     Reader("tis_level tis_mode tis_batch_normalize", "--use-tis", _weighs),

@@ -89,24 +89,37 @@ class EnginePair:
         Servers that die on the way are started again, and all get the weights once more.
         """
         self.weight_version = version
+        self._push(lambda: self.trainer.push(self.rollout.clients, version))
+
+    def push_again(self) -> None:
+        """Give servers that were started again the weights of the last push, in the same way."""
+        version = self.weight_version
+        self._push(lambda: self.trainer.push_again(self.rollout.clients, version))
+
+    def _push(self, push: Callable[[], str]) -> None:
         while True:
             try:
-                self.weight_digest = self.trainer.push(self.rollout.clients, version)
+                self.weight_digest = push()
                 return
             except Exception:
                 if not self.rollout.revive():  # else it failed because an engine died
                     raise
-            logger.warning("pushing the weights of version %s again", version)
+            logger.warning("pushing the weights of version %s again", self.weight_version)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample responses; servers that die on the way get the current weights again."""
+    def generate(
+        self, requests: Sequence[Request], push_again: Callable[[], None] | None = None
+    ) -> list[Completion]:
+        """Sample responses; servers that die on the way get the current weights again.
+
+        `push_again`: has that done, where the caller's thread is not the one that calls the trainer.
+        """
         job = SamplingJob(requests)
         while True:
             self.rollout.on_progress = self.on_progress
             try:
                 return self.rollout.generate(job)
             except EnginesRestartedError:
-                self.push_weights(self.weight_version)
+                (push_again or self.push_again)()
 
     def stop(self) -> None:
         """End the servers, and the ranks of the trainer."""
