@@ -101,11 +101,11 @@ def _rejection(config: TrainConfig) -> list[_RuleBroken]:
     flags = config.fallback
     statistic, is_divergence = flags.rs_statistic, flags.rs_statistic != "ratio"
     governed, custom = config.governor.mismatch_governor, bool(flags.custom_tis_function_path)
-    may_reject = flags.use_rs or governed
+    may_reject, weighs = flags.use_rs or governed, flags.use_tis or governed or config.may_lag
     low, high = flags.rejection_bounds
     lowest, largest = flags.weight_bounds
     return [
-        ("tis_upper_bound", largest, (flags.use_tis or governed) and not custom and lowest > largest,
+        ("tis_upper_bound", largest, weighs and not custom and lowest > largest,
          f"--tis-mode clip bounds below by 1 / --tis-upper-bound = {lowest:g} if nothing else is given",
          "Give --tis-lower-bound."),
         ("rs_lower_bound", flags.rs_lower_bound, may_reject and not custom and low > high,

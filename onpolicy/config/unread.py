@@ -28,13 +28,16 @@ class Reader(NamedTuple):
     reads: Callable[[Values], Any]
 
 
-def _lags(values: Values) -> bool:
-    return bool(values["rollout_lag"] or values["rollout_segment_tokens"])
+def _weighs_lag(values: Values) -> bool:
+    """What `Ladder` does where samples lag behind and nothing else is asked for."""
+    lags = values["rollout_lag"] or values["rollout_segment_tokens"]
+    others = ("use_rs", "dc_mode", "use_rollout_logprobs")
+    return bool(lags) and values["rs_veto_threshold"] is None and not any(values[n] for n in others)
 
 
 def _weighs(values: Values) -> bool:
     governed, own = values["mismatch_governor"], values["custom_tis_function_path"]
-    return bool(values["use_tis"] or governed or own or _lags(values))
+    return bool(values["use_tis"] or governed or own or _weighs_lag(values))
 
 
 def _rejects(values: Values) -> bool:
