@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -64,18 +64,20 @@ class Sampler:
         Raises EngineError for a token that was not sampled from the weights of `version`, and
         TrainingError if too many groups in a row are without a signal.
         """
-        wanted, found = self.config.rollout.rollout_batch_size, Counter[str]()
+        wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)
         while len(self.ready) < wanted:
             self._draw_round(version, generate, found)
-            self._require_signal(step, int(found["rollout/num_resampled_groups"]))
+            self._require_signal(step, found["rollout/num_resampled_groups"])
         groups = [group for _, group in self.ready[:wanted]]
         self.ready = self.ready[wanted:]
-        if not self.config.rollout.rollout_segment_tokens:
-            found["rollout/num_surplus_groups"] = len(self.ready)
+        if self.ready and not self.config.rollout.rollout_segment_tokens:
+            found["rollout/num_surplus_groups"] += len(self.ready)
             self.ready = []  # a step's samples are all of one version
-        return Rollout(groups=groups, metrics={**rollout_metrics(groups), **self._numbers(found)})
+        seconds, tokens = found.pop("seconds", 0.0), found.pop("tokens", 0.0)
+        found["perf/rollout_tokens_per_second"] = tokens / seconds if seconds else 0.0
+        return Rollout(groups=groups, metrics={**rollout_metrics(groups), **found})
 
-    def _draw_round(self, version: int, generate: Generate, found: Counter[str]) -> None:
+    def _draw_round(self, version: int, generate: Generate, found: Metrics) -> None:
         started = time.perf_counter()
         slots = self.open.next_round()
         self._on_requests(len(slots))
@@ -84,9 +86,10 @@ class Sampler:
         for completion in completions:
             require_version(completion, str(version), by_token=self.config.may_lag)
         complete = self.open.take(slots, completions)
-        found.update(tokens=sum(len(completion.response_ids) for completion in completions))
-        found.update(self._make_ready(complete))
-        found.update(seconds=sampled - started)  # type: ignore[arg-type]
+        found["tokens"] += sum(len(completion.response_ids) for completion in completions)
+        found["seconds"] += sampled - started
+        for name, value in self._make_ready(complete).items():
+            found[name] += value
 
     def _make_ready(self, complete: Sequence[OpenGroup]) -> Metrics:
         """Score groups, and keep those that are worth it."""
@@ -103,23 +106,16 @@ class Sampler:
         self.ready = sorted([*self.ready, *scored], key=lambda numbered: numbered[0])
         return metrics
 
-    def _require_signal(self, step: int, num_dropped: int) -> None:
+    def _require_signal(self, step: int, num_dropped: float) -> None:
         rollout = self.config.rollout
         most = rollout.dynamic_sampling_limit * rollout.rollout_batch_size
         if num_dropped > most:
             raise TrainingError(
                 f"--dynamic-sampling-limit={rollout.dynamic_sampling_limit}: for rollout {step} "
-                f"{num_dropped} groups were drawn whose rewards are all equal, and the limit is "
+                f"{num_dropped:.0f} groups were drawn whose rewards are all equal, and the limit is "
                 f"{most}: the prompts are too easy or too hard by now. Choose others, raise the limit, "
                 "or train on what there is with --filter-equal-rewards instead of --dynamic-sampling."
             )
-
-    def _numbers(self, found: Counter[str]) -> Metrics:
-        """What the rounds of a rollout came to."""
-        numbers: Metrics = dict(found)
-        tokens, seconds = numbers.pop("tokens", 0.0), numbers.pop("seconds", 0.0)
-        rate = tokens / seconds if seconds else 0.0
-        return {**numbers, "perf/rollout_tokens_per_second": rate}
 
     def open_group(self, number: int) -> OpenGroup:
         """The group of the prompt that comes after `number` others; nothing of it is drawn."""
@@ -139,8 +135,8 @@ class Sampler:
         length = evaluation.eval_max_response_len or self.config.rollout.rollout_max_response_len
         params = self._params(evaluation.eval_temperature, length)
         prompts, count = self.inputs.eval_sets[name], evaluation.n_samples_per_eval_prompt
-        seed_key = [self.config.seed, "eval", *([name] if name else [])]
-        requests = make_requests(prompts, count, params, *seed_key)
+        seed_key = ["eval", name] if name else ["eval"]
+        requests = make_requests(prompts, count, params, self.config.seed, *seed_key)
         self._on_requests(len(requests))
         completions = self.engines.generate(requests)
         for completion in completions:

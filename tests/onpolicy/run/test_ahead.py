@@ -271,6 +271,7 @@ def test_what_is_being_drawn_ends_with_the_run(tmp_path):
     with pytest.raises(Interrupted):
         run(tmp_path, "lag 3", host, Fails)
     assert not any(engine.is_running for engine in host.engines)
+    assert host.num_restarts == 0
     assert not list((tmp_path / "run").glob(".weights_*"))
 
 
