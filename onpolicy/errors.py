@@ -49,6 +49,10 @@ class TrainerLostError(OnPolicyError, RuntimeError):
     """A rank of the trainer whose process is gone."""
 
 
+class HostLostError(EngineError):
+    """A host with servers that is gone, so that they cannot be started again there."""
+
+
 def in_one_line(error: BaseException, limit: int = 300) -> str:
     """What another library's error says, to be put into a message of ours."""
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""`onpolicy bench rollout | step`."""
+"""`onpolicy bench rollout | step | loop`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ def main(argv: Sequence[str]) -> int:
     config = parse(BenchConfig, argv, "onpolicy bench")
     _validate(config)
 
-    from onpolicy.run.bench import bench_rollout, bench_step, check_inputs
+    from onpolicy.run.bench.input_checks import check_inputs
+    from onpolicy.run.bench.loop import bench_loop
+    from onpolicy.run.bench.rollout import bench_rollout
+    from onpolicy.run.bench.step import bench_step
 
     check_inputs(config)
     logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
-    result = bench_rollout(config) if config.what == "rollout" else bench_step(config)
-    put_out(result, config.json)
+    bench = {"rollout": bench_rollout, "step": bench_step, "loop": bench_loop}[config.what]
+    put_out(bench(config), config.json)
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onpolicy.cluster import environment
-from onpolicy.errors import ConfigError, EngineError, in_one_line
+from onpolicy.errors import ConfigError, EngineError, HostLostError, in_one_line
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer
 
@@ -70,7 +70,7 @@ class PlacedServer(EngineServer):
     """A server on another host, seen from the controller.
 
     Where the host's actor is gone, its servers are too: they do not run, and starting one again starts
-    another actor there. Raises EngineError if the host is gone.
+    another actor there. Raises HostLostError if the host is gone.
     """
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path):
@@ -82,8 +82,17 @@ class PlacedServer(EngineServer):
             self._call("start")
         except EngineError:  # the actor died with its servers: another one takes its place
             logger.warning("starting an actor for servers on %s again", self.spec.host)
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        try:
             self._add_again()
             self._call("start")
+        except EngineError as error:
+            raise HostLostError(
+                f"{self.spec.host}: the host has left the cluster, or takes no actor ({error}) Resume "
+                "with --load, or let the run do so on the hosts that are left (--max-rank-restarts)."
+            ) from error
 
     def _add_again(self) -> None:
         """At the same port, which the server that was there may hold until its guard has ended it."""
@@ -171,5 +180,5 @@ def _result(call: Any, seconds: float) -> Any:
     except RayError as error:
         raise EngineError(
             "a host of the cluster, or the actor that starts servers there, is gone "
-            f"({in_one_line(error)}). Resume with --load if the run saves checkpoints."
+            f"({in_one_line(error)})."
         ) from error

@@ -28,6 +28,15 @@ LEAST_STORE, MOST_STORE = 80 << 20, 2 << 30
 
 SHARED_MEMORY = "/dev/shm"
 
+SYSTEM = {
+    # Ray starts a worker for each core beforehand, and a driver waits until all have come.
+    "prestart_worker_first_driver": False,
+    "enable_worker_prestart": False,
+    # Ray's workers yield to everything else (15); ranks would yield to the engines beside them.
+    "worker_niceness": 0,
+}
+"""Ray's settings (ray_config_def.h) as a run on one host needs them."""
+
 
 @contextmanager
 def local_ray() -> Iterator[str]:
@@ -70,6 +79,10 @@ def _serve(directory: Path) -> None:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
+    class Head(Node):
+        def start_api_server(self, **_: object) -> None:
+            """Not at all: without its dashboard it counts usage, and it takes seconds to come."""
+
     on_memory, store = _object_store()
     parameters = RayParams(
         temp_dir=str(directory),
@@ -83,9 +96,11 @@ def _serve(directory: Path) -> None:
         no_monitor=True,
         min_worker_port=0,
         max_worker_port=0,
-        _system_config={"enable_worker_prestart": False},  # type: ignore[dict-item]
+        _system_config=SYSTEM,  # type: ignore[arg-type]
     )
-    node = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+    node = Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+    # Ray's workers end when there is no process with their raylet's number: it must leave no zombie.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print(f"{ADDRESS}{node.gcs_address}", flush=True)
     signal.pause()
 

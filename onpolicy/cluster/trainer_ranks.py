@@ -125,6 +125,9 @@ class TrainerRanks(Trainer):
     def load(self, directory: Path) -> None:
         self._call("load", directory.absolute())
 
+    def release_memory(self) -> None:
+        self._call("release_memory")
+
     def close(self) -> None:
         """End the ranks; those that do not end by themselves are killed."""
         ends = {actor.leave.remote(): actor for actor in self._actors}

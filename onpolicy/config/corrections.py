@@ -71,6 +71,10 @@ def _lag(config: TrainConfig) -> list[_RuleBroken]:
         ("rollout_lag", lag, lag >= steps > 0 and lag > 0,
          f"with --num-rollout={steps} all samples would be those of the first weights",
          f"Give at most {steps - 1}."),
+        ("rollout_lag", lag, lag > 0 and config.engine.colocate,
+         "with --colocate the servers give their memory back while the trainer computes, and with a lag "
+         "they sample then",
+         _LEAVE_ONE_OUT),
         ("rollout_segment_tokens", segment, segment > longest,
          f"no response is longer than --rollout-max-response-len={longest}",
          "Give less, or leave it out for whole responses."),

@@ -71,30 +71,38 @@ class VerifyConfig:
 class BenchConfig:
     """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
 
-    `bench rollout` measures an SGLang server of each kind; `bench step` an optimizer step.
+    `bench rollout` measures an SGLang server of each kind; `bench step` an optimizer step; `bench loop`
+    whole steps: rollout, rewards, training, push. There stock operators come with what they need, the
+    trainer's log-probabilities of all samples and --use-tis.
     """
 
-    what: Annotated[Literal["rollout", "step"], tyro.conf.Positional]
+    what: Annotated[Literal["rollout", "step", "loop"], tyro.conf.Positional]
     """What to measure."""
 
     model: groups.CheckpointConfig = field(default_factory=groups.CheckpointConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
     cpu: groups.CpuConfig = field(default_factory=groups.CpuConfig)
+    cluster: groups.ClusterConfig = field(default_factory=groups.ClusterConfig)
 
     repetitions: Count = 5
     """Measurements of each kind, after one that is thrown away."""
 
     num_prompts: Count = 64
-    """rollout: prompts sampled at once."""
+    """rollout: prompts sampled at once. loop: prompts of a step, each sampled --n-samples-per-prompt
+    times."""
+
+    n_samples_per_prompt: Count = 4
+    """loop: responses to each prompt."""
 
     prompt_len: Count = 32
-    """rollout: tokens per prompt."""
+    """Tokens per prompt."""
 
     max_new_tokens: Count = 96
     """Tokens sampled for every prompt, or trained on in every sequence."""
 
     train_backend: Literal["fsdp", "megatron", "fsdp,megatron"] = "fsdp"
-    """step: the training engine; two are measured side by side, both on aligned operators."""
+    """step and loop: the training engine; `bench step` measures two side by side, both on aligned
+    operators."""
 
     num_tokens: Annotated[tuple[int, ...], at_least(1)] = (2048, 4096, 8192)
     """step: tokens per optimizer step; one measurement for each."""

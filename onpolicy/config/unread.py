@@ -116,8 +116,11 @@ READERS = (
         lambda v: not v.get("rollout_server_url"),
     ),
     Reader("placement_timeout", "--ray-address", lambda v: v["ray_address"]),
-    Reader("num_prompts", "bench rollout", lambda v: v.get("what") != "step"),
-    Reader("train_backend num_tokens", "bench step", lambda v: v.get("what") != "rollout"),
+    Reader("num_prompts", "bench rollout or loop", lambda v: v.get("what") != "step"),
+    Reader("num_tokens", "bench step", lambda v: v["what"] == "step"),
+    Reader("train_backend", "bench step or loop", lambda v: v.get("what") != "rollout"),
+    Reader("n_samples_per_prompt", "bench loop", lambda v: v.get("what", "loop") == "loop"),
+    Reader("ray_address actor_num_*", "bench loop", lambda v: v.get("what", "loop") == "loop"),
 )
 
 

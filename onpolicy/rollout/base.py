@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from onpolicy.rollout.client import EngineClient
 from onpolicy.types import Completion, Request
 
 Progress = Callable[[int, int], None]
 """(responses done, tokens in the latest)"""
+
+
+MemoryKind = Literal["weights", "kv_cache"]
+"""As SGLang names them."""
 
 
 class EnginesRestartedError(Exception):
@@ -79,6 +84,17 @@ class RolloutGroup(ABC):
 
         Raises EngineError if they cannot be started again.
         """
+
+    @abstractmethod
+    def release_memory(self) -> None:
+        """Give back the memory of weights and cache between rollouts, until `resume_memory`.
+
+        Raises EngineError if an engine does not answer.
+        """
+
+    @abstractmethod
+    def resume_memory(self, kind: MemoryKind) -> None:
+        """Take one kind of memory back, without what stood in it; nothing if it was not given back."""
 
     @abstractmethod
     def stop(self) -> None:

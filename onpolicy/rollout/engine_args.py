@@ -152,7 +152,7 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
     if spec.shares_gpus:
-        flags += ["--mem-fraction-static", str(COLOCATED_FRACTION)]
+        flags += ["--mem-fraction-static", str(COLOCATED_FRACTION), "--enable-memory-saver"]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
 
 

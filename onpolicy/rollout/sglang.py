@@ -8,14 +8,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
-from onpolicy.rollout.base import EnginesRestartedError, RolloutGroup, SamplingJob
+from onpolicy.rollout.base import EnginesRestartedError, MemoryKind, RolloutGroup, SamplingJob
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _HEALTH_PAUSE = 0.5
 """Seconds between a bad health check and the next."""
+
+KINDS: frozenset[MemoryKind] = frozenset(get_args(MemoryKind))
 
 MakeServer = Callable[[EngineSpec, int, Path], EngineServer]
 MakeClient = Callable[[str, str, float, float, str], EngineClient]
@@ -68,6 +70,7 @@ class SglangGroup(RolloutGroup):
             for url in urls
         ]
         self._server_of = dict(zip(self.clients, self.servers, strict=False))
+        self._given_back: dict[EngineClient, set[MemoryKind]] = {c: set() for c in self.clients}
 
     def launch(self) -> None:
         for server in self.servers:
@@ -247,8 +250,25 @@ class SglangGroup(RolloutGroup):
         self._restarts_left -= len(servers)
         for server in servers:
             logger.warning("starting %s again", server.url)
+            self._given_back[self._client_of(server)].clear()
             server.stop()
             server.start()
+
+    def _client_of(self, server: EngineServer) -> EngineClient:
+        return next(client for client, owned in self._server_of.items() if owned is server)
+
+    def release_memory(self) -> None:
+        for client in self.clients:
+            if kinds := KINDS - self._given_back[client]:
+                client.flush_cache()  # waits for a health check, in which SGLang's scheduler would end
+                client.post("/release_memory_occupation", {"tags": sorted(kinds)})
+                self._given_back[client] |= kinds
+
+    def resume_memory(self, kind: MemoryKind) -> None:
+        for client in self.clients:
+            if kind in self._given_back[client]:
+                client.post("/resume_memory_occupation", {"tags": [kind]})
+                self._given_back[client].remove(kind)
 
     def stop(self) -> None:
         self._stopped = True

@@ -17,6 +17,7 @@ from onpolicy.run.engine_specs import make_rollout_group, replays_routing
 from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import Completion, Request
+from onpolicy.weights.push import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -89,22 +90,38 @@ class EnginePair:
         Servers that die on the way are started again, and all get the weights once more.
         """
         self.weight_version = version
-        self._push(lambda: self.trainer.push(self.rollout.clients, version))
+        self._push_by(self.trainer.push)
 
     def push_again(self) -> None:
         """Give servers that were started again the weights of the last push, in the same way."""
-        version = self.weight_version
-        self._push(lambda: self.trainer.push_again(self.rollout.clients, version))
+        self._push_by(self.trainer.push_again)
 
-    def _push(self, push: Callable[[], str]) -> None:
+    def _push_by(self, way: Callable[[Sequence[Engine], str], str]) -> None:
+        what = f"pushing the weights of version {self.weight_version}"
+        self._through_deaths(lambda: self._push(way), what)
+
+    def _push(self, way: Callable[[Sequence[Engine], str], str]) -> None:
+        if self.config.engine.colocate:
+            self.trainer.release_memory()
+        self.rollout.resume_memory("weights")
+        self.weight_digest = way(self.rollout.clients, self.weight_version)
+        self.rollout.resume_memory("kv_cache")
+
+    def make_room(self) -> None:
+        """Let servers that share GPUs with the trainer give back memory until the next push."""
+        if self.config.engine.colocate:
+            self._through_deaths(self.rollout.release_memory, "taking memory back from the servers")
+
+    def _through_deaths(self, call: Callable[[], None], what: str) -> None:
+        """Call it until no server dies on the way; those that did are started again."""
         while True:
             try:
-                self.weight_digest = push()
+                call()
                 return
             except Exception:
                 if not self.rollout.revive():  # else it failed because an engine died
                     raise
-            logger.warning("pushing the weights of version %s again", self.weight_version)
+            logger.warning("%s again", what)
 
     def generate(
         self, requests: Sequence[Request], push_again: Callable[[], None] | None = None

@@ -1,4 +1,4 @@
-"""A run that has lost a rank of its trainer, or the rank's host, goes on from its last checkpoint."""
+"""A run that has lost a rank of its trainer, or a host, goes on from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onpolicy.config import TrainConfig
-from onpolicy.errors import TrainerLostError
+from onpolicy.errors import HostLostError, TrainerLostError
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
@@ -31,7 +31,7 @@ def train_through_losses(
     while True:
         try:
             return train(config, replace(inputs, ladder=deepcopy(inputs.ladder)), make_run)
-        except TrainerLostError as error:
+        except (TrainerLostError, HostLostError) as error:
             if not left:
                 raise
             left -= 1

@@ -206,6 +206,7 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
+        self.engines.make_room()
         self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
         kept = worth_training(groups, algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}

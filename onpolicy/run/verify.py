@@ -59,6 +59,7 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
             samples = _sample(engines, prompts, config, round_number)
             num_cached += sum(sample.num_cached_tokens for sample in samples)
             phases.begin(f"round {round_number + 1} of 2: scoring", config.num_prompts)
+            engines.make_room()
             counts += _score(engines, samples, config, phases)
             if round_number == 0:
                 trained = samples[:TRAINED]

@@ -71,5 +71,8 @@ class Trainer(ABC):
     def load(self, directory: Path) -> None:
         """Read back what `save` wrote, under any number of ranks."""
 
+    def release_memory(self) -> None:
+        """Give back what is kept for later tensors, to servers on the same GPUs."""
+
     def close(self) -> None:
         """End the processes that were started for it, if any were."""

@@ -120,6 +120,9 @@ class PolicyTrainer(WeightOutlet):
         shares = make_shares(samples, len(rates), distributed.data_size(), max_tokens)
         return self.train_share(shares[distributed.data_rank()], step, rates)
 
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+
     def train_share(self, share: Share, step: int, rates: Sequence[float]) -> dict[str, float]:
         """`train`, by a rank that was given its own share of the samples and no other."""
         start = time.perf_counter()

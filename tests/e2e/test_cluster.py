@@ -13,7 +13,6 @@ import pytest
 from tests.support.processes import is_gone, is_guard
 from tests.support.raylets import raylets
 from tests.support.train_runs import (
-    TWO_RANKS,
     exported_weights,
     finish,
     metrics_of,
@@ -48,14 +47,21 @@ def guards_below(pid):
     return [p for p in below(pid) if is_guard(p) and not is_guard(p.parent())]
 
 
-@pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["1 rank", "2 ranks"])
-def test_engines_on_other_hosts_give_the_hash_of_one_host(start, cluster, tmp_path, ranks):
-    here = tmp_path / "here"
-    expected = finish(start(here, *saves(here), *ranks))
-    spread = ["--actor-num-nodes", "2"] if ranks else []
+@pytest.fixture(scope="module")
+def here(start, tmp_path_factory):
+    """A run of one rank on this host alone: (directory, hash)."""
+    directory = tmp_path_factory.mktemp("here")
+    return directory, run_hash(finish(start(directory, *saves(directory))))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_and_engines_on_several_hosts_give_the_hash_of_one(
+    start, here, cluster, tmp_path, ranks
+):
+    spread = ["--actor-num-nodes", str(ranks)]
     output = finish(start(tmp_path, *on(cluster), *saves(tmp_path), *spread))
-    assert run_hash(output) == run_hash(expected)
-    assert exported_weights(tmp_path / "ckpt") == exported_weights(here / "ckpt")
+    assert run_hash(output) == here[1]
+    assert exported_weights(tmp_path / "ckpt") == exported_weights(here[0] / "ckpt")
     assert summary(output)["tokens mismatched"] == "0"
     placed = re.findall(r"(host\d) \((127\.0\.0\.\d)\): (.*)", output)
     assert [(host, address) for host, address, _ in placed][:2] != [], output
@@ -76,13 +82,28 @@ def test_a_killed_controller_leaves_no_process_on_any_host(start, cluster, tmp_p
     wait_for(lambda: all(map(is_gone, ours)), 60)
 
 
+def a_host_is_lost(start, directory, cluster, *argv):
+    """A run that is under way when a host with one of its engines ends."""
+    process = start(directory, "--ray-address", cluster.address, *argv)
+    wait_for(lambda: metrics_of(directory) or process.poll() is not None)
+    assert process.poll() is None, process.stdout.read()[-3000:]
+    (guard,) = guards_below(cluster.pids[1])
+    cluster.kill(1)
+    wait_for(lambda: is_gone(guard), 60)
+    return process
+
+
 def test_a_lost_host_ends_the_run_in_seconds_and_in_plain_words(start, tmp_path):
     with raylets(2) as cluster:
-        process = start(tmp_path, "--ray-address", cluster.address, "--num-rollout", "1000")
-        wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
-        assert process.poll() is None, process.stdout.read()[-3000:]
-        (guard,) = guards_below(cluster.pids[1])
-        cluster.kill(1)
-        wait_for(lambda: is_gone(guard), 30)
-        output = finish(process, code=1)
-    assert "EngineError" in output and "Traceback" not in output
+        output = finish(a_host_is_lost(start, tmp_path, cluster, "--num-rollout", "1000"), code=1)
+    assert "HostLostError: 127.0.0.3: the host has left the cluster" in output
+    assert "Traceback" not in output
+
+
+def test_a_run_that_loses_a_host_goes_on_without_it_to_the_same_bits(start, here, tmp_path):
+    with raylets(2) as cluster:
+        argv = [*saves(tmp_path), "--max-rank-restarts", "1"]
+        output = finish(a_host_is_lost(start, tmp_path, cluster, *argv))
+    assert "the run begins from the last checkpoint" in output
+    assert run_hash(output) == here[1]
+    assert exported_weights(tmp_path / "ckpt") == exported_weights(here[0] / "ckpt")

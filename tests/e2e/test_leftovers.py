@@ -27,7 +27,7 @@ SECRETS = ("K-of-the-engines", "A-of-the-admin")
 PATIENCE = 20.0
 """Seconds: torch's manager of shared memory, for one, ends some time after its last client."""
 
-LOOPBACK = {"127.0.0.1", "::1"}
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @pytest.fixture

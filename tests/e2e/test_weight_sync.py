@@ -44,6 +44,17 @@ def mismatches(engines, version):
     return int((torch.cat(scored) != torch.tensor(log_probs)).sum()), completions
 
 
+def test_a_server_that_gave_its_memory_back_has_the_next_push_whole(engines, client):
+    """Weights before it, the cache after it; on a CPU the memory itself stays where it is."""
+    engines.rollout.release_memory()
+    perturb(engines.trainer)
+    version = str(next(versions))
+    engines.push_weights(version)
+    wrong, _ = mismatches(engines, version)
+    assert wrong == 0
+    assert client.report()["weights"] == engines.weight_digest
+
+
 @pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_new_weights_arrive_bit_for_bit(engines, client, way, tmp_path):
     before = engines.generate(make_requests(6, seed=20))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.forked_commands import forked_commands
+from tests.support.forked_processes import forked_processes
 from tests.support.tiny import make_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -18,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(scope="module")
 def commands():
     """Where `onpolicy` is whose processes need not import everything anew."""
-    with TemporaryDirectory() as directory, forked_commands(Path(directory)):
+    with forked_processes(), TemporaryDirectory() as directory, forked_commands(Path(directory)):
         yield directory
 
 

@@ -51,6 +51,7 @@ class Memory:
         self.weights, self.version = make_weights(), "default"
         self.prefixes: dict[tuple[float, ...], Tensor] = {}
         self.in_session = self.hangs = self.flips_a_bit = False
+        self.given_back: set[str] = set()
         self._received = WeightDigest()
 
     def report(self) -> dict[str, Any]:
@@ -69,6 +70,11 @@ class Memory:
             if opens == self.in_session:
                 raise EngineError(f"{path}: HTTP 400: in_session={self.in_session}")
             self.in_session = opens
+        elif path == "/release_memory_occupation":
+            self.give_back(set(body["tags"]))
+        elif path == "/resume_memory_occupation":
+            assert self.given_back >= set(body["tags"])
+            self.given_back -= set(body["tags"])
         elif path == "/update_weights_from_disk":
             for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
                 self._load(load_file(file), body["weight_version"])
@@ -77,7 +83,17 @@ class Memory:
             (handles,) = body["serialized_named_tensors"]
             self._load(dict(pickle.loads(base64.b64decode(handles))), body["weight_version"])
 
+    def give_back(self, kinds: set[str]) -> None:
+        """What stood in that memory is gone."""
+        assert not kinds & self.given_back
+        self.given_back |= kinds
+        if "kv_cache" in kinds:
+            self.prefixes.clear()
+        if "weights" in kinds:
+            self.weights = {}
+
     def _load(self, weights: Mapping[str, Tensor], version: str) -> None:
+        assert "weights" not in self.given_back
         for name, tensor in weights.items():
             if self.flips_a_bit:
                 tensor = tensor.clone()
@@ -156,6 +172,7 @@ class Engine:
             raise ContractError(f"{self.url}/generate refused a request (HTTP 400)")
         with self._call(waits=True) as memory:
             prefix = (request.params.temperature, *request.prompt_ids)
+            assert not memory.given_back
             num_cached = len(request.prompt_ids) * (prefix in memory.prefixes)
         response: list[int] = []
         log_probs: list[float] = []

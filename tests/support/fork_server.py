@@ -149,12 +149,15 @@ def _become(
     if starts_others:
         _offer_forks(changed, path)
     _name_process(program)
+    sys.orig_argv[:] = [sys.executable, *program]
     if is_module := program[0] == "-m":
         program = program[1:]
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     first = directory if is_module else os.path.dirname(program[0])
     sys.path[:] = [first, *filter(None, given), *path]
     sys.argv[:] = program
+    with contextlib.suppress(ImportError):
+        import sitecustomize  # noqa: F401 (as Python does when it starts)
     os._exit(_finish(lambda: _run(program[0], is_module)))
 
 

@@ -1,6 +1,7 @@
-"""`onpolicy` for scripts that tests run: its processes are forked.
+"""Commands whose programs this process starts, and so may fork (forked_processes.py).
 
-A script finds it in its PATH. It asks the test's process, waits, and ends with the same exit code.
+They are for what does not know of that: a script that finds `onpolicy` in its PATH, or Ray, which is
+told of a Python for its workers. A command asks, waits, and ends with the same exit code.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import sys
 import threading
 
 from tests.support.fork_server import MAX_REQUEST
-from tests.support.forked_processes import forked_processes
 
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-request = [["-m", "onpolicy.cli", *sys.argv[1:]], dict(os.environ), os.getcwd()]
+request = [[*{program!r}, *sys.argv[1:]], dict(os.environ), os.getcwd()]
 socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
 sys.exit(int(server.recv(32)))
 """
@@ -28,16 +28,24 @@ sys.exit(int(server.recv(32)))
 
 @contextlib.contextmanager
 def forked_commands(directory):
-    """Writes it into `directory`, and answers it. A short path: it holds a socket."""
-    address, command = str(directory / "s"), directory / "onpolicy"
-    command.write_text(COMMAND.format(python=sys.executable, address=address))
-    command.chmod(0o755)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, forked_processes():
-        listener.bind(address)
-        listener.listen()
-        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+    """`onpolicy` in `directory`."""
+    with offer(directory / "onpolicy", ["-m", "onpolicy.cli"]) as listener:
         yield
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def offer(command, program):
+    """Write a command that runs a program with more arguments, and answer it as long as we live, or
+    until the socket that is returned is shut down. `command` is a short path: a socket lies beside it.
+    """
+    address = f"{command}.s"
+    command.write_text(COMMAND.format(python=sys.executable, address=address, program=program))
+    command.chmod(0o755)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
+    threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+    return listener
 
 
 def _answer(listener):

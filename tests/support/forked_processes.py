@@ -17,23 +17,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.support.fork_server import ForkServer
+from tests.support.forked_workers import is_raylet, with_forked_workers
 
 SGLANG = ("sglang_patches.serve", "sglang_patches.check_flags")
-MODULES = (*SGLANG, "onpolicy.cli")
+MODULES = (*SGLANG, "onpolicy.cli", "onpolicy.cluster.local_ray")
 RUN = (
-    "onpolicy.run.loop", "onpolicy.run.verify",
+    "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.verify",
     "onpolicy.train.fsdp.trainer", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
 
 LIBRARIES = (
     "torch._inductor.compile_fx", "aiohttp.web", "compressed_tensors", "einops", "fastapi", "gguf",
-    "huggingface_hub.hf_file_system", "IPython.display", "jsonschema", "loguru", "msgspec",
-    "networkx", "openai.types.realtime", "openai.types.responses", "tiktoken",
-    "torchvision.transforms.v2", "transformers.image_processing_utils", "uvicorn", "uvloop",
-    "xgrammar", "zmq.asyncio", "tests.support.bindings",
+    "google.protobuf.json_format", "huggingface_hub.hf_file_system", "IPython.display",
+    "jsonschema", "loguru", "msgpack", "msgspec", "networkx", "openai.types.realtime",
+    "openai.types.responses", "pdb", "tiktoken", "torchvision.transforms.v2",
+    "transformers.image_processing_utils", "uvicorn", "uvloop", "wcwidth", "xgrammar",
+    "zmq.asyncio", "tests.support.bindings",
 )  # fmt: skip
-"""Most of what SGLang imports besides."""
+"""Most of what SGLang and Ray import besides. Ray itself reads its worker's variables when it is."""
 
 QUICK = ("tests.support.quick_server",)
 ENGINE = ("sglang.launch_server", "sglang.srt.models.registry", *QUICK)
@@ -73,6 +75,8 @@ def _execute(*args):
     given = _PARAMETERS.bind(*args).arguments
     program = _program(given["args"])
     if program is None or not _can_be_forked(given):
+        if _is_active and is_raylet(given["args"]):
+            return _execute_anew(args[0], with_forked_workers(given["args"]), *args[2:])
         return _execute_anew(*args)
     popen, streams = given["self"], [given["p2cread"], given["c2pwrite"], given["errwrite"]]
     environment = dict(os.environ if given["env"] is None else given["env"])

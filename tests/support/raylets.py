@@ -80,6 +80,9 @@ def serve(count, cores, directory):
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     nodes = [cluster.head_node, *(cluster.add_node(**node(i)) for i in range(1, count))]
     pids = [n.all_processes["raylet"][0].process.pid for n in nodes]
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # no zombies: workers look for their raylet's number
     print(READY + json.dumps({"address": cluster.address, "pids": pids}), flush=True)
     while True:
         time.sleep(1000)

@@ -22,20 +22,24 @@ TWO_RANKS = ("--actor-num-ranks-per-node", "2")
 
 IN_RANKS = """
 import importlib.abc, importlib.util, sys
+TRAINER, CODE = "onpolicy.train.fsdp.trainer", {code!r}
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "onpolicy.train.fsdp.trainer":
+        if name != TRAINER:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
         def execute_and_more(module):
             execute(module)
-            exec({code!r}, {{}})
+            exec(CODE, {{}})
         spec.loader.exec_module = execute_and_more
         return spec
 if any("default_worker" in argument for argument in sys.orig_argv):
-    sys.meta_path.insert(0, Finder())
+    if TRAINER in sys.modules:  # the worker is forked
+        exec(CODE, {{}})
+    else:
+        sys.meta_path.insert(0, Finder())
 """
 """What Python runs at its start in a run: Ray's workers run some code once they know the trainer."""
 

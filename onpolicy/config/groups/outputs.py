@@ -51,8 +51,9 @@ class OutputConfig:
     same directory as --save may be empty yet: a run that is started again goes on."""
 
     max_rank_restarts: CountOrZero = 0
-    """Losses of a rank of the trainer, or of its host, after which the run goes on by itself from its
-    last checkpoint; at the next one it ends. Engines have a number of their own."""
+    """Losses of a rank of the trainer, or of a host of the cluster, after which the run goes on by
+    itself from its last checkpoint, on the hosts that are left; at the next one it ends. Engines that
+    die on a host that lives are started again there, up to --rollout-max-restarts times."""
 
     allow_changed_settings: tuple[str, ...] = ()
     """Settings, by their names in config.json, that may be others than the resumed checkpoint's."""

@@ -102,8 +102,9 @@ class ServersConfig(KeyConfig):
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
 
     colocate: bool = False
-    """On GPUs: servers share those of the trainer's ranks instead of taking the ones after them. Nobody
-    sleeps: a server keeps --sglang-mem-fraction-static of a GPU, 0.4 if it is not given."""
+    """On GPUs: servers share those of the trainer's ranks instead of taking the ones after them. A
+    server takes --sglang-mem-fraction-static of a GPU, 0.4 if it is not given, and gives it back while
+    the trainer computes."""
 
 
 @dataclass(frozen=True, kw_only=True)

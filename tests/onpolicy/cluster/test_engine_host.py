@@ -10,7 +10,7 @@ import pytest
 
 from onpolicy.cluster import engine_host
 from onpolicy.cluster.engine_host import EngineHost, PlacedServer, make_server
-from onpolicy.errors import ConfigError, EngineError
+from onpolicy.errors import ConfigError, EngineError, HostLostError
 from onpolicy.rollout.server import EngineServer
 
 LOG = Path("logs/engine_0.log")
@@ -115,7 +115,9 @@ def test_on_a_host_that_is_gone_nothing_can_be_started(server, actors):
     kill_actor(actors)
     del actors["b"]
     assert not server.is_running
-    with pytest.raises(EngineError, match="gone"):
+    with pytest.raises(
+        HostLostError, match=r"10\.0\.0\.2: the host has left .*--max-rank-restarts"
+    ):
         server.start()
 
 

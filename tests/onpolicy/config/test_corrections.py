@@ -50,6 +50,7 @@ def check(*argv):
          r"--rs-veto-by=rollout_probability: only --rs-veto-threshold reads it"),
         (["--rollout-lag", "4", "--num-rollout", "4"],
          r"--rollout-lag=4: with --num-rollout=4 all samples would be .*\. Give at most 3"),
+        ([*LAG, "--colocate"], r"--rollout-lag=1: with --colocate the servers give their memory back"),
         (["--rollout-segment-tokens", "2000"],
          r"--rollout-segment-tokens=2000: no response is longer than --rollout-max-response-len=1024"),
         ([*LAG, "--mismatch-governor"], r"--rollout-lag=1: the governor goes by how far"),

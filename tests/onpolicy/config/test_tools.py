@@ -13,6 +13,7 @@ OWN = {
     "run_dir": "one for each command",
     "true_on_policy_mode": "off in a run unless it is asked for, on where it is what is looked at",
     "train_backend": "bench takes two at once",
+    "n_samples_per_prompt": "few, where nothing is learned",
     "weight_sync": "without the size of its buffer, which verify chooses",
 }
 

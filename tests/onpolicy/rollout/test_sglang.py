@@ -163,7 +163,7 @@ def test_an_engine_that_hangs_is_started_again(monkeypatch):
 
 
 def test_engines_of_someone_else_are_not_started_again():
-    host, url = Host({4}), "http://memory:9"
+    host, url = Host({4}), "http://127.0.0.1:9"
     theirs = host.make_group(EngineConfig(rollout_base_port=9))
     theirs.launch()
     group = started(host, rollout_server_url=(url,), rollout_max_concurrency=1)

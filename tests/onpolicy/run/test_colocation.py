@@ -73,6 +73,7 @@ def test_a_server_begins_at_the_trainers_first_gpu_and_takes_its_part(one_gpu, c
     flags = engine_flags(spec_on("cuda", checkpoint, colocate=True), 1)
     assert flags[flags.index("--base-gpu-id") + 1] == "0"
     assert flags[flags.index("--mem-fraction-static") + 1] == str(COLOCATED_FRACTION)
+    assert "--enable-memory-saver" in flags
 
 
 def test_the_users_fraction_comes_last_and_is_the_one_that_is_judged(one_gpu, checkpoint):

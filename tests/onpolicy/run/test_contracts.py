@@ -8,7 +8,8 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run import bench, verify_inputs
+from onpolicy.run import verify_inputs
+from onpolicy.run.bench.setting import make_train_config
 from onpolicy.run.contracts import contract_for
 
 
@@ -53,7 +54,7 @@ def test_every_command_makes_the_same_contract_of_the_same_flags(checkpoint):
         parsed(TrainConfig, "--true-on-policy-mode"),
         parsed(ServeConfig),
         verify_inputs.make_train_config(parsed(VerifyConfig), longest=100),
-        bench.make_train_config(parsed(BenchConfig, "step"), "aligned"),
+        make_train_config(parsed(BenchConfig, "step"), "aligned"),
     ]
     contracts = [contract_for(config, hf_config, aligned=True) for config in configs]
     assert len({made.fingerprint for made in contracts}) == 1

@@ -32,6 +32,7 @@ def two_rounds(pair):
     results = []
     pair.start()
     for version in range(2):
+        pair.make_room()
         pair.trainer.weights = make_weights(seed=version)
         pair.push_weights(str(version))
         results += [sampled(pair), pair.weight_digest, pair.weight_version]
@@ -79,6 +80,35 @@ def test_an_engine_that_dies_in_a_rollout_gets_the_current_weights_not_the_check
     assert sampled(pair) == expected[3]
     assert engine.starts == 2 and pair.weight_version == "1"
     assert torch.equal(engine.memory.weights["before.weight"], make_weights(1)["before.weight"])
+
+
+@settings(settings.get_profile("few"))
+@given(DEATHS)
+def test_servers_that_give_their_memory_back_sample_the_same_whenever_they_die(
+    directory, expected, dies_at
+):
+    later = [{call + 1 for call in calls} for calls in dies_at]  # a start waits for them once more
+    host, limit = Host(*later), sum(map(len, dies_at))
+    engine = {"rollout_num_engines": len(dies_at), "rollout_max_restarts": limit}
+    assert two_rounds(make_pair(host, directory, colocate=True, **engine)) == expected
+    assert host.num_restarts <= limit
+
+
+def test_memory_is_given_back_from_the_end_of_a_rollout_to_the_push_if_gpus_are_shared(directory):
+    host = Host()
+    pair, other = (make_pair(host, directory, colocate=shares) for shares in (True, False))
+    for each in (pair, other):
+        each.start()
+        each.push_weights("1")
+        each.make_room()
+    ours, theirs = host.engines
+    assert ours.memory.given_back == {"weights", "kv_cache"} and not theirs.memory.given_back
+    with pytest.raises(AssertionError):
+        pair.generate(REQUESTS)  # which is what a server without its weights would do, or worse
+    pair.push_weights("2")
+    assert not ours.memory.given_back
+    assert sampled(pair) != sampled(other)  # only the version differs
+    assert [c.response_ids for c in sampled(pair)] == [c.response_ids for c in sampled(other)]
 
 
 CALLS_OF_A_PUSH = {"disk": 3, "tensor": 9}

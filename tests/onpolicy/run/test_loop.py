@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.errors import EngineError, ParityError, TrainerLostError
+from onpolicy.errors import EngineError, HostLostError, ParityError, TrainerLostError
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.run.run import Run
 from onpolicy.train import distributed
@@ -275,40 +275,41 @@ def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, mode, step, save_inter
     assert {sample.weight_version for sample in samples.of(0)} == {str(first)}
 
 
-class LosesRanks(Run):
-    """Loses a rank of its trainer before it trains on the rollouts of `lost`, once for each."""
+class LosesParts(Run):
+    """Loses a rank of its trainer, or a host in an odd step, before it trains on the rollouts of `lost`,
+    once for each."""
 
     lost: ClassVar[list[int]] = []
 
     def train(self, groups, step):
         if step in self.lost:
             self.lost.remove(step)
-            raise TrainerLostError("rank 1 of the trainer ended")
+            raise (HostLostError if step % 2 else TrainerLostError)("a part of the run ended")
         return super().train(groups, step)
 
 
 @pytest.mark.parametrize("mode", [{}, GOVERNED], ids=["aligned", "governed"])
 @pytest.mark.parametrize(("lost", "save_interval"), [([0], 1), ([2], 2), ([1, 3, 3], 1)])
-def test_a_run_that_loses_ranks_goes_on_to_the_same_bits(
+def test_a_run_that_loses_ranks_and_hosts_goes_on_to_the_same_bits(
     tmp_path, caplog, mode, lost, save_interval
 ):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     saves = {"save": str(broken / "save"), "save_interval": save_interval}
-    LosesRanks.lost = list(lost)
+    LosesParts.lost = list(lost)
     struck = run_in_memory(
-        broken, make_run=LosesRanks, **mode, **saves, max_rank_restarts=len(lost)
+        broken, make_run=LosesParts, **mode, **saves, max_rank_restarts=len(lost)
     )
     straight = run_in_memory(whole, **mode)
     assert dataclasses.replace(struck, run_dir="") == dataclasses.replace(straight, run_dir="")
     assert records_of(broken) == records_of(whole)
-    assert caplog.text.count("rank 1 of the trainer ended") == len(lost)
+    assert caplog.text.count("a part of the run ended") == len(lost)
 
 
-def test_a_run_that_loses_more_ranks_than_it_may_ends(tmp_path):
-    LosesRanks.lost = [1, 1]
+def test_a_run_that_loses_more_than_it_may_ends(tmp_path):
+    LosesParts.lost = [1, 1]
     saves = {"save": str(tmp_path / "save"), "save_interval": 1}
-    with pytest.raises(TrainerLostError):
-        run_in_memory(tmp_path, make_run=LosesRanks, **saves, max_rank_restarts=1)
+    with pytest.raises(HostLostError):
+        run_in_memory(tmp_path, make_run=LosesParts, **saves, max_rank_restarts=1)
 
 
 def test_samples_are_written_though_training_on_them_fails(tmp_path):

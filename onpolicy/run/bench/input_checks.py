@@ -1,0 +1,72 @@
+"""Whether a benchmark can run, before it starts anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.tools import BenchConfig
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.weight_files import require_fit
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, EngineSpec
+from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.run.bench.setting import backends, make_train_config, setting
+from onpolicy.run.engine_specs import rollout_spec
+from onpolicy.run.input_checks import check_layout
+from onpolicy.run.memory import (
+    ModelSize,
+    ProcessMemory,
+    require_cache,
+    require_memory,
+    server_memory,
+    trainer_memory,
+)
+
+
+def check_inputs(config: BenchConfig) -> None:
+    """Raise ConfigError for whatever an engine could not run; starts nothing."""
+    hf_config = load_config(config.model.hf_checkpoint)
+    length, context = config.prompt_len + config.max_new_tokens, hf_config.max_position_embeddings
+    if length + CONTEXT_MARGIN > context:
+        raise ConfigError(
+            f"--max-new-tokens={config.max_new_tokens}: with --prompt-len {config.prompt_len} and "
+            f"{CONTEXT_MARGIN} tokens that SGLang keeps free it does not fit the model's context of "
+            f"{context}. Lower one of the two."
+        )
+    if config.what == "step" and (not config.num_tokens or min(config.num_tokens) < length):
+        raise ConfigError(
+            f"--num-tokens={' '.join(map(str, config.num_tokens))}: a sequence has --prompt-len + "
+            f"--max-new-tokens = {length} tokens, and at least one must fit. Give larger numbers."
+        )
+    if config.what == "loop" and config.n_samples_per_prompt < 2:
+        raise ConfigError(
+            f"--n-samples-per-prompt={config.n_samples_per_prompt}: an advantage is what a response is "
+            "better than others to its prompt, so a step takes at least 2. Give more."
+        )
+    for backend in backends(config):
+        check_layout(make_train_config(config, "aligned", backend))
+    train_config, contract = setting(config, hf_config, "aligned")
+    spec = rollout_spec(train_config, hf_config, contract, length)
+    with FlagCheck(spec) as flags:
+        require_fit(config.model.hf_checkpoint, hf_config)
+        require_memory(_processes(config, train_config, hf_config, spec), contract.device)
+        flags.require_passed()
+
+
+def _processes(
+    config: BenchConfig, train_config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec
+) -> list[ProcessMemory]:
+    """Both sides are there at once: two servers, two trainers, or both."""
+    size = ModelSize.of(hf_config)
+    processes = []
+    if config.what != "step":
+        require_cache(spec)
+        processes.append(server_memory(spec, size, hf_config, servers=2))
+    if config.what != "rollout":
+        ranks = config.cluster.num_ranks
+        trainer = trainer_memory(train_config, hf_config, spec, size, ranks=ranks)
+        processes.append(replace(trainer, count=2 * trainer.count))
+    return processes

@@ -1,0 +1,134 @@
+"""`onpolicy bench loop`: whole steps of reinforcement learning, from the requests to the push."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from onpolicy.config.tools import BenchConfig
+from onpolicy.models.hf_config import load_config
+from onpolicy.rollout.sampling import group_samples, make_requests
+from onpolicy.run.bench.alternate import alternate
+from onpolicy.run.bench.setting import KINDS, setting, settings
+from onpolicy.run.cluster import MakeEngines, on_cluster
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.train_samples import make_train_samples
+from onpolicy.types import Completion, Prompt, SampleGroup, SamplingParams
+
+LEARNING_RATE = 1e-6
+
+PHASES = ("rollout", "train", "push")
+
+
+def bench_loop(config: BenchConfig) -> dict[str, Any]:
+    """Sampled tokens per second of whole steps, for each kind of operators, and what each phase took.
+
+    Stock engines do what their mismatch asks for: the trainer computes the log-probabilities of the
+    samples once more, and weighs them by token (--use-tis).
+    """
+    hf_config = load_config(config.model.hf_checkpoint)
+    with on_cluster(*setting(config, hf_config, "aligned")) as make_engines, ExitStack() as on_exit:
+        loops = {
+            kind: on_exit.enter_context(started_loop(config, hf_config, kind, make_engines))
+            for kind in KINDS
+        }
+        result = alternate({kind: loop.step for kind, loop in loops.items()}, config.repetitions)
+        for kind, loop in loops.items():
+            result[kind]["seconds"] = loop.median_seconds()
+    return {"what": "loop", "unit": "sampled tokens per second", **result, **settings(config)}
+
+
+class Loop:
+    """The two engines of one kind, and the same step again and again."""
+
+    def __init__(self, config: BenchConfig, vocab_size: int, engines: EnginePair):
+        rng, self.engines, self._num_steps = random.Random(0), engines, 0
+        self._algorithm = engines.config.algorithm
+        self._prompts = [
+            Prompt(index=i, prompt_ids=_some(rng, vocab_size, config.prompt_len), label="", text="")
+            for i in range(config.num_prompts)
+        ]
+        self._params = SamplingParams(
+            temperature=1.0,
+            max_new_tokens=config.max_new_tokens,
+            stop_token_ids=(),
+            ignore_eos=True,
+        )
+        self._seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+
+    def step(self) -> float:
+        """Sample, score, train, push; sampled tokens per second of it all."""
+        started = time.perf_counter()
+        groups = self._roll_out()
+        rolled_out = time.perf_counter()
+        self.engines.trainer.train(
+            make_train_samples(groups, self._algorithm), self._num_steps, [LEARNING_RATE]
+        )
+        trained = time.perf_counter()
+        self.push()
+        ends = (started, rolled_out, trained, time.perf_counter())
+        for phase, begin, end in zip(PHASES, ends, ends[1:], strict=False):
+            self._seconds[phase].append(end - begin)
+        tokens = sum(len(s.rollout_log_probs) for group in groups for s in group.samples)
+        return tokens / (ends[-1] - started)
+
+    def push(self) -> None:
+        self.engines.push_weights(str(self._num_steps))
+        self._num_steps += 1
+
+    def _roll_out(self) -> list[SampleGroup]:
+        rollout = self.engines.config.rollout
+        count, step = rollout.n_samples_per_prompt, self._num_steps
+        requests = make_requests(self._prompts, count, self._params, "bench", step)
+        completions = self.engines.generate(requests)
+        texts = [""] * len(completions)
+        groups = group_samples(self._prompts, completions, texts, self.engines.weight_version)
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.reward = _reward(sample.completion)
+        return groups
+
+    def median_seconds(self) -> dict[str, float]:
+        """Of each phase; the first step, which warms up, is left out."""
+        return {phase: median(seconds[1:]) for phase, seconds in self._seconds.items()}
+
+
+@contextmanager
+def started_loop(
+    config: BenchConfig,
+    hf_config: PretrainedConfig,
+    kind: str,
+    make_engines: MakeEngines = EnginePair,
+) -> Iterator[Loop]:
+    """Engines of one kind with the checkpoint's weights in both; they end afterwards."""
+    train_config, contract = setting(config, hf_config, kind)
+    engines = make_engines(
+        train_config,
+        hf_config,
+        contract,
+        Path(config.run_dir) / kind,
+        longest_sequence=config.prompt_len + config.max_new_tokens,
+    )
+    try:
+        engines.start()
+        loop = Loop(config, hf_config.vocab_size, engines)
+        loop.push()
+        yield loop
+    finally:
+        engines.stop()
+
+
+def _some(rng: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(count)]
+
+
+def _reward(completion: Completion) -> float:
+    """The share of even tokens: a signal that random weights have."""
+    evens: Sequence[bool] = [token % 2 == 0 for token in completion.response_ids]
+    return sum(evens) / len(evens)

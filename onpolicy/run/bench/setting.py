@@ -1,0 +1,80 @@
+"""What is measured: one kind of operators or the other, with the flags of this command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.config.tools import BenchConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.outputs.directory import versions
+from onpolicy.rollout.engine_args import MAX_CONCURRENCY
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.placement import share_of_cores
+
+KINDS = ("aligned", "stock")
+
+Backend = groups.TrainBackend
+
+
+def setting(
+    config: BenchConfig, hf_config: PretrainedConfig, kind: str, backend: Backend = "fsdp"
+) -> tuple[TrainConfig, NumericsContract]:
+    """What an engine is made from."""
+    train_config = make_train_config(config, kind, backend)
+    return train_config, contract_for(train_config, hf_config, aligned=kind == "aligned")
+
+
+def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
+    """A run on one kind of operators, with this command's flags."""
+    is_aligned = kind == "aligned"
+    prompts, samples = _batch(config)
+    return TrainConfig(
+        model=groups.ModelConfig(
+            hf_checkpoint=config.model.hf_checkpoint, dtype=config.model.dtype
+        ),
+        rollout=groups.RolloutConfig(
+            num_rollout=1, rollout_batch_size=prompts, n_samples_per_prompt=samples
+        ),
+        engine=groups.EngineConfig(
+            cpu_threads=config.cpu.cpu_threads,
+            rollout_max_concurrency=min(MAX_CONCURRENCY, prompts * samples),
+        ),
+        cluster=config.cluster,
+        trainer=groups.TrainerConfig(
+            train_backend=backend, max_tokens_per_gpu=max(config.num_tokens)
+        ),
+        fallback=groups.FallbackConfig(use_tis=config.what == "loop" and not is_aligned),
+        parity=groups.ParityConfig(true_on_policy_mode=is_aligned, parity_policy="warn"),
+        operators=config.operators if is_aligned else groups.OperatorsConfig(),
+        sglang_args=config.sglang_args,
+    )
+
+
+def _batch(config: BenchConfig) -> tuple[int, int]:
+    """Prompts of a rollout, and samples of each."""
+    if config.what == "loop":
+        return config.num_prompts, config.n_samples_per_prompt
+    if config.what == "rollout":
+        return config.num_prompts, 1
+    return max(1, max(config.num_tokens) // (config.prompt_len + config.max_new_tokens)), 1
+
+
+def backends(config: BenchConfig) -> list[Backend]:
+    return cast(list[Backend], config.train_backend.split(","))
+
+
+def settings(config: BenchConfig) -> dict[str, Any]:
+    return {
+        "hf_checkpoint": Path(config.model.hf_checkpoint).name,
+        "dtype": config.model.dtype,
+        "repetitions": config.repetitions,
+        "num_prompts": config.num_prompts,
+        "prompt_len": config.prompt_len,
+        "max_new_tokens": config.max_new_tokens,
+        "cpu_threads": config.cpu.cpu_threads or share_of_cores(1),
+        "versions": versions(),
+    }

@@ -1,0 +1,90 @@
+"""`onpolicy bench step`: optimizer steps."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from typing import Any
+
+from onpolicy.config.tools import BenchConfig
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.bench.alternate import Measure, alternate
+from onpolicy.run.bench.setting import KINDS, Backend, backends, setting, settings
+from onpolicy.run.placement import share_of_cores
+from onpolicy.train import Trainer, make_trainer
+from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
+
+
+def bench_step(config: BenchConfig) -> dict[str, Any]:
+    """Tokens per second of an optimizer step, for growing numbers of tokens.
+
+    Of one engine on both kinds of operators, or of two engines on aligned ones.
+    """
+    threads = config.cpu.cpu_threads or share_of_cores(1)
+    hf_config = load_config(config.model.hf_checkpoint)
+    names = backends(config)
+    sides: dict[str, tuple[Backend, str]] = {name: (name, "aligned") for name in names}
+    if len(names) == 1:
+        sides = {kind: (names[0], kind) for kind in KINDS}
+    trainers = {
+        side: make_trainer(*setting(config, hf_config, kind, backend), threads)
+        for side, (backend, kind) in sides.items()
+    }
+    by_tokens = []
+    for num_tokens in config.num_tokens:
+        measures = {
+            side: _step_measure(trainer, num_tokens, config, threads if side == "stock" else 1)
+            for side, trainer in trainers.items()
+        }
+        result = alternate(measures, config.repetitions)
+        for side in trainers:
+            result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
+        by_tokens.append({"num_tokens": num_tokens, **result})
+    return {
+        "what": "step",
+        "unit": "trained tokens per second",
+        **{side: by_tokens[-1][side] for side in trainers},
+        "ratio": by_tokens[-1]["ratio"],
+        "by_num_tokens": by_tokens,
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        **settings(config),
+    }
+
+
+def _step_measure(
+    trainer: Trainer, num_tokens: int, config: BenchConfig, torch_threads: int
+) -> Measure:
+    import torch
+
+    rng = random.Random(0)
+    length = config.prompt_len + config.max_new_tokens
+    vocab_size = load_config(config.model.hf_checkpoint).vocab_size
+    samples = [
+        TrainSample(
+            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config),
+            advantage=rng.uniform(-1, 1),
+        )
+        for _ in range(num_tokens // length)
+    ]
+
+    def measure() -> float:
+        # The aligned operators bring threads of their own and keep torch at one.
+        torch.set_num_threads(torch_threads)
+        started = time.perf_counter()
+        trainer.train(samples, step=0, rates=[0.0])
+        return len(samples) * length / (time.perf_counter() - started)
+
+    return measure
+
+
+def _made_up(token_ids: list[int], config: BenchConfig) -> Sample:
+    completion = Completion(
+        response_ids=token_ids[config.prompt_len :],
+        rollout_log_probs=[-1.0] * config.max_new_tokens,
+        finish_reason=FinishReason.LENGTH,
+        weight_version="0",
+        num_cached_tokens=0,
+    )
+    prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
+    return Sample(prompt=prompt, sample_index=0, completion=completion)

@@ -1,0 +1,28 @@
+"""Ray's workers, forked from what the process that starts their raylet was forked from.
+
+A raylet starts a worker by a command line that it is given. In it a command of ours takes the place of
+Python; the worker says who it is when it comes to the raylet, which does not mind whose child it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.support.forked_commands import offer
+
+DIRECTORY, WORKER = "--session_dir=", f"--python_worker_command={sys.executable} "
+
+
+def is_raylet(command):
+    return not isinstance(command, (str, bytes)) and os.path.basename(command[0]) == "raylet"
+
+
+def with_forked_workers(raylet):
+    """The command line of a raylet, which then forks its workers from the one of this process."""
+    (directory,) = (a.removeprefix(DIRECTORY) for a in raylet if a.startswith(DIRECTORY))
+    python = Path(directory, "python")
+    offer(python, [])
+    forked = f"--python_worker_command={python} "
+    return [argument.replace(WORKER, forked) for argument in raylet]
