@@ -1,4 +1,4 @@
-"""What a lag and rounds bring, by a discrete-event simulation of engines and trainer; prints a Markdown table.
+"""What a lag and rounds bring, by a discrete-event simulation; prints a Markdown table.
 
     python benchmarks/lag_simulation.py --token-seconds 0.02 --response-seconds 0.0003 --train-ratio 0.5
 
@@ -217,9 +217,16 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--groups-per-engine", type=int, default=4)
     given = parser.parse_args()
-    print(
-        "| engines | schedule | seconds a step | speed | engines' slots in use | trainer at work | lag up to |"
+    titles = (
+        "engines",
+        "schedule",
+        "seconds a step",
+        "speed",
+        "slots in use",
+        "trainer busy",
+        "lag up to",
     )
+    print(f"| {' | '.join(titles)} |")
     print("|---|---|---|---|---|---|---|")
     for engines in given.engines:
         base = Setting(
