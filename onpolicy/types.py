@@ -73,6 +73,15 @@ class Request:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class Span:
+    """Tokens of a response that were sampled from the weights of one push."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class Completion:
     """What an engine answered to one request."""
 
@@ -85,7 +94,7 @@ class Completion:
     finish_reason: FinishReason
 
     weight_version: str
-    """The push that the engine's weights came from. Example: '3'"""
+    """The push that the engine's weights came from at the last token. Example: '3'"""
 
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
@@ -93,6 +102,10 @@ class Completion:
     routed_experts: NDArray[np.int32] | None = None
     """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
     last; None if they were not asked for, or are not those that the response was sampled with."""
+
+    spans: tuple[Span, ...] = ()
+    """The pushes that its tokens come from, in order and without gaps, as the engine says; empty if it
+    does not say. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,6 +179,18 @@ class TrainSample:
     advantage: float
     """How much better its reward is than its group's; the same for every token of the response."""
 
+    policy_version: int | None = None
+    """The version of the policy that learns from it; None: the one that it was sampled from."""
+
+    @property
+    def lags(self) -> list[int]:
+        """Of every token of the response: the pushes between the policy that it was sampled from and
+        the one that learns from it."""
+        spans, version = self.sample.completion.spans, self.policy_version
+        if version is None:
+            return [0] * len(self.sample.response_ids)
+        return [version - int(span.version) for span in spans for _ in range(span.start, span.end)]
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RunTotals:
@@ -179,14 +204,22 @@ class RunTotals:
     def plus(self, metrics: Mapping[str, float], is_first: bool) -> RunTotals:
         """With one more rollout."""
         reward = metrics.get("rollout/raw_reward", 0.0)
-        compared = metrics.get("parity/num_compared_tokens", 0)
-        mismatched = metrics.get("parity/num_mismatched_tokens", 0)
+        compared, mismatched = parity_of(metrics)
         return RunTotals(
             first_reward=reward if is_first else self.first_reward,
             last_reward=reward,
-            num_compared_tokens=self.num_compared_tokens + int(compared),
-            num_mismatched_tokens=self.num_mismatched_tokens + int(mismatched),
+            num_compared_tokens=self.num_compared_tokens + compared,
+            num_mismatched_tokens=self.num_mismatched_tokens + mismatched,
         )
+
+
+def parity_of(metrics: Mapping[str, float]) -> tuple[int, int]:
+    """Tokens that a rollout's step compared, in training and by a probe, and those that differed."""
+    compared, mismatched = (
+        sum(int(metrics.get(f"{kind}/num_{what}_tokens", 0)) for kind in ("parity", "probe"))
+        for what in ("compared", "mismatched")
+    )
+    return compared, mismatched
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

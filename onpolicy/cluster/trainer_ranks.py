@@ -113,6 +113,9 @@ class TrainerRanks(Trainer):
     def push(self, engines: Sequence[Engine], version: str) -> str:
         return cast(str, self._call("push", engines, version)[0])
 
+    def push_again(self, engines: Sequence[Engine], version: str) -> str:
+        return cast(str, self._call("push_again", engines, version)[0])
+
     def export(self, directory: Path) -> None:
         self._call("export", directory.absolute())
 

@@ -15,7 +15,13 @@ _LEAVE_ONE_OUT = "Leave one of the two out."
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError for the first combination that cannot be applied."""
-    rows = (*_what_the_run_does(config), *_rejection(config), *_kl(config), *_bypass(config))
+    rows = (
+        *_what_the_run_does(config),
+        *_lag(config),
+        *_rejection(config),
+        *_kl(config),
+        *_bypass(config),
+    )
     for name, value, is_broken, rule, remedy in rows:
         if is_broken:
             raise ConfigError(f"{spelled(name)}={value}: {rule}. {remedy}")
@@ -25,11 +31,12 @@ def _what_the_run_does(config: TrainConfig) -> list[_RuleBroken]:
     """A correction that nothing would apply, or that contradicts what else is asked for."""
     flags, governed = config.fallback, config.governor.mismatch_governor
     aligned = config.parity.true_on_policy_mode and not governed
+    on_policy = aligned and not config.may_lag
     falls_back = config.parity_policy == "fallback"
-    asked = _corrections_asked_for(flags)
+    asked = corrections_asked_for(flags)
     weight_format = config.engine.rollout_weight_format
     return [
-        *((name, value, aligned and not falls_back,
+        *((name, value, on_policy and not falls_back,
            "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
            "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.")
           for name, value in asked.items()),
@@ -54,7 +61,41 @@ def _what_the_run_does(config: TrainConfig) -> list[_RuleBroken]:
     ]  # fmt: skip
 
 
-def _corrections_asked_for(flags: FallbackConfig) -> dict[str, object]:
+def _lag(config: TrainConfig) -> list[_RuleBroken]:
+    """What contradicts samples of earlier weights, or leaves nothing to do."""
+    rollout, steps = config.rollout, config.rollout.num_rollout
+    lag, segment = rollout.rollout_lag, rollout.rollout_segment_tokens
+    longest, samples = rollout.rollout_max_response_len, rollout.n_samples_per_prompt
+    name, value = ("rollout_lag", lag) if lag else ("rollout_segment_tokens", segment)
+    return [
+        ("rollout_lag", lag, lag >= steps > 0 and lag > 0,
+         f"with --num-rollout={steps} all samples would be those of the first weights",
+         f"Give at most {steps - 1}."),
+        ("rollout_lag", lag, lag > 0 and config.engine.colocate,
+         "with --colocate the servers give their memory back while the trainer computes, and with a lag "
+         "they sample then",
+         _LEAVE_ONE_OUT),
+        ("rollout_segment_tokens", segment, segment > longest,
+         f"no response is longer than --rollout-max-response-len={longest}",
+         "Give less, or leave it out for whole responses."),
+        (name, value, config.may_lag and config.governor.mismatch_governor,
+         "the governor goes by how far the engines' log-probabilities are apart, and those of earlier "
+         "weights are, whatever the engines run on",
+         "Leave --mismatch-governor out."),
+        (name, value, config.may_lag and config.parity_policy == "fallback",
+         "samples of earlier weights are corrected in any case, whether engines mismatch or not",
+         "Leave --parity-policy out: a mismatch that the probe of each push finds ends the run."),
+        ("dynamic_sampling", True, rollout.dynamic_sampling and samples < 2,
+         f"the rewards of a group of --n-samples-per-prompt={samples} are always equal",
+         "Raise that to 2 or more."),
+        ("dynamic_sampling", True, rollout.dynamic_sampling and config.algorithm.filter_equal_rewards,
+         "draws others for the groups that --filter-equal-rewards leaves out",
+         _LEAVE_ONE_OUT),
+    ]  # fmt: skip
+
+
+def corrections_asked_for(flags: FallbackConfig) -> dict[str, object]:
+    """The switches of corrections that are on, by their flags."""
     names = ("use_tis", "use_rs", "rs_veto_threshold", "dc_mode", "custom_tis_function_path")
     values = flag_values(flags)
     return {name: values[name] for name in names if values[name]}
@@ -64,11 +105,11 @@ def _rejection(config: TrainConfig) -> list[_RuleBroken]:
     flags = config.fallback
     statistic, is_divergence = flags.rs_statistic, flags.rs_statistic != "ratio"
     governed, custom = config.governor.mismatch_governor, bool(flags.custom_tis_function_path)
-    may_reject = flags.use_rs or governed
+    may_reject, weighs = flags.use_rs or governed, flags.use_tis or governed or config.may_lag
     low, high = flags.rejection_bounds
     lowest, largest = flags.weight_bounds
     return [
-        ("tis_upper_bound", largest, (flags.use_tis or governed) and not custom and lowest > largest,
+        ("tis_upper_bound", largest, weighs and not custom and lowest > largest,
          f"--tis-mode clip bounds below by 1 / --tis-upper-bound = {lowest:g} if nothing else is given",
          "Give --tis-lower-bound."),
         ("rs_lower_bound", flags.rs_lower_bound, may_reject and not custom and low > high,

@@ -75,9 +75,10 @@ def require_known(names: Sequence[str], config: TrainConfig) -> None:
 
 
 def _only_goes_on(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """A longer run is the same run, unless its learning rate goes by its length."""
+    """A longer run is the same run, unless its learning rate goes by its length, or what it would have
+    drawn ahead at that end is not there."""
     longer: bool = now["num_rollout"] > was["num_rollout"] and now["lr_decay_style"] == "constant"
-    return longer
+    return longer and not now["rollout_lag"]
 
 
 def _text(value: Any) -> str:

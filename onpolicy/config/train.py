@@ -80,15 +80,26 @@ class TrainConfig:
         return self.parity.true_on_policy_mode or climbs
 
     @property
+    def may_lag(self) -> bool:
+        """Whether tokens may come from earlier weights than those that learn from them."""
+        return bool(self.rollout.rollout_lag or self.rollout.rollout_segment_tokens)
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that are drawn at a time."""
+        return self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size
+
+    @property
     def is_rank_invariant(self) -> bool:
         """Whether the bits of a step are to be the same on any number of trainer ranks."""
         return self.trainer.rank_invariant or self.may_align
 
     @property
     def is_always_aligned(self) -> bool:
-        """Whether every rollout runs on aligned operators, so that none is ever corrected."""
+        """Whether every rollout runs on aligned operators and the newest weights, so that none is ever
+        corrected."""
         aligned = self.parity.true_on_policy_mode and not self.governor.mismatch_governor
-        return aligned and self.parity_policy != "fallback"
+        return aligned and self.parity_policy != "fallback" and not self.may_lag
 
     @property
     def parity_policy(self) -> str:

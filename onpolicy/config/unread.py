@@ -28,9 +28,16 @@ class Reader(NamedTuple):
     reads: Callable[[Values], Any]
 
 
+def _weighs_lag(values: Values) -> bool:
+    """What `Ladder` does where samples lag behind and nothing else is asked for."""
+    lags = values["rollout_lag"] or values["rollout_segment_tokens"]
+    others = ("use_rs", "dc_mode", "use_rollout_logprobs")
+    return bool(lags) and values["rs_veto_threshold"] is None and not any(values[n] for n in others)
+
+
 def _weighs(values: Values) -> bool:
     governed, own = values["mismatch_governor"], values["custom_tis_function_path"]
-    return bool(values["use_tis"] or governed or own)
+    return bool(values["use_tis"] or governed or own or _weighs_lag(values))
 
 
 def _rejects(values: Values) -> bool:
@@ -43,6 +50,12 @@ def _corrects(values: Values) -> bool:
 
 
 READERS = (
+    Reader("dynamic_sampling_limit", "--dynamic-sampling", lambda v: v["dynamic_sampling"]),
+    Reader(
+        "over_sampling_batch_size",
+        "--dynamic-sampling or --rollout-segment-tokens",
+        lambda v: v["dynamic_sampling"] or v["rollout_segment_tokens"],
+    ),
     Reader("max_rank_restarts", "--save and --save-interval", lambda v: v["save_interval"]),
     Reader("megatron_*", "--train-backend megatron", lambda v: "megatron" in v["train_backend"]),
     Reader("tis_level tis_mode tis_batch_normalize", "--use-tis", _weighs),

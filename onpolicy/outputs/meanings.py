@@ -1,7 +1,8 @@
 """Names and meanings of everything a run logs.
 
 A reward function of the user's may add `rollout/reward/<name>`, a correction of the user's
-`tis/<name>`. Evaluation sets that have names log `eval/<set>/<metric>` instead of `eval/<metric>`.
+`tis/<name>`. Evaluation sets that have names log `eval/<set>/<metric>` instead of `eval/<metric>`, and
+tokens of a lag `lag/<lag>/<metric>`.
 """
 
 MEANINGS = {
@@ -15,12 +16,24 @@ MEANINGS = {
     "rollout/log_probs": "mean log-probability of the sampled tokens, from the rollout engine",
     "rollout/num_cached_tokens": "prompt tokens that were found in the engines' prefix caches",
     "rollout/num_filtered_groups": "groups left out because all their rewards are equal",
-    "parity/num_compared_tokens": "tokens of the first optimizer step, all compared bit by bit",
+    "rollout/num_resampled_groups": "groups with equal rewards that others were drawn in the place of",
+    "rollout/num_surplus_groups": "complete groups that were more than the rollout needed, and dropped",
+    "parity/num_compared_tokens": "tokens of the first optimizer step, all of lag 0 compared bit by bit",
     "parity/num_mismatched_tokens": "tokens among them with another log-probability in training",
     "parity/max_ulp": "largest distance between two such values, in representable numbers",
     "train/train_rollout_logprob_abs_diff": "mean |train - rollout| over the compared tokens",
     "train/k3_kl": "mean exp(r) - r - 1, r = train - rollout, over the compared tokens",
     "parity/num_fallbacks": "1 if a mismatch made this rollout one for the correction",
+    "probe/num_compared_tokens": "tokens that the engines sampled for the probe after the push",
+    "probe/num_mismatched_tokens": "tokens among them with another log-probability in the trainer",
+    "probe/max_ulp": "largest distance between two such values, in representable numbers",
+    "probe/k3": "mean exp(r) - r - 1 over them: how far the engines are apart without staleness",
+    "lag/mean": "mean pushes between the weights that sampled a token and those that learn from it",
+    "lag/share": "share of the tokens that have this lag",
+    "lag/k3": "mean exp(r) - r - 1 over them, r = log pi_train - log pi_rollout",
+    "lag/ess": "effective sample size of their weights, as a share of their number",
+    "lag/clip_share": "share of them whose ratio is above --tis-upper-bound",
+    "lag/rejected_share": "share of them that rejection drops",
     "train/opsm_fraction": "share of tokens that off-policy sequence masking dropped",
     "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
     "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",
@@ -81,7 +94,8 @@ MEANINGS = {
     "train/entropy": "entropy of the policy at the sampled tokens, in nats",
     "train/grad_norm": "norm of the gradient before clipping",
     "train/lr": "learning rate",
-    "perf/rollout_time": "seconds of sampling and scoring",
+    "perf/rollout_time": "seconds of sampling and scoring during the step",
+    "perf/rollout_wait_time": "seconds after training in which the push waited for what is drawn ahead",
     "perf/rollout_tokens_per_second": "response tokens per second of sampling",
     "perf/train_time": "seconds of training",
     "perf/train_tokens_per_second": "prompt and response tokens per second of training",
@@ -109,4 +123,6 @@ def meaning(metric: str) -> str:
     eval_set, _, name = rest.partition("/")
     if kind == "eval" and name:
         return f"{MEANINGS.get(f'eval/{name}', '')} (of the set {eval_set})"
+    if kind == "lag" and name:
+        return f"{MEANINGS.get(f'lag/{name}', '')} (of lag {eval_set})"
     return MEANINGS.get(metric, "")

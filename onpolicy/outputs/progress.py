@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from onpolicy.outputs.console import duration, elapsed
-from onpolicy.types import RunSummary
+from onpolicy.types import RunSummary, parity_of
 
 RECENT = 20
 """Rollouts whose mean time tells when the run will be done: responses grow while it learns."""
@@ -64,8 +64,7 @@ class Progress:
         """A rollout has been trained on."""
         spent, left = self._times(step + 1)
         reward = f"reward {metrics['rollout/raw_reward']:.3f}"
-        mismatched = f"{metrics.get('parity/num_mismatched_tokens', 0):.0f}"
-        compared = f"{metrics.get('parity/num_compared_tokens', 0):.0f}"
+        compared, mismatched = parity_of(metrics)
         speed = f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
         self._bar.update(
             self._task,

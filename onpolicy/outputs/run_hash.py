@@ -15,14 +15,21 @@ class RunHash:
     def __init__(self, value: str = ""):
         self.value = value
 
-    def add_step(self, groups: Iterable[SampleGroup], loss: float, weights: str) -> None:
-        """Add what a step sampled, how it was rewarded, its loss, and the weights after it."""
+    def add_step(
+        self, groups: Iterable[SampleGroup], loss: float, weights: str, *, with_spans: bool = False
+    ) -> None:
+        """Add what a step sampled, how it was rewarded, its loss, and the weights after it.
+
+        `with_spans`: and which weights each token was sampled from.
+        """
         digest = hashlib.sha256(self.value.encode())
         for sample in (sample for group in groups for sample in group.samples):
             length = len(sample.response_ids)
             digest.update(struct.pack(f"<{length}q", *sample.response_ids))
             digest.update(struct.pack(f"<{length}f", *sample.rollout_log_probs))
             digest.update(struct.pack("<d", sample.reward))
+            for span in sample.completion.spans if with_spans else ():
+                digest.update(f"{span.version}:{span.start}-{span.end};".encode())
         digest.update(struct.pack("<d", loss))
         digest.update(weights.encode())
         self.value = digest.hexdigest()[:32]

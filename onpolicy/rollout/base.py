@@ -98,4 +98,7 @@ class RolloutGroup(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End what `launch` started. Safe to call at any time, and twice."""
+        """End what `launch` started, and a `generate` of another thread, which raises something then.
+
+        Safe to call at any time, and twice.
+        """

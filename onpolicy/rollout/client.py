@@ -13,7 +13,7 @@ import requests
 from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.types import Completion, FinishReason, Request
+from onpolicy.types import Completion, FinishReason, Request, Span
 
 
 class EngineLostError(EngineError):
@@ -201,6 +201,10 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
         weight_version=str(meta.get("weight_version")),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
         routed_experts=_routed_experts(meta, request, url),
+        spans=tuple(
+            Span(version=str(span["version"]), start=int(span["start"]), end=int(span["end"]))
+            for span in meta.get("weight_versions") or ()
+        ),
     )
 
 

@@ -75,11 +75,8 @@ class PromptSource:
     def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool):
         self.prompts, self.seed, self.shuffle = prompts, seed, shuffle
 
-    def batch(self, step: int, size: int) -> list[Prompt]:
-        """The prompts of rollout number `step`."""
-        return [self._at(position) for position in range(step * size, (step + 1) * size)]
-
-    def _at(self, position: int) -> Prompt:
+    def at(self, position: int) -> Prompt:
+        """The prompt that comes after `position` others."""
         epoch, offset = divmod(position, len(self.prompts))
         if not self.shuffle:
             return self.prompts[offset]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ class SglangGroup(RolloutGroup):
         self.on_progress = lambda done, tokens: None
         self._self_check: dict[str, str] = {}
         self._restarts_left = config.rollout_max_restarts
+        self._stopped = False
+        self._end_sampling: Callable[[], object] = lambda: None
         if not config.rollout_server_url:
             self.servers = _servers(config, specs, log_directory, make_server)
         urls = config.rollout_server_url or [server.url for server in self.servers]
@@ -136,6 +139,9 @@ class SglangGroup(RolloutGroup):
 
     async def _run(self, job: SamplingJob) -> list[EngineClient]:
         """Send what is missing to all servers; return those that stopped answering."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        self._end_sampling = lambda: loop.call_soon_threadsafe(task.cancel)
         queue = deque(job.missing)
         limit = min(self.config.rollout_max_concurrency, -(-len(queue) // len(self.clients)))
 
@@ -168,6 +174,7 @@ class SglangGroup(RolloutGroup):
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             results = await asyncio.gather(*(serve(client, session) for client in self.clients))
+        self._end_sampling = lambda: None
         return [client for client in results if client is not None]
 
     async def _watch(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
@@ -232,6 +239,8 @@ class SglangGroup(RolloutGroup):
                 logger.error("%s", error)
 
     def _start_again(self, servers: Sequence[EngineServer], down: str) -> None:
+        if self._stopped:
+            raise EngineError(f"{down}the run has ended.")
         if self._restarts_left < len(servers):
             tails = "".join(f"\n{s.log_file}:\n{s.log_tail()}" for s in servers)
             raise EngineError(
@@ -262,6 +271,9 @@ class SglangGroup(RolloutGroup):
                 self._given_back[client].remove(kind)
 
     def stop(self) -> None:
+        self._stopped = True
+        with contextlib.suppress(RuntimeError):  # it ended by itself meanwhile
+            self._end_sampling()
         for server in self.servers:
             server.stop()
 

@@ -17,6 +17,7 @@ from onpolicy.run.engine_specs import make_rollout_group, replays_routing
 from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import Completion, Request
+from onpolicy.weights.push import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +90,21 @@ class EnginePair:
         Servers that die on the way are started again, and all get the weights once more.
         """
         self.weight_version = version
-        self._through_deaths(self._push, f"pushing the weights of version {version}")
+        self._push_by(self.trainer.push)
 
-    def _push(self) -> None:
+    def push_again(self) -> None:
+        """Give servers that were started again the weights of the last push, in the same way."""
+        self._push_by(self.trainer.push_again)
+
+    def _push_by(self, way: Callable[[Sequence[Engine], str], str]) -> None:
+        what = f"pushing the weights of version {self.weight_version}"
+        self._through_deaths(lambda: self._push(way), what)
+
+    def _push(self, way: Callable[[Sequence[Engine], str], str]) -> None:
         if self.config.engine.colocate:
             self.trainer.release_memory()
         self.rollout.resume_memory("weights")
-        self.weight_digest = self.trainer.push(self.rollout.clients, self.weight_version)
+        self.weight_digest = way(self.rollout.clients, self.weight_version)
         self.rollout.resume_memory("kv_cache")
 
     def make_room(self) -> None:
@@ -114,15 +123,20 @@ class EnginePair:
                     raise
             logger.warning("%s again", what)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample responses; servers that die on the way get the current weights again."""
+    def generate(
+        self, requests: Sequence[Request], push_again: Callable[[], None] | None = None
+    ) -> list[Completion]:
+        """Sample responses; servers that die on the way get the current weights again.
+
+        `push_again`: has that done, where the caller's thread is not the one that calls the trainer.
+        """
         job = SamplingJob(requests)
         while True:
             self.rollout.on_progress = self.on_progress
             try:
                 return self.rollout.generate(job)
             except EnginesRestartedError:
-                self.push_weights(self.weight_version)
+                (push_again or self.push_again)()
 
     def stop(self) -> None:
         """End the servers, and the ranks of the trainer."""

@@ -9,6 +9,7 @@ from typing import Any
 from fallback_correction.config import DiscrepancyConfig
 from fallback_correction.governor import RUNGS, Governor, Move, Rung
 from onpolicy.config import TrainConfig
+from onpolicy.config.corrections import corrections_asked_for
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 
@@ -38,17 +39,22 @@ class Ladder:
     def fallback(self) -> FallbackConfig:
         """The corrections in force now.
 
-        On stock none is; from tis on weights, the discrepancy penalty, and the user's own; from mis
-        on rejection and the veto.
+        With a governor: on stock none; from tis on weights, the discrepancy penalty, and the user's
+        own; from mis on rejection and the veto.
         """
         flags = self.config.fallback
         if self._governor is None:
-            return flags
+            return self._with_lag(flags)
         height = RUNGS.index(self._governor.rung)
         flags = replace(flags, use_tis=height >= 1, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
             flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")
         return flags if height >= 2 else replace(flags, rs_veto_threshold=None)
+
+    def _with_lag(self, flags: FallbackConfig) -> FallbackConfig:
+        """Samples of earlier weights are weighed, unless something else is to be done about them."""
+        corrects = corrections_asked_for(flags) or flags.use_rollout_logprobs
+        return replace(flags, use_tis=True) if self.config.may_lag and not corrects else flags
 
     @property
     def lr_scale(self) -> float:

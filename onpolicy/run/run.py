@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from onpolicy.config import TrainConfig
+from onpolicy.config import TrainConfig, settings
 from onpolicy.config.groups import RewardConfig
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
@@ -18,11 +19,16 @@ from onpolicy.outputs.run_hash import RunHash
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
 from onpolicy.run import saving
+from onpolicy.run.ahead import Rollouts
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.journal import Journal
 from onpolicy.run.learning_rate import LearningRate
+from onpolicy.run.probe import Probe
 from onpolicy.run.sampler import Sampler
+from onpolicy.run.saving.rollouts import FILE as ROLLOUTS
+from onpolicy.run.saving.rollouts import read_rollouts, write_rollouts
+from onpolicy.run.schedule import Schedule
 from onpolicy.run.train_samples import make_train_samples, worth_training
 from onpolicy.types import RunSummary, RunTotals, SampleGroup
 from onpolicy.weights.transports.disk import remove_leftovers
@@ -87,6 +93,7 @@ class Run:
             self.engines.trainer.load(resumed.directory)
             logger.info("resumed from %s", resumed.directory)
         self._open_outputs()
+        self._begin_rollouts(resumed)
 
     def _find_checkpoint(self) -> saving.Checkpoint | None:
         """With --save this run's alone from here on, and known to have room."""
@@ -112,6 +119,7 @@ class Run:
         self._on_exit.callback(self._directory.close)
         self._hold_save()  # an empty one in an earlier run's directory has gone aside with it
         remove_leftovers(self._directory.path)
+        self._on_exit.callback(remove_leftovers, self._directory.path)
         self._directory.write_records(self.config, self.ladder.contract, self.first_step)
         self._on_exit.enter_context(self._directory.log_file())
 
@@ -124,24 +132,57 @@ class Run:
         self.engines.on_progress = self.journal.on_response
         on_requests = self.journal.on_requests
         self.sampler = Sampler(config, self.inputs, self.engines, scorer, on_requests)
+        self.probe = Probe(config, self.inputs, self.engines)
+
+    def _begin_rollouts(self, resumed: saving.Checkpoint | None) -> None:
+        """What a checkpoint holds of rollouts is taken over, unless the run goes on as another."""
+        rollout = self.config.rollout
+        schedule = Schedule(
+            lag=rollout.rollout_lag, first=self.first_step, last=rollout.num_rollout
+        )
+        self.rollouts = Rollouts(schedule, self.sampler.roll_out, self.engines)
+        self._on_exit.callback(self.rollouts.close)
+        self.sampler.open.next_number = self.first_step * rollout.rollout_batch_size
+        if resumed is not None and self._is_the_same_run(resumed):
+            read_rollouts(resumed.directory, self.sampler, self.rollouts)
+
+    def _is_the_same_run(self, resumed: saving.Checkpoint) -> bool:
+        prompts = saving.digest_prompts(self.inputs.prompts.prompts)
+        if resumed.state.prompts == prompts and not settings.changes(resumed.config, self.config):
+            return True
+        if (resumed.directory / ROLLOUTS).exists():
+            logger.warning(
+                "what %s holds of rollouts was drawn under other settings: it is drawn again",
+                resumed.directory,
+            )
+        return False
 
     def _text(self, token_ids: list[int]) -> str:
         """Tokens as text in which special tokens can be seen."""
         return str(self.inputs.tokenizer.decode(token_ids))
 
     def push_weights(self) -> Metrics:
-        """Give the rollout the trainer's weights, verified."""
+        """Give the rollout the trainer's weights, verified, once nothing is drawn under the last."""
+        waited = time.perf_counter()
+        rollout_time = self.rollouts.settle()
         started = time.perf_counter()
         if not self.engines.weight_version:
             logger.info("pushing the trainer's weights to the servers")
         self.engines.push_weights(str(self.rollouts_done))
-        return {"perf/weight_sync_time": time.perf_counter() - started}
+        found = self.probe.compare() if self.config.may_lag else {}
+        done = time.perf_counter()
+        return {
+            **found,
+            "perf/rollout_time": rollout_time,
+            "perf/rollout_wait_time": started - waited,
+            "perf/weight_sync_time": done - started,
+        }
 
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        """Sample and score the prompts of a step."""
-        groups, metrics = self.sampler.roll_out(step)
-        self.journal.on_rollout(step, groups)
-        return groups, metrics
+        """The sampled and scored prompts of a step; what the schedule draws beside it is begun."""
+        rollout = self.rollouts.take(step)
+        self.journal.on_rollout(step, rollout.groups)
+        return rollout.groups, rollout.metrics
 
     def evaluate_if_due(self, step: int) -> None:
         """Sample and score the evaluation sets, before the first and after each k-th rollout."""
@@ -172,7 +213,7 @@ class Run:
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
-        samples = make_train_samples(kept, algorithm)
+        samples = make_train_samples(kept, algorithm, step if self.config.may_lag else None)
         num_steps = min(self.config.steps_per_rollout, len(samples))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
         metrics |= self.learning_rate.metrics()
@@ -198,7 +239,8 @@ class Run:
         metrics = {**metrics, **idle_shares(metrics)}
         self.totals = self.totals.plus(metrics, is_first=step == 0)
         loss = metrics.get("train/loss", 0.0)
-        self.run_hash.add_step(groups, loss, self.engines.weight_digest)
+        digest, may_lag = self.engines.weight_digest, self.config.may_lag
+        self.run_hash.add_step(groups, loss, digest, with_spans=may_lag)
         self.journal.on_step(step, metrics)
 
     def save_if_due(self) -> None:
@@ -213,7 +255,8 @@ class Run:
                 learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
             )
-            saving.save(self.config, self.engines, state)
+            write = partial(write_rollouts, sampler=self.sampler, rollouts=self.rollouts)
+            saving.save(self.config, self.engines, state, write)
 
     def summary(self) -> RunSummary:
         """The run in a few numbers; draws the plot."""

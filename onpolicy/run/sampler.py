@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from onpolicy.config import TrainConfig
+from onpolicy.errors import TrainingError
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.sampling import group_samples, make_requests
+from onpolicy.rollout.open_groups import OpenGroup, OpenGroups
+from onpolicy.rollout.sampling import group_samples, make_group, make_requests, require_version
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
-from onpolicy.types import Completion, Prompt, SampleGroup, SamplingParams
+from onpolicy.run.train_samples import has_signal
+from onpolicy.types import Completion, Prompt, Request, SampleGroup, SamplingParams
 
 Metrics = dict[str, float]
+
+Generate = Callable[[Sequence[Request]], list[Completion]]
+"""One response per request, in their order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """What a step is to train on."""
+
+    groups: list[SampleGroup]
+    metrics: Metrics
+
+
+Numbered = tuple[int, SampleGroup]
+"""A group and its position in the endless order of prompts."""
 
 
 class Sampler:
@@ -30,16 +49,85 @@ class Sampler:
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self._on_requests = scorer, on_requests
+        rollout = config.rollout
+        self.open = OpenGroups(
+            self.open_group,
+            config.open_groups * rollout.n_samples_per_prompt,
+            rollout.rollout_segment_tokens or rollout.rollout_max_response_len,
+        )
+        self.ready: list[Numbered] = []
+        """Complete, scored, and not trained on; the oldest first."""
 
-    def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        """Sample and score the prompts of a step."""
+    def roll_out(self, step: int, version: int, generate: Generate) -> Rollout:
+        """Draw the groups of a step: the oldest that are complete, in rounds until there are enough.
+
+        Raises EngineError for a token that was not sampled from the weights of `version`, and
+        TrainingError if too many groups in a row are without a signal.
+        """
+        wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)
+        while len(self.ready) < wanted:
+            self._draw_round(version, generate, found)
+            self._require_signal(step, found["rollout/num_resampled_groups"])
+        groups = [group for _, group in self.ready[:wanted]]
+        self.ready = self.ready[wanted:]
+        if self.ready and not self.config.rollout.rollout_segment_tokens:
+            found["rollout/num_surplus_groups"] += len(self.ready)
+            self.ready = []  # a step's samples are all of one version
+        seconds, tokens = found.pop("seconds", 0.0), found.pop("tokens", 0.0)
+        found["perf/rollout_tokens_per_second"] = tokens / seconds if seconds else 0.0
+        return Rollout(groups=groups, metrics={**rollout_metrics(groups), **found})
+
+    def _draw_round(self, version: int, generate: Generate, found: Metrics) -> None:
+        started = time.perf_counter()
+        slots = self.open.next_round()
+        self._on_requests(len(slots))
+        completions = generate([self.open.request(slot) for slot in slots])
+        sampled = time.perf_counter()
+        for completion in completions:
+            require_version(completion, str(version), by_token=self.config.may_lag)
+        complete = self.open.take(slots, completions)
+        found["tokens"] += sum(len(completion.response_ids) for completion in completions)
+        found["seconds"] += sampled - started
+        for name, value in self._make_ready(complete).items():
+            found[name] += value
+
+    def _make_ready(self, complete: Sequence[OpenGroup]) -> Metrics:
+        """Score groups, and keep those that are worth it."""
+        if not complete:
+            return {}
+        groups, metrics = self._score(
+            [group.prompt for group in complete],
+            [c for group in complete for c in group.completions if c is not None],
+        )
+        scored = list(zip((group.number for group in complete), groups, strict=True))
+        if self.config.rollout.dynamic_sampling:
+            scored = [(number, group) for number, group in scored if has_signal(group)]
+            metrics["rollout/num_resampled_groups"] = float(len(groups) - len(scored))
+        self.ready = sorted([*self.ready, *scored], key=lambda numbered: numbered[0])
+        return metrics
+
+    def _require_signal(self, step: int, num_dropped: float) -> None:
         rollout = self.config.rollout
-        prompts = self.inputs.prompts.batch(step, rollout.rollout_batch_size)
+        most = rollout.dynamic_sampling_limit * rollout.rollout_batch_size
+        if num_dropped > most:
+            raise TrainingError(
+                f"--dynamic-sampling-limit={rollout.dynamic_sampling_limit}: for rollout {step} "
+                f"{num_dropped:.0f} groups were drawn whose rewards are all equal, and the limit is "
+                f"{most}: the prompts are too easy or too hard by now. Choose others, raise the limit, "
+                "or train on what there is with --filter-equal-rewards instead of --dynamic-sampling."
+            )
+
+    def open_group(self, number: int) -> OpenGroup:
+        """The group of the prompt that comes after `number` others; nothing of it is drawn."""
+        rollout, prompt = self.config.rollout, self.inputs.prompts.at(number)
         params = self._params(rollout.rollout_temperature, rollout.rollout_max_response_len)
         params = replace(params, return_routed_experts=self.engines.replays_routing)
-        count = rollout.n_samples_per_prompt
-        groups, metrics = self._sample(prompts, count, params, "rollout", step)
-        return groups, {**rollout_metrics(groups), **metrics}
+        count, batch = rollout.n_samples_per_prompt, rollout.rollout_batch_size
+        seed_key = (self.config.seed, "rollout", *divmod(number, batch))
+        requests = make_group(prompt, count, params, *seed_key)
+        return OpenGroup(
+            number=number, prompt=prompt, requests=requests, completions=[None] * count
+        )
 
     def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics]:
         """Sample and score one evaluation set; another set beside it changes nothing."""
@@ -48,7 +136,12 @@ class Sampler:
         params = self._params(evaluation.eval_temperature, length)
         prompts, count = self.inputs.eval_sets[name], evaluation.n_samples_per_eval_prompt
         seed_key = ["eval", name] if name else ["eval"]
-        groups, _ = self._sample(prompts, count, params, *seed_key)
+        requests = make_requests(prompts, count, params, self.config.seed, *seed_key)
+        self._on_requests(len(requests))
+        completions = self.engines.generate(requests)
+        for completion in completions:
+            require_version(completion, self.engines.weight_version)
+        groups, _ = self._score(prompts, completions)
         return groups, eval_metrics(groups, name)
 
     def _params(self, temperature: float, max_new_tokens: int) -> SamplingParams:
@@ -62,25 +155,12 @@ class Sampler:
             min_p=rollout.rollout_min_p,
         )
 
-    def _sample(
-        self, prompts: list[Prompt], count: int, params: SamplingParams, *seed_key: int | str
-    ) -> tuple[list[SampleGroup], Metrics]:
-        started = time.perf_counter()
-        requests = make_requests(prompts, count, params, self.config.seed, *seed_key)
-        self._on_requests(len(requests))
-        completions = self.engines.generate(requests)
-        seconds = time.perf_counter() - started
-        tokens = sum(len(completion.response_ids) for completion in completions)
-        groups, metrics = self._score(prompts, completions)
-        metrics["perf/rollout_tokens_per_second"] = tokens / seconds
-        metrics["perf/rollout_time"] = time.perf_counter() - started
-        return groups, metrics
-
     def _score(
-        self, prompts: list[Prompt], completions: Sequence[Completion]
+        self, prompts: Sequence[Prompt], completions: Iterable[Completion]
     ) -> tuple[list[SampleGroup], Metrics]:
+        completions = list(completions)
         texts = self.inputs.tokenizer.batch_decode(
             [completion.response_ids for completion in completions], skip_special_tokens=True
         )
-        groups = group_samples(prompts, completions, texts, self.engines.weight_version)
+        groups = group_samples(prompts, completions, texts)
         return groups, self._scorer.score([sample for g in groups for sample in g.samples])

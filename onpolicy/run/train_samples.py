@@ -15,20 +15,28 @@ def worth_training(
     """All groups, or with --filter-equal-rewards those whose rewards differ."""
     if not algorithm.filter_equal_rewards:
         return groups
-    return [group for group in groups if len(set(_rewards(group))) > 1]
+    return [group for group in groups if has_signal(group)]
+
+
+def has_signal(group: SampleGroup) -> bool:
+    """Whether the rewards of a group differ."""
+    return len(set(_rewards(group))) > 1
 
 
 def make_train_samples(
-    groups: Sequence[SampleGroup], algorithm: AlgorithmConfig
+    groups: Sequence[SampleGroup], algorithm: AlgorithmConfig, policy_version: int | None = None
 ) -> list[TrainSample]:
-    """The groups' samples, in their order, each with its advantage within its group."""
+    """The groups' samples, in their order, each with its advantage within its group.
+
+    `policy_version`: of the policy that is to learn from them, if that may be a later one.
+    """
     advantages = group_advantages(
         [_rewards(group) for group in groups],
         algorithm.advantage_estimator,
         [[len(sample.rollout_log_probs) for sample in group.samples] for group in groups],
     )
     return [
-        TrainSample(sample=sample, advantage=advantage)
+        TrainSample(sample=sample, advantage=advantage, policy_version=policy_version)
         for group, values in zip(groups, advantages, strict=True)
         for sample, advantage in zip(group.samples, values, strict=True)
     ]

@@ -55,6 +55,11 @@ class Trainer(ABC):
         """
 
     @abstractmethod
+    def push_again(self, engines: Sequence[Engine], version: str) -> str:
+        """Give them what the last push gave them. Where samples may lag behind the policy, that was
+        kept, and what was trained since does not matter."""
+
+    @abstractmethod
     def export(self, directory: Path) -> None:
         """Write the policy as a Hugging Face checkpoint into a directory that is made for it."""
 

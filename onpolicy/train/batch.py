@@ -46,6 +46,9 @@ class PackedBatch:
     rollout_log_probs: Tensor
     advantages: Tensor
 
+    lags: Tensor
+    """int32: the pushes between the policy that each was sampled from and the one that is trained."""
+
     mask: Tensor
     """bool: the tokens that count. None of a filler, which only keeps this rank in step with the
     others, and none that was rejected as not finite."""
@@ -136,6 +139,7 @@ def packed_batch(
         samples=samples,
         rollout_log_probs=log_probs.to(device),
         advantages=advantages.repeat_interleave(lens).to(device),
+        lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
         mask=torch.full((len(log_probs),), not is_filler, device=device),
     )
 

@@ -29,6 +29,7 @@ from onpolicy.config.groups import FallbackConfig
 from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, with_weights
 from onpolicy.train.correction_flags import custom_correction, make_penalty, weight_correction
 from onpolicy.train.distributed import gather_vectors
+from onpolicy.train.lag_metrics import lag_metrics
 
 Metrics = dict[str, float]
 
@@ -102,6 +103,14 @@ class Corrections:
                 [correct(_tokens(*step), config, gather_vectors).metrics for step in steps]
             )
         return metrics
+
+    def measure_lags(self, steps: Sequence[TrainedStep], lags: Sequence[int]) -> Metrics:
+        """The same by lag, if any token has one; collective."""
+        if not any(lags):
+            return {}
+        batches, train_log_probs = steps[0]
+        tokens = _tokens(batches, train_log_probs)
+        return lag_metrics(batches, tokens, lags, self.flags.tis_upper_bound)
 
     def k3(self, step: Sequence[PackedBatch], train_log_probs: Sequence[Tensor]) -> float:
         """`mismatch/k3` of other log-probabilities of the trainer's; collective."""

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 class ParityGate:
     """Compares the log-probabilities of the loss's own forward pass with the rollout's.
 
-    Only the first optimizer step of a rollout is comparable: after it the policy has changed.
+    Only the first optimizer step of a rollout is comparable, after which the policy has changed, and in
+    it only the tokens that were sampled from this policy, not from earlier weights.
     """
 
     def __init__(self, step: int, *, fails: bool, warns: bool, remedy: str):
@@ -30,7 +31,11 @@ class ParityGate:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs."""
         counts, first = ParityCounts(), None
         if not batch.is_filler:
-            counts, first = compare_log_probs(log_probs.detach(), batch.rollout_log_probs)
+            fresh = (batch.lags == 0).nonzero()[:, 0]
+            counts, first = compare_log_probs(
+                log_probs.detach()[fresh], batch.rollout_log_probs[fresh]
+            )
+            first = None if first is None else int(fresh[first])
             self._count_by_sample(log_probs, batch)
         self._counts.append(counts)
         if not self.fails:
@@ -68,8 +73,11 @@ class ParityGate:
 
     def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
-        for sample, part in zip(batch.samples, differ.split(batch.response_lens), strict=True):
-            self._by_sample[id(sample)] = int(part.sum())
+        lens, fresh = batch.response_lens, batch.lags.cpu() == 0
+        parts = zip(batch.samples, differ.split(lens), fresh.split(lens), strict=True)
+        for sample, part, is_fresh in parts:
+            if is_fresh.any():
+                self._by_sample[id(sample)] = int(part[is_fresh].sum())
 
     def _mismatch(self, log_probs: Tensor, batch: PackedBatch, row: int) -> Mismatch:
         sample, position = batch.locate(row)

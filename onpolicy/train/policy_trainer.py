@@ -143,10 +143,10 @@ class PolicyTrainer(WeightOutlet):
         self, share: Share, rates: Sequence[float], step: int
     ) -> dict[str, float]:
         steps = [self._micro_batches(share, number) for number in range(len(rates))]
-        gate, corrected = self._gate(step), not self.contract.is_aligned
+        gate, corrected = self._gate(step), not self.contract.is_aligned or any(share.lags)
         scored, perf = self._scored(steps, corrected=corrected)
         try:
-            metrics = self._train_on(scored, rates, gate, corrected=corrected)
+            metrics = self._train_on(scored, rates, gate, corrected=corrected, lags=share.lags)
         except ParityError as error:
             self.mismatched_tokens = gate.mismatched_tokens(share)
             if not self._falls_back:
@@ -166,8 +166,9 @@ class PolicyTrainer(WeightOutlet):
         gate: ParityGate,
         *,
         corrected: bool,
+        lags: Sequence[int] = (),
     ) -> dict[str, float]:
-        """The optimizer steps of a rollout; `corrected`: as one that is not aligned."""
+        """The optimizer steps of a rollout; `corrected`: as one that is not on-policy."""
         metrics = self._own_routing(steps[0])
         weighed, found = self.corrections.weigh(steps, active=corrected)
         updates = [
@@ -179,7 +180,10 @@ class PolicyTrainer(WeightOutlet):
         }
         if corrected:
             train_log_probs = [log_probs for _, log_probs in updates]
-            metrics |= self.corrections.measure(list(zip(weighed, train_log_probs, strict=True)))
+            trained = list(zip(weighed, train_log_probs, strict=True))
+            metrics |= self.corrections.measure(trained) | self.corrections.measure_lags(
+                trained, lags
+            )
         return {**metrics, **gate.reduce().metrics()}
 
     def _optimizer_step(
@@ -249,7 +253,8 @@ class PolicyTrainer(WeightOutlet):
         return scored, {"perf/log_probs_time": time.perf_counter() - start}
 
     def _old_log_probs(self, batches: Sequence[PackedBatch], *, corrected: bool) -> list[Tensor]:
-        """Under an aligned contract the rollout's: computing them again would give the same bits."""
+        """On policy under an aligned contract the rollout's: computing them again would give the same
+        bits."""
         if corrected and not self.config.fallback.use_rollout_logprobs:
             return self._score([batch.packed for batch in batches])
         return [batch.rollout_log_probs for batch in batches]

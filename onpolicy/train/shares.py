@@ -25,6 +25,9 @@ class Share:
     num_tokens: int
     """Of all ranks, prompts included."""
 
+    lags: tuple[int, ...] = (0,)
+    """Those that tokens of all ranks have."""
+
     def micro_batches(self, step: int) -> list[list[TrainSample]]:
         """The samples of each micro-batch of an optimizer step."""
         return [[self.samples[i] for i in part] for part in self.steps[step]]
@@ -39,12 +42,14 @@ def make_shares(
         _numbered(pack([lens[i] for i in part], num_ranks, max_tokens), part.start)
         for part in split_evenly(len(samples), num_steps)
     ]
+    lags = tuple(sorted({lag for s in samples for lag in s.lags}))
     return [
         Share(
             samples={i: samples[i] for step in steps for part in step for i in part},
             steps=list(steps),
             num_samples=len(samples),
             num_tokens=sum(lens),
+            lags=lags,
         )
         for steps in zip(*plans, strict=True)
     ]

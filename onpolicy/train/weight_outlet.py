@@ -16,6 +16,7 @@ from onpolicy.models.export import export_checkpoint
 from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.kept import KeptWeights
 from onpolicy.weights.push import Engine, push_weights
 from onpolicy.weights.rounding import rounded
 from onpolicy.weights.transports import make_transport
@@ -30,7 +31,9 @@ class WeightOutlet(Trainer):
 
     def __init__(self, config: TrainConfig):
         self.config = config
-        self.transport = make_transport(config.sync.weight_sync, Path(config.output.run_dir))
+        directory = Path(config.output.run_dir)
+        self.transport = make_transport(config.sync.weight_sync, directory)
+        self._kept = KeptWeights(directory)
 
     @abstractmethod
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
@@ -44,7 +47,17 @@ class WeightOutlet(Trainer):
             if distributed.rank() != 0:
                 return ""
             sent = rounded(buckets, self._weight_format)
+            if self.config.may_lag:
+                sent = self._kept.keep(sent, version)
             return push_weights(sent, engines, self.transport, version)
+
+    def push_again(self, engines: Sequence[Engine], version: str) -> str:
+        if not self.config.may_lag:
+            return self.push(engines, version)
+        if distributed.rank() != 0:
+            return ""
+        kept = self._kept.buckets(version, str(distributed.device(self.contract.device)))
+        return push_weights(kept, engines, self.transport, version)
 
     @property
     def _weight_format(self) -> str:

@@ -15,7 +15,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from onpolicy.rollout.client import EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.types import Completion, FinishReason, Request, SamplingParams
+from onpolicy.types import Completion, FinishReason, Request, SamplingParams, Span
 from onpolicy.weights.digest import WeightDigest
 from tests.support.tiny_policy import ALIGNED, END, VOCAB_SIZE, make_weights, sample, score
 
@@ -112,7 +112,7 @@ class Memory:
             scores = score(self.weights, context, temperature, is_rounded=rounds)
         if not response:
             self.prefixes[temperature, *context] = scores
-        token = sample(scores, request.sampling_seed, len(response))
+        token = sample(scores, request.sampling_seed, len(context))
         return token, scores[token].item()
 
 
@@ -126,6 +126,8 @@ class Engine:
         self.spec, self.port, self.log_file = spec, port, log_file
         self.dies_at: Container[int] = ()
         self.hangs_at: Container[int] = ()
+        self.pause: Callable[[], float] = lambda: 0.0
+        """Seconds before a token."""
         self.url = f"http://127.0.0.1:{port}"
         self.calls = self.starts = 0
         self.answered: Counter[str] = Counter()
@@ -177,7 +179,9 @@ class Engine:
         params = request.params
         ends = () if params.ignore_eos else params.stop_token_ids
         while len(response) < params.max_new_tokens and not {*response[-1:]} & {*ends}:
-            await asyncio.sleep(0)  # others take their turn, and the engine may die in it
+            await asyncio.sleep(
+                self.pause()
+            )  # others take their turn, and the engine may die in it
             while memory.hangs:
                 await asyncio.sleep(1.0)
             if self.memory is not memory:
@@ -193,6 +197,7 @@ class Engine:
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             weight_version=memory.version,
             num_cached_tokens=num_cached,
+            spans=(Span(version=memory.version, start=0, end=len(response)),),
         )
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
@@ -225,10 +230,12 @@ class Host:
 
     def __init__(self, *dies_at: Container[int]):
         self.engines: list[Engine] = []
+        self.pause: Callable[[], float] = lambda: 0.0
         self._dies_at = list(dies_at)
 
     def make_server(self, spec: EngineSpec, port: int, log_file: Path) -> Engine:
         engine = Engine(spec, port or 30000 + len(self.engines), log_file)
+        engine.pause = self.pause
         if self._dies_at:
             engine.dies_at = self._dies_at.pop(0)
         self.engines.append(engine)

@@ -49,10 +49,7 @@ class TrainerInMemory(WeightOutlet):
     ) -> dict[str, float]:
         self.mismatched_tokens = [None] * len(samples)
         scores = [self._score(trained.sample) for trained in samples]
-        found = [
-            compare_log_probs(train, torch.tensor(trained.sample.rollout_log_probs))[0]
-            for train, trained in zip(scores, samples, strict=True)
-        ]
+        found = [_compared(train, trained) for train, trained in zip(scores, samples, strict=True)]
         self.mismatched_tokens = [counts.num_mismatched for counts in found]
         total = sum(found, ParityCounts())
         if self.contract.is_aligned and total.num_mismatched:
@@ -96,6 +93,13 @@ class TrainerInMemory(WeightOutlet):
 
     def load(self, directory: Path) -> None:
         self.weights = load_file(directory / "weights.safetensors")
+
+
+def _compared(train: Tensor, trained: TrainSample) -> ParityCounts:
+    """The tokens that were sampled from this policy."""
+    fresh = torch.tensor(trained.lags) == 0
+    rollout = torch.tensor(trained.sample.rollout_log_probs)
+    return compare_log_probs(train[fresh], rollout[fresh])[0]
 
 
 def pair_maker(host: Host) -> Callable[[TrainConfig, Any, NumericsContract, Path], EnginePair]:

@@ -45,6 +45,25 @@ class RolloutConfig:
     rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()
     """Tokens that end a response, besides the checkpoint's end-of-sequence tokens."""
 
+    rollout_lag: CountOrZero = 0
+    """Rollouts by which the weights that sample are behind those that learn: with K the engines sample
+    for step k + K while step k trains. 0: each waits for the other (docs/async.md)."""
+
+    rollout_segment_tokens: CountOrZero = 0
+    """Draw responses in rounds of at most so many tokens each; those that are not complete when a step
+    has its groups go on under the next weights. 0: whole responses, a step's all under one version."""
+
+    dynamic_sampling: bool = False
+    """Draw groups in the place of those whose rewards are all equal, until a rollout has all its groups
+    (DAPO, arXiv 2503.14476)."""
+
+    dynamic_sampling_limit: Count = 10
+    """Groups with equal rewards, in multiples of --rollout-batch-size, after which a rollout is given up
+    and the run ends."""
+
+    over_sampling_batch_size: Annotated[int | None, at_least(1)] = None
+    """Prompts whose responses are drawn at a time; --rollout-batch-size if not given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConfig:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
-from onpolicy.rollout.sampling import group_samples, make_requests
+from onpolicy.rollout.sampling import group_samples, make_requests, require_version
 from onpolicy.run.bench.alternate import alternate
 from onpolicy.run.bench.setting import KINDS, setting, settings
 from onpolicy.run.cluster import MakeEngines, on_cluster
@@ -88,8 +88,10 @@ class Loop:
         count, step = rollout.n_samples_per_prompt, self._num_steps
         requests = make_requests(self._prompts, count, self._params, "bench", step)
         completions = self.engines.generate(requests)
+        for completion in completions:
+            require_version(completion, self.engines.weight_version)
         texts = [""] * len(completions)
-        groups = group_samples(self._prompts, completions, texts, self.engines.weight_version)
+        groups = group_samples(self._prompts, completions, texts)
         for sample in (sample for group in groups for sample in group.samples):
             sample.reward = _reward(sample.completion)
         return groups

@@ -8,6 +8,7 @@ complete one usable.
       state.json    rollouts done (the position in the data), run hash, totals, the state of the
                     governor and of the learning rate, configuration, versions, and a digest of every
                     other file and of itself
+      rollouts.json what was drawn and not trained on yet, and the position in the prompts
       sharded/      torch DCP: weights, AdamW moments, random state; numbers.json beside it
       hf/           the policy as a Hugging Face checkpoint
 

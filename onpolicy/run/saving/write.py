@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from onpolicy.config import TrainConfig
@@ -27,8 +28,15 @@ _PARTIAL = ".partial_"
 """Before the name of what is being written, or deleted."""
 
 
-def save(config: TrainConfig, engines: EnginePair, state: RunState) -> None:
+def save(
+    config: TrainConfig,
+    engines: EnginePair,
+    state: RunState,
+    write_rollouts: Callable[[Path], None] = lambda directory: None,
+) -> None:
     """Write a checkpoint, then delete what is too old to keep.
+
+    `write_rollouts` writes what was drawn and not trained on yet.
 
     Raises CheckpointError, leaving earlier ones as they are.
     """
@@ -39,6 +47,7 @@ def save(config: TrainConfig, engines: EnginePair, state: RunState) -> None:
         _begin(partial)
         engines.trainer.save(partial)
         engines.trainer.export(partial / "hf")
+        write_rollouts(partial)
         _commit(config, state, partial, final)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -11,7 +11,8 @@ from onpolicy.errors import WeightSyncError
 from onpolicy.weights.digest import WeightBucket, write_weights
 from onpolicy.weights.push import Engine, Transport, on_all, size_of
 
-_PREFIX = ".weights_"
+PREFIX = ".weights_"
+"""Of the names of directories with weights, which a later run may remove."""
 
 
 class DiskTransport(Transport):
@@ -28,12 +29,12 @@ class DiskTransport(Transport):
         self._count = self._num_bytes = 0
 
     def open(self, engines: Sequence[Engine]) -> None:
-        self._directory = self._parent / f"{_PREFIX}{uuid.uuid4().hex}"
+        self._directory = self._parent / f"{PREFIX}{uuid.uuid4().hex}"
         self._count = self._num_bytes = 0
         try:
             self._directory.mkdir(parents=True)
         except OSError as error:
-            raise _unwritable(self._directory, error) from error
+            raise unwritable(self._directory, error) from error
 
     def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
         assert self._directory is not None
@@ -43,7 +44,7 @@ class DiskTransport(Transport):
         try:
             write_weights(bucket, file)
         except OSError as error:
-            raise _unwritable(file, error) from error
+            raise unwritable(file, error) from error
 
     def close(self, engines: Sequence[Engine], version: str) -> None:
         body = {"model_path": str(self._directory), "weight_version": version, "flush_cache": False}
@@ -58,7 +59,8 @@ class DiskTransport(Transport):
             self._directory = None
 
 
-def _unwritable(path: Path, error: OSError) -> WeightSyncError:
+def unwritable(path: Path, error: OSError) -> WeightSyncError:
+    """What is said of weights that cannot be written."""
     return WeightSyncError(
         f"{path}: cannot be written ({error.strerror or error}). No checkpoint is lost: free some space "
         "under --run-dir, or choose another --weight-sync, and resume with --load."
@@ -67,5 +69,5 @@ def _unwritable(path: Path, error: OSError) -> WeightSyncError:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what killed pushes left; this run alone pushes from there now."""
-    for leftover in directory.glob(_PREFIX + "[0-9a-f]" * 32):
+    for leftover in directory.glob(PREFIX + "[0-9a-f]" * 32):
         shutil.rmtree(leftover, ignore_errors=True)

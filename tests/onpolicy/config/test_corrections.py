@@ -9,6 +9,7 @@ from onpolicy.errors import ConfigError
 GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
 BYPASS = ["--use-rollout-logprobs"]
 REINFORCE = [*BYPASS, "--policy-loss", "reinforce"]
+LAG = ["--rollout-lag", "1"]
 K3 = ["--use-rs", "--rs-statistic", "k3"]
 
 
@@ -47,6 +48,27 @@ def check(*argv):
          r"--tis-upper-bound=0.5: --tis-mode clip bounds below by 1 / --tis-upper-bound = 2"),
         (["--rs-veto-by", "rollout_probability"],
          r"--rs-veto-by=rollout_probability: only --rs-veto-threshold reads it"),
+        (["--rollout-lag", "4", "--num-rollout", "4"],
+         r"--rollout-lag=4: with --num-rollout=4 all samples would be .*\. Give at most 3"),
+        ([*LAG, "--colocate"], r"--rollout-lag=1: with --colocate the servers give their memory back"),
+        (["--rollout-segment-tokens", "2000"],
+         r"--rollout-segment-tokens=2000: no response is longer than --rollout-max-response-len=1024"),
+        ([*LAG, "--mismatch-governor"], r"--rollout-lag=1: the governor goes by how far"),
+        (["--rollout-segment-tokens", "9", "--mismatch-governor"], r"--rollout-segment-tokens=9: the"),
+        ([*LAG, "--true-on-policy-mode", "--parity-policy", "fallback", "--use-tis"],
+         r"--rollout-lag=1: .*corrected in any case"),
+        ([*LAG, *REINFORCE, "--true-on-policy-mode"],
+         r"--policy-loss=reinforce: with --use-rollout-logprobs nothing would correct"),
+        ([*LAG, *BYPASS, "--tis-level", "sequence"], r"--tis-level=sequence: only --use-tis reads it"),
+        ([*LAG, "--tis-mode", "clip", "--tis-upper-bound", "0.5"],
+         r"--tis-upper-bound=0.5: --tis-mode clip bounds below"),
+        (["--dynamic-sampling", "--filter-equal-rewards"],
+         r"--dynamic-sampling=True: draws others for the groups"),
+        (["--dynamic-sampling", "--n-samples-per-prompt", "1", "--advantage-estimator", "reinforce"],
+         r"--dynamic-sampling=True: the rewards of a group of --n-samples-per-prompt=1 are always"),
+        (["--dynamic-sampling-limit", "2"], r"--dynamic-sampling-limit=2: only --dynamic-sampling"),
+        ([*LAG, "--over-sampling-batch-size", "2"],
+         r"--over-sampling-batch-size=2: only --dynamic-sampling or --rollout-segment-tokens reads it"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):
@@ -70,6 +92,11 @@ def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):
         ["--rs-veto-threshold", "1e-6", "--rs-veto-by", "rollout_probability"],
         ["--use-kl-loss", "--use-unbiased-kl", "--kl-loss-type", "low_var_kl"],
         ["--use-kl-loss", "--use-rs", "--rejected-in-kl"],
+        [*LAG, "--true-on-policy-mode", "--use-tis", "--tis-level", "sequence"],
+        [*LAG, "--true-on-policy-mode", "--tis-upper-bound", "5"],
+        [*LAG, "--true-on-policy-mode", *BYPASS],
+        [*LAG, "--rollout-segment-tokens", "64", "--over-sampling-batch-size", "40"],
+        ["--dynamic-sampling", "--over-sampling-batch-size", "7", "--dynamic-sampling-limit", "3"],
     ],
 )
 def test_what_means_something_runs(argv):

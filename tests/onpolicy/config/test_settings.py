@@ -63,3 +63,9 @@ def test_the_key_is_in_no_message():
     config = changed(CONFIG, rollout_api_key="secret")
     assert "secret" not in str(changes({**CONFIG.to_dict(), "lr": 2.0}, config))
     assert dataclasses.asdict(config)["engine"]["rollout_api_key"] == "secret"
+
+
+def test_a_run_that_draws_ahead_may_not_be_made_longer_unasked():
+    """At the end of the shorter one nothing was drawn ahead."""
+    recorded = changed(CONFIG, rollout_lag=1).to_dict()
+    assert names(changed(CONFIG, rollout_lag=1, num_rollout=101), recorded) == ["num_rollout"]

@@ -106,22 +106,24 @@ def prompts(count):
     return [Prompt(index=i, prompt_ids=[i], label="", text="") for i in range(count)]
 
 
+def first(source, count):
+    return [source.at(position).index for position in range(count)]
+
+
 def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own():
-    source = PromptSource(prompts(10), seed=0, shuffle=True)
-    epochs = [[p.index for p in source.batch(i, 10)] for i in range(3)]
+    visited = first(PromptSource(prompts(10), seed=0, shuffle=True), 30)
+    epochs = [visited[i : i + 10] for i in (0, 10, 20)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_a_step_depends_on_seed_and_number_alone():
+def test_a_prompt_depends_on_seed_and_position_alone():
     ahead, other = (PromptSource(prompts(10), seed=s, shuffle=True) for s in (0, 1))
     late = PromptSource(prompts(10), seed=0, shuffle=True)
-    for step in range(5):
-        ahead.batch(step, 3)
-    assert late.batch(5, 3) == ahead.batch(5, 3)
-    assert [other.batch(i, 3) for i in range(4)] != [late.batch(i, 3) for i in range(4)]
+    assert late.at(17).index == first(ahead, 18)[17]
+    assert first(other, 12) != first(late, 12)
 
 
 def test_without_shuffling_the_files_order_repeats():
     source = PromptSource(prompts(3), seed=0, shuffle=False)
-    assert [p.index for p in source.batch(0, 4) + source.batch(1, 4)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert first(source, 8) == [0, 1, 2, 0, 1, 2, 0, 1]

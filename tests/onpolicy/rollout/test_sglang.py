@@ -22,7 +22,7 @@ from tests.support.engines_in_memory import (
 )
 from tests.support.tiny_policy import ALIGNED
 
-REQUESTS = make_requests(9)
+REQUESTS = make_requests(9, seed=1)
 
 
 def started(host, **config):

@@ -4,7 +4,7 @@ import pytest
 
 from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.run.train_samples import make_train_samples, worth_training
-from onpolicy.types import Prompt, Sample, SampleGroup
+from onpolicy.types import Prompt, Sample, SampleGroup, Span
 from tests.support.samples import make_completion
 
 
@@ -40,3 +40,17 @@ def test_samples_keep_their_order_and_each_gets_its_own_advantage():
         ("prompt 2, sample 1", 0.0),
     ]
     assert made[3].sample is GROUPS[1].samples[1]
+
+
+def test_a_token_lags_by_the_pushes_between_its_weights_and_those_that_learn():
+    spans = (Span(version="3", start=0, end=2), Span(version="5", start=2, end=3))
+    prompt = Prompt(index=0, prompt_ids=[3], label="", text="")
+    completion = make_completion([5, 6, 7], [-1.0] * 3, spans=spans)
+    group = SampleGroup(
+        prompt=prompt, samples=[Sample(prompt=prompt, sample_index=0, completion=completion)]
+    )
+    algorithm = AlgorithmConfig(advantage_estimator="reinforce")
+    (made,) = make_train_samples([group], algorithm, 5)
+    assert made.lags == [2, 2, 0]
+    (made,) = make_train_samples([group], algorithm)
+    assert made.lags == [0, 0, 0]

@@ -1,6 +1,8 @@
 """The gate before a backward pass, on ranks that are threads with torch's own collectives."""
 
+import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from onpolicy.errors import ParityError
 from onpolicy.train.batch import packed_batch
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.shares import make_shares
+from onpolicy.types import Span
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample
 
@@ -163,3 +166,32 @@ def test_a_gate_that_warns_says_how_many_tokens_differ_and_goes_on(caplog, warns
     caplog.clear()
     check_on(1, ROLLOUT, fails=False, warns=warns)
     assert not caplog.messages
+
+
+def test_only_tokens_of_the_policy_that_learns_are_compared():
+    """Those of earlier weights may have any log-probability."""
+    spans = (Span(version="1", start=0, end=2), Span(version="3", start=2, end=5))
+    samples = [
+        lagging(make_samples()[0], (Span(version="2", start=0, end=3),)),
+        lagging(make_samples()[4], spans),
+    ]
+    share = make_shares(samples, 1, 1, 100)[0]
+    assert share.lags == (0, 1, 2)
+    old = [x - 0.5 for x in ROLLOUT[0] + ROLLOUT[4][:2]]
+
+    def check(train):
+        gate = ParityGate(3, fails=True, warns=True, remedy="Look at it.")
+        gate.check(torch.tensor(train), packed_batch(samples, 1.0, torch.device("cpu")))
+        return gate.mismatched_tokens(share), gate.reduce().num_compared
+
+    off = [*old, ROLLOUT[4][2], neighbour(ROLLOUT[4][3]), ROLLOUT[4][4]]
+    (same,) = on_ranks(1, lambda rank: check([*old, *ROLLOUT[4][2:]]))
+    (error,) = on_ranks(1, lambda rank: check(off))
+    assert same == ([None, 0], 3)
+    assert re.match(r"1 of 3 tokens.*response position=3", str(error))
+
+
+def lagging(trained, spans):
+    completion = dataclasses.replace(trained.sample.completion, spans=spans)
+    sample = dataclasses.replace(trained.sample, completion=completion)
+    return dataclasses.replace(trained, sample=sample, policy_version=3)

@@ -1,0 +1,253 @@
+"""What a lag and rounds bring, by a discrete-event simulation; prints a Markdown table.
+
+    python benchmarks/lag_simulation.py --token-seconds 0.02 --response-seconds 0.0003 --train-ratio 0.5
+
+It simulates the schedules of docs/async.md on responses of long-tailed lengths, and no more: engines are
+alike, one that is done waits, every token of an engine takes the same time at the same number of
+responses in flight, and nothing dies. On one machine both sides share cores; here they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+MEDIAN, LONGEST, SPREAD = 64, 1024, 1.0
+"""Tokens of a response: a log-normal's median, its cut, and the standard deviation of the logarithm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Measured, in seconds."""
+
+    token: float
+    """One more token of all responses in flight on an engine."""
+
+    response: float
+    """The same, for each of them."""
+
+    prefill: float
+    """A token of a prompt, or of the open response that a round continues."""
+
+    train: float
+    """An optimizer step on a token of a rollout."""
+
+    push: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Of a run. Responses are `groups` times `samples` a step, and `slots` at once on an engine."""
+
+    groups: int
+    samples: int
+    engines: int
+    slots: int
+    lag: int = 0
+    segment: int = 0
+    steps: int = 40
+    prompt: int = 64
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a run: seconds, and in how many of them each side was at work, engines by their slots."""
+
+    wall: float = 0.0
+    tokens: int = 0
+    slot_seconds: float = 0.0
+    trainer_seconds: float = 0.0
+    longest_lag: int = 0
+
+
+def draw(pieces: Sequence[tuple[int, int]], setting: Setting, costs: Costs) -> tuple[float, float]:
+    """Draw (tokens to prefill, tokens to sample) of responses, from one queue, by all engines.
+
+    Returns the seconds until the last is there, and the seconds of occupied slots of all engines.
+    """
+    queue = iter(pieces)
+    engines = [_Engine(costs) for _ in range(setting.engines)]
+    for _ in range(setting.slots):
+        for engine, piece in zip(engines, queue, strict=False):
+            engine.take(*piece)
+    events = [(engine.next_end(), i) for i, engine in enumerate(engines) if engine.ends]
+    heapq.heapify(events)
+    last = 0.0
+    while events:
+        last, i = heapq.heappop(events)
+        engine = engines[i]
+        engine.finish_first(last)
+        if (piece := next(queue, None)) is not None:
+            engine.take(*piece)
+        if engine.ends:
+            heapq.heappush(events, (engine.next_end(), i))
+    return last, sum(engine.occupied for engine in engines)
+
+
+@dataclass(slots=True)
+class _Engine:
+    """Advances all its responses by a token at a time."""
+
+    costs: Costs
+    now: float = 0.0
+    done: float = 0.0
+    occupied: float = 0.0
+    ends: list[float] = field(default_factory=list)
+
+    def take(self, prefill: int, tokens: int) -> None:
+        seconds = prefill * self.costs.prefill
+        self.now += seconds
+        self.occupied += seconds * (len(self.ends) + 1)
+        heapq.heappush(self.ends, self.done + tokens)
+
+    def next_end(self) -> float:
+        return self.now + (self.ends[0] - self.done) * self._token_seconds()
+
+    def finish_first(self, at: float) -> None:
+        self.occupied += (at - self.now) * len(self.ends)
+        self.now, self.done = at, heapq.heappop(self.ends)
+
+    def _token_seconds(self) -> float:
+        return self.costs.token + self.costs.response * len(self.ends)
+
+
+def lengths(seed: int = 0) -> Iterator[int]:
+    """Of responses, in the order of the prompts: the same whatever the schedule."""
+    chance = random.Random(seed)
+    while True:
+        yield max(1, min(LONGEST, round(MEDIAN * math.exp(SPREAD * chance.gauss(0, 1)))))
+
+
+@dataclass(slots=True)
+class _Group:
+    left: list[int]
+    total: int
+    first_version: int
+    done: list[int] = field(default_factory=list)
+
+
+def simulate(setting: Setting, costs: Costs, seed: int = 0) -> Outcome:
+    """A run: what each step trains on is drawn under the version that the schedule says."""
+    outcome, source = Outcome(), lengths(seed)
+    opened: list[_Group] = []
+    ready: list[_Group] = []
+    batches: list[list[_Group]] = []
+    for version in range(setting.steps):
+        drawn = 0.0
+        while len(batches) <= min(version + setting.lag, setting.steps - 1):
+            seconds = _roll_out(setting, costs, version, source, opened, ready, outcome)
+            batches.append(ready[: setting.groups])
+            del ready[: setting.groups]
+            if len(batches) == 1 or setting.lag == 0:  # the step's own: nobody trains meanwhile
+                outcome.wall += seconds
+            else:
+                drawn += seconds
+        batch = batches[version]
+        tokens = sum(group.total + setting.samples * setting.prompt for group in batch)
+        trained = tokens * costs.train
+        outcome.tokens += sum(group.total for group in batch)
+        outcome.trainer_seconds += trained
+        outcome.longest_lag = max(outcome.longest_lag, *(version - g.first_version for g in batch))
+        outcome.wall += max(drawn, trained) + costs.push
+    return outcome
+
+
+def _roll_out(
+    setting: Setting,
+    costs: Costs,
+    version: int,
+    source: Iterator[int],
+    opened: list[_Group],
+    ready: list[_Group],
+    outcome: Outcome,
+) -> float:
+    """Rounds until a step's groups are complete; the seconds that they take."""
+    seconds, width, most = 0.0, setting.groups * setting.samples, setting.segment or LONGEST
+    while len(ready) < setting.groups:
+        open_count = sum(1 for group in opened for left in group.left if left)
+        while open_count < width:
+            left = [next(source) for _ in range(setting.samples)]
+            opened.append(
+                _Group(left=left, total=sum(left), first_version=version, done=[0] * len(left))
+            )
+            open_count += setting.samples
+        slots = [(g, i) for g in opened for i, left in enumerate(g.left) if left][:width]
+        pieces = [(setting.prompt + g.done[i], min(most, g.left[i])) for g, i in slots]
+        took, occupied = draw(pieces, setting, costs)
+        seconds += took
+        outcome.slot_seconds += occupied
+        for (group, i), (_, tokens) in zip(slots, pieces, strict=True):
+            group.left[i] -= tokens
+            group.done[i] += tokens
+        ready += [group for group in opened if not any(group.left)]
+        opened[:] = [group for group in opened if any(group.left)]
+    return seconds
+
+
+SCHEDULES = {
+    "lag 0": {},
+    "lag 1": {"lag": 1},
+    "segments of 64": {"segment": 64},
+    "lag 1, segments of 64": {"lag": 1, "segment": 64},
+    "lag 1, segments of 256": {"lag": 1, "segment": 256},
+}
+
+
+def train_cost(setting: Setting, costs: Costs, ratio: float) -> float:
+    """Seconds to train on a token, so that training takes `ratio` of the time that drawing takes."""
+    source = lengths()
+    pieces = [(setting.prompt, next(source)) for _ in range(setting.groups * setting.samples)]
+    seconds, _ = draw(pieces, setting, costs)
+    return ratio * seconds / sum(prefill + tokens for prefill, tokens in pieces)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--token-seconds", type=float, default=0.02)
+    parser.add_argument("--response-seconds", type=float, default=0.0003)
+    parser.add_argument("--prefill-seconds", type=float, default=0.00002, help="of a token")
+    parser.add_argument("--push-seconds", type=float, default=1.0)
+    parser.add_argument(
+        "--train-ratio", type=float, default=0.5, help="training over drawing at lag 0"
+    )
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--groups-per-engine", type=int, default=4)
+    given = parser.parse_args()
+    titles = (
+        "engines",
+        "schedule",
+        "seconds a step",
+        "speed",
+        "slots in use",
+        "trainer busy",
+        "lag up to",
+    )
+    print(f"| {' | '.join(titles)} |")
+    print("|---|---|---|---|---|---|---|")
+    for engines in given.engines:
+        base = Setting(
+            groups=given.groups_per_engine * engines, samples=8, engines=engines, slots=32
+        )
+        costs = Costs(
+            token=given.token_seconds, response=given.response_seconds,
+            prefill=given.prefill_seconds, train=0.0, push=given.push_seconds,
+        )  # fmt: skip
+        costs = Costs(**{**vars(costs), "train": train_cost(base, costs, given.train_ratio)})
+        first = 0.0
+        for name, values in SCHEDULES.items():
+            found = simulate(Setting(**{**vars(base), **values}), costs)
+            speed = found.tokens / found.wall
+            first = first or speed
+            slots = found.slot_seconds / (found.wall * engines * base.slots)
+            print(
+                f"| {engines} | {name} | {found.wall / base.steps:.1f} | {speed / first:.2f} | "
+                f"{slots:.0%} | {found.trainer_seconds / found.wall:.0%} | {found.longest_lag} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Whether engines and trainer agree after a push, where samples are too old to be compared in training.
+
+Each engine answers the same few requests; the trainer, which holds the pushed weights then, scores the
+answers, and every log-probability is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from onpolicy.config import TrainConfig
+from onpolicy.errors import ParityError
+from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.rollout.sampling import make_requests, require_version
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.inputs import Inputs
+from onpolicy.types import Completion, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PROMPTS = 4
+"""Of the training prompts, the first so many."""
+
+LONGEST = 16
+"""Tokens of an answer."""
+
+
+class Probe:
+    """Fixed requests, the same for every engine after every push."""
+
+    def __init__(self, config: TrainConfig, inputs: Inputs, engines: EnginePair):
+        self.config, self._engines = config, engines
+        rollout = config.rollout
+        params = SamplingParams(
+            temperature=rollout.rollout_temperature,
+            max_new_tokens=min(LONGEST, rollout.rollout_max_response_len),
+            stop_token_ids=inputs.stop_token_ids,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            min_p=rollout.rollout_min_p,
+        )
+        prompts = inputs.prompts.prompts[: min(PROMPTS, config.engine.rollout_max_concurrency)]
+        self._requests = make_requests(prompts, 1, params, config.seed, "probe")
+
+    def compare(self) -> dict[str, float]:
+        """Metrics of the comparison. Raises ParityError if tokens differ that must not."""
+        # Every engine takes as many requests at once as its share of them: so each answers all of ours.
+        requests = self._requests * len(self._engines.rollout.clients)
+        completions = self._engines.generate(requests)
+        for completion in completions:
+            require_version(completion, self._engines.weight_version)
+        total = self._counts(requests, completions)
+        if total.num_mismatched:
+            self._judge(total)
+        return {
+            "probe/num_compared_tokens": total.num_compared,
+            "probe/num_mismatched_tokens": total.num_mismatched,
+            "probe/max_ulp": total.max_ulp,
+            "probe/k3": total.sum_k3 / max(total.num_compared, 1),
+        }
+
+    def _counts(
+        self, requests: Sequence[Request], completions: Sequence[Completion]
+    ) -> ParityCounts:
+        answers = [(r.prompt_ids, c) for r, c in zip(requests, completions, strict=True)]
+        scores = self._engines.trainer.log_probs(
+            [prompt_ids + c.response_ids for prompt_ids, c in answers],
+            [len(prompt_ids) for prompt_ids, _ in answers],
+            self.config.rollout.rollout_temperature,
+        )
+        counts = [
+            compare_log_probs(score, torch.tensor(c.rollout_log_probs, dtype=torch.float32))[0]
+            for score, c in zip(scores, completions, strict=True)
+        ]
+        return sum(counts, ParityCounts())
+
+    def _judge(self, total: ParityCounts) -> None:
+        aligned, asked = self._engines.contract.is_aligned, self.config.parity.parity_policy
+        message = (
+            f"version {self._engines.weight_version}: {total.num_mismatched} of {total.num_compared} "
+            "tokens of the probe have another log-probability in training than in the engines that "
+            "were given the same weights"
+        )
+        if asked == "fail" or (aligned and self.config.parity_policy == "fail"):
+            raise ParityError(
+                f"{message}. No step was taken on samples of theirs. To find out which part differs, "
+                f"run: onpolicy verify --hf-checkpoint {self.config.model.hf_checkpoint} --dtype "
+                f"{self._engines.contract.dtype}"
+            )
+        if aligned:
+            logger.warning("%s", message)

@@ -1,0 +1,57 @@
+"""The weights of the last push, kept for an engine that is started again while the trainer goes on.
+
+They lie in files of the run directory, one for each bucket, on the host of the trainer's first rank: a
+copy of the policy in the engines' dtype on its disk, written at each push, and no memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from onpolicy.errors import WeightSyncError
+from onpolicy.weights.digest import WeightBucket, write_weights
+from onpolicy.weights.transports.disk import PREFIX, unwritable
+
+
+class KeptWeights:
+    """At most one version; the files of a killed run go as those of its pushes do."""
+
+    def __init__(self, directory: Path):
+        self._parent = directory.absolute()
+        self._directory: Path | None = None
+        self.version = ""
+
+    def keep(self, buckets: Iterable[WeightBucket], version: str) -> Iterator[WeightBucket]:
+        """The buckets, each written before it goes on; they replace the version that was kept.
+
+        Raises WeightSyncError if they cannot be written.
+        """
+        directory = self._parent / f"{PREFIX}{uuid.uuid4().hex}"
+        try:
+            directory.mkdir(parents=True)
+            for number, bucket in enumerate(buckets):
+                write_weights(bucket, directory / f"model-{number:05d}.safetensors")
+                yield bucket
+        except BaseException as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise unwritable(directory, error) from error
+            raise
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory, self.version = directory, version
+
+    def buckets(self, version: str, device: str) -> Iterator[WeightBucket]:
+        """What is kept, on a device. Raises WeightSyncError if that is another version."""
+        if self._directory is None or version != self.version:
+            raise WeightSyncError(
+                f"version={version}: the weights that are kept for engines that are started again are "
+                f"of version {self.version!r}. No checkpoint is lost: resume with --load."
+            )
+        for file in sorted(self._directory.glob("*.safetensors")):
+            yield list(load_file(file, device=device).items())

@@ -1,0 +1,72 @@
+"""Runs whose engines sample ahead of the trainer, on real servers: the schedule decides every bit."""
+
+import signal
+
+import psutil
+import pytest
+
+from onpolicy.outputs.meanings import meaning
+from tests.support.processes import is_guard
+from tests.support.train_runs import ROLLOUTS, finish, metrics_of, run_hash, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+MODES = {
+    "lag 1": ("--rollout-lag", "1"),
+    "lag 1, segments": ("--rollout-lag", "1", "--rollout-segment-tokens", "7"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(start, tmp_path_factory):
+    """An undisturbed run of a mode with one engine: its directory and its hash."""
+    runs = {}
+
+    def of(mode):
+        if mode not in runs:
+            directory = tmp_path_factory.mktemp("plain")
+            runs[mode] = directory, run_hash(finish(start(directory, *MODES[mode])))
+        return runs[mode]
+
+    return of
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_push_is_probed_and_no_token_of_these_weights_differs(plain, mode):
+    records = metrics_of(plain(mode)[0])
+    assert [record["step"] for record in records] == list(range(ROLLOUTS))
+    for record in records:
+        assert record["probe/num_compared_tokens"] > 20
+        assert record["probe/num_mismatched_tokens"] == record["probe/k3"] == 0
+        assert record["parity/num_mismatched_tokens"] == 0
+        assert all(meaning(name) for name in record if name.startswith(("lag/", "probe/")))
+    assert records[0].get("lag/mean", 0) == 0  # the first is of the checkpoint's weights
+    for record in records[1:]:
+        assert record["lag/mean"] >= 1 and record["lag/1/k3"] > 0 and 0 < record["lag/1/ess"] < 1
+        assert record["correction/weight_mean"] != 1  # weighed by default
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(start, plain, tmp_path, mode):
+    process = start(tmp_path, *MODES[mode], "--rollout-num-engines", "2")
+    log = tmp_path / "run" / "logs" / "engine_1.log"
+    wait_for(lambda: len(metrics_of(tmp_path)) >= 1 or process.poll() is not None)
+    prefills = log.read_text().count("Prefill batch")
+    wait_for(lambda: log.read_text().count("Prefill batch") > prefills)
+    servers = [child for child in psutil.Process(process.pid).children() if is_guard(child)]
+    servers[-1].send_signal(signal.SIGKILL)
+    output = finish(process)
+    assert "starting http://127.0.0.1" in output
+    assert run_hash(output) == plain(mode)[1]
+
+
+def test_a_run_that_is_killed_and_resumed_trains_on_what_it_had_drawn(start, plain, tmp_path):
+    mode, save = "lag 1, segments", tmp_path / "save"
+    argv = [*MODES[mode], "--save", str(save), "--save-interval", "1", "--load", str(save)]
+    process = start(tmp_path, *argv)
+    wait_for(lambda: (save / "step_000002").is_dir() or process.poll() is not None)
+    process.kill()
+    process.wait()
+    output = finish(start(tmp_path, *argv))
+    assert "resumed from" in output
+    assert run_hash(output) == plain(mode)[1]

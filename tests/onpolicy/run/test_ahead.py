@@ -1,0 +1,283 @@
+"""Runs whose engines sample ahead: the schedule decides every bit, and no clock does."""
+
+import dataclasses
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onpolicy.errors import EngineError
+from onpolicy.run.run import Run
+from onpolicy.train import distributed
+from tests.support.engines_in_memory import Engine, Host
+from tests.support.run_in_memory import (
+    even_tokens,
+    records_of,
+    run_in_memory,
+)
+from tests.support.tiny_policy import log_probs_of
+
+ROLLOUTS = 6
+PER_ROLLOUT = 3 * 4
+
+MODES = {
+    "lag 1": {"rollout_lag": 1},
+    "lag 3": {"rollout_lag": 3},
+    "segments": {"rollout_segment_tokens": 2},
+    "lag 1, segments": {"rollout_lag": 1, "rollout_segment_tokens": 2},
+    "lag 1, segments, more open": {
+        "rollout_lag": 1, "rollout_segment_tokens": 1, "over_sampling_batch_size": 5,
+    },
+    "dynamic": {"dynamic_sampling": True, "over_sampling_batch_size": 2},
+    "lag 2, dynamic": {"rollout_lag": 2, "dynamic_sampling": True},
+    "lag 1, segments, dynamic": {
+        "rollout_lag": 1, "rollout_segment_tokens": 2, "dynamic_sampling": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def undrawn():
+    """A plot would take most of the time."""
+    distributed.init_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onpolicy.run.journal.plot_run", lambda metrics_file, image: None)
+        yield
+
+
+def whole_or_half(sample):
+    """A reward that all samples of many groups share."""
+    return float(even_tokens(sample) >= 0.75)
+
+
+class Keeps(Run):
+    """Keeps what each step was trained on, and the weights that it was trained from."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.trained, self.policies = {}, {}
+        Keeps.last = self
+
+    def train(self, groups, step):
+        self.trained[step] = groups
+        weights = self.engines.trainer.weights
+        self.policies[step] = {name: table.clone() for name, table in weights.items()}
+        return super().train(groups, step)
+
+
+def run(directory, mode, host=None, make_run=Keeps, **more):
+    values = {"num_rollout": ROLLOUTS, **MODES.get(mode, {}), **more}
+    return run_in_memory(
+        directory, host, reward=whole_or_half, make_run=make_run, eval_sets={}, **values
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """An undisturbed run of a mode: its directory and its summary."""
+    runs = {}
+
+    def of(mode):
+        if mode not in runs:
+            directory = tmp_path_factory.mktemp("plain")
+            runs[mode] = directory, run(directory, mode)
+        return runs[mode]
+
+    return of
+
+
+def same(summary, other):
+    return dataclasses.replace(summary, run_dir="") == dataclasses.replace(other, run_dir="")
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_a_step_is_trained_on_samples_of_the_version_that_the_schedule_says(tmp_path, lag):
+    run(tmp_path, "", rollout_lag=lag)
+    kept = Keeps.last
+    for step in range(ROLLOUTS):
+        version = max(0, step - lag)
+        for sample in (s for group in kept.trained[step] for s in group.samples):
+            assert {span.version for span in sample.completion.spans} == {str(version)}
+            policy = kept.policies[version]
+            scores = log_probs_of(policy, sample.prompt.prompt_ids, sample.response_ids, 1.0)
+            assert sample.rollout_log_probs == scores.tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_token_is_of_the_weights_that_its_span_says(tmp_path, mode):
+    run(tmp_path, mode)
+    kept, lags = Keeps.last, set()
+    for step, groups in kept.trained.items():
+        for sample in (s for group in groups for s in group.samples):
+            spans, prompt = sample.completion.spans, sample.prompt.prompt_ids
+            assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+            assert spans[-1].end == len(sample.response_ids)
+            for span in spans:
+                lags.add(step - int(span.version))
+                policy = kept.policies[int(span.version)]
+                scores = log_probs_of(policy, prompt, sample.response_ids, 1.0).tolist()
+                assert (
+                    sample.rollout_log_probs[span.start : span.end] == scores[span.start : span.end]
+                )
+    least = MODES[mode].get("rollout_lag", 0)
+    assert least in lags and min(lags) >= 0
+    assert (max(lags) > least) == ("segments" in mode)
+
+
+@settings(settings.get_profile("few"))
+@given(
+    st.sampled_from(sorted(MODES)),
+    st.lists(st.sets(st.integers(3, 90), max_size=3), min_size=1, max_size=3),
+    st.integers(0, 10**6),
+)
+def test_neither_clocks_nor_engines_nor_their_deaths_change_a_bit(
+    plain, tmp_path_factory, mode, dies_at, seed
+):
+    chance = random.Random(seed)
+    host = Host(*dies_at)
+    host.pause = lambda: chance.random() * 1e-3 * (chance.random() < 0.1)
+
+    class Slow(Run):
+        def train(self, groups, step):
+            time.sleep(chance.random() * 0.02)
+            return super().train(groups, step)
+
+    deaths = {
+        "rollout_num_engines": len(dies_at), "rollout_max_restarts": sum(map(len, dies_at)),
+    }  # fmt: skip
+    summary = run(tmp_path_factory.mktemp("run"), mode, host, Slow, **deaths)
+    assert summary.run_hash == plain(mode)[1].run_hash
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("step", "save_interval"), [(1, 1), (3, 1), (4, 2)])
+def test_a_resumed_run_goes_on_to_the_same_bits(plain, tmp_path, mode, step, save_interval):
+    class Ends(Run):
+        def train(self, groups, at):
+            if at == step:
+                raise Interrupted
+            return super().train(groups, at)
+
+    save = str(tmp_path / "save")
+    values = {"save": save, "load": save, "save_interval": save_interval}
+    with pytest.raises(Interrupted):
+        run(tmp_path, mode, make_run=Ends, **values)
+    resumed = run(tmp_path, mode, **values)
+    directory, straight = plain(mode)
+    assert same(resumed, straight)
+    assert records_of(tmp_path) == records_of(directory)
+
+
+def test_engines_sample_the_next_rollout_while_the_trainer_learns(tmp_path):
+    """They get on with it however long the training takes."""
+    host = Host()
+
+    class Waits(Run):
+        def train(self, groups, step):
+            deadline = time.monotonic() + 60
+            while step < ROLLOUTS - 1 and sum(host.answered.values()) < self.wanted(step):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            return super().train(groups, step)
+
+        def wanted(self, step):
+            return (step + 2) * PER_ROLLOUT + (step + 1) * 4  # and the probes
+
+    run(tmp_path, "lag 1", host, Waits)
+
+
+class Stale(Engine):
+    """Samples one response under the weights of the push before, and says so."""
+
+    before, left = None, 1
+
+    def post(self, path, body, num_bytes=0):
+        if path == "/update_weights_from_disk" and self.memory is not None:
+            weights = {name: table.clone() for name, table in self.memory.weights.items()}
+            self.before = weights, self.memory.version
+        return super().post(path, body, num_bytes)
+
+    async def generate(self, session, request):
+        if self.calls < 40 or not self.left or self.before is None:
+            return await super().generate(session, request)
+        self.left -= 1
+        memory = self.memory
+        now = memory.weights, memory.version
+        memory.weights, memory.version = self.before
+        try:
+            return await super().generate(session, request)
+        finally:
+            memory.weights, memory.version = now
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_that_samples_one_response_under_the_wrong_version_is_found(
+    tmp_path, monkeypatch, mode
+):
+    monkeypatch.setattr("tests.support.engines_in_memory.Engine", Stale)
+    with pytest.raises(EngineError, match=r"weight_version=\w+ on a response"):
+        run(tmp_path, mode)
+
+
+def test_spans_are_part_of_the_hash(tmp_path):
+    """Two runs that sample and learn the same, but say another version, are not the same."""
+    one = run(tmp_path / "one", "lag 1", lr=0.0)
+    two = run(tmp_path / "two", "lag 3", lr=0.0)
+    none = run(tmp_path / "none", "", lr=0.0)
+    assert len({one.run_hash, two.run_hash, none.run_hash}) == 3
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 6])
+def test_under_the_same_weights_a_response_is_the_same_in_one_piece_or_in_many(tmp_path, tokens):
+    values = {"lr": 0.0, "num_rollout": 2}
+    run(tmp_path / "whole", "", **values)
+    whole = tokens_by_prompt(Keeps.last)
+    run(tmp_path / "parts", "", rollout_segment_tokens=tokens, **values)
+    parts = tokens_by_prompt(Keeps.last)
+    common = whole.keys() & parts.keys()
+    assert len(common) >= 3 and all(whole[key] == parts[key] for key in common)
+
+
+def tokens_by_prompt(kept):
+    """By the seed of its first response, which is a position in the order of the prompts."""
+    return {
+        tuple(map(str, group.prompt.prompt_ids)) + (i,): (s.response_ids, s.rollout_log_probs)
+        for group in kept.trained[0]
+        for i, s in enumerate(group.samples)
+    }
+
+
+def test_a_run_that_fails_while_it_draws_ahead_says_why_and_ends_its_engines(tmp_path):
+    host = Host(range(40, 999))
+    with pytest.raises(EngineError, match="used up"):
+        run(tmp_path, "lag 1", host)
+    assert not any(engine.is_running for engine in host.engines)
+
+
+def test_what_is_being_drawn_ends_with_the_run(tmp_path):
+    host = Host()
+    host.pause = lambda: 0.0 if sum(host.answered.values()) < 20 else 0.05
+
+    class Fails(Run):
+        def train(self, groups, step):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run(tmp_path, "lag 3", host, Fails)
+    assert not any(engine.is_running for engine in host.engines)
+    assert host.num_restarts == 0
+    assert not list((tmp_path / "run").glob(".weights_*"))
+
+
+def test_dynamic_sampling_trains_on_groups_with_a_signal_in_the_order_of_the_prompts(tmp_path):
+    run(tmp_path, "dynamic")
+    assert any(record["rollout/num_resampled_groups"] for record in records_of(tmp_path))
+    for groups in Keeps.last.trained.values():
+        assert len(groups) == 3
+        assert all(len({sample.reward for sample in group.samples}) > 1 for group in groups)

@@ -1,0 +1,55 @@
+"""The simulation of schedules: closed forms where there are any."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks import lag_simulation
+from benchmarks.lag_simulation import Costs, Setting, draw, simulate
+
+COSTS = Costs(token=1.0, response=0.25, prefill=0.0, train=0.1, push=2.0)
+SETTING = Setting(groups=4, samples=2, engines=2, slots=4, steps=10, prompt=0)
+
+
+@pytest.fixture
+def equal_lengths(monkeypatch):
+    def endless(seed=0):
+        while True:
+            yield 10
+
+    monkeypatch.setattr(lag_simulation, "lengths", endless)
+
+
+def test_equal_responses_on_all_slots_end_together():
+    """4 on each engine: (1 + 4 x 0.25) seconds a token."""
+    assert draw([(0, 10)] * 8, SETTING, COSTS) == pytest.approx((20, 2 * 4 * 20))
+
+
+def test_a_slot_that_is_free_takes_the_next_response():
+    one = dataclasses.replace(SETTING, engines=1, slots=2)
+    seconds, occupied = draw([(0, 10), (0, 4), (0, 6)], one, COSTS)
+    assert (seconds, occupied) == pytest.approx((10 * 1.5, 2 * 10 * 1.5))
+
+
+def test_a_prompt_holds_its_engine_up():
+    one, costs = dataclasses.replace(SETTING, engines=1), dataclasses.replace(COSTS, prefill=0.5)
+    assert draw([(8, 10)], one, costs)[0] == pytest.approx(8 * 0.5 + 10 * 1.25)
+
+
+def test_a_lag_hides_the_shorter_of_the_two(equal_lengths):
+    """A step draws for 20 seconds, trains for 8 and pushes for 2."""
+    assert simulate(SETTING, COSTS).wall == pytest.approx(10 * (20 + 8 + 2))
+    lagged = simulate(dataclasses.replace(SETTING, lag=1), COSTS)
+    assert lagged.wall == pytest.approx(20 + 9 * (20 + 2) + (8 + 2))
+    assert lagged.longest_lag == 1
+
+
+def test_every_schedule_trains_on_whole_groups_and_tails_wait_in_rounds_alone():
+    runs = {
+        name: simulate(dataclasses.replace(SETTING, steps=30, **values), COSTS)
+        for name, values in lag_simulation.SCHEDULES.items()
+    }
+    assert runs["lag 0"].tokens == runs["lag 1"].tokens
+    walls = {name: run.wall / run.tokens for name, run in runs.items()}
+    assert walls["lag 1, segments of 64"] < walls["lag 1"] < walls["lag 0"]
+    assert runs["lag 0"].longest_lag == 0 < runs["segments of 64"].longest_lag
