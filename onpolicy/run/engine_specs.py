@@ -28,10 +28,11 @@ def make_rollout_group(
     contract: NumericsContract,
     logs: Path,
     longest_sequence: int = 0,
+    taps: str = "",
 ) -> RolloutGroup:
-    """The rollout's servers, not started yet."""
+    """The rollout's servers, not started yet; they record their passes in the directory `taps`."""
     spec = rollout_spec(config, hf_config, contract, longest_sequence)
-    return SglangGroup(config.engine, spec, logs)
+    return SglangGroup(config.engine, replace(spec, taps=taps), logs)
 
 
 def rollout_spec(

@@ -13,7 +13,7 @@ from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
 from onpolicy.train import distributed
-from onpolicy.types import Completion, Prompt, SampleGroup, SamplingParams
+from onpolicy.types import Completion, Prompt, Request, Sample, SampleGroup, SamplingParams
 
 Metrics = dict[str, float]
 
@@ -36,11 +36,22 @@ class Sampler:
         """Sample and score the prompts of a step."""
         rollout = self.config.rollout
         prompts = self.inputs.prompts.batch(step, rollout.rollout_batch_size)
-        params = self._params(rollout.rollout_temperature, rollout.rollout_max_response_len)
-        params = replace(params, return_routed_experts=self.engines.replays_routing)
-        count = rollout.n_samples_per_prompt
+        params, count = self._rollout_params(), rollout.n_samples_per_prompt
         groups, metrics = self._sample(prompts, count, params, "rollout", step)
         return groups, {**rollout_metrics(groups), **metrics}
+
+    def request_of(self, sample: Sample, groups: Sequence[SampleGroup], step: int) -> Request:
+        """What a sample of a rollout was an answer to; `groups` are all of that rollout."""
+        prompts, count = [g.prompt for g in groups], self.config.rollout.n_samples_per_prompt
+        seed_key = (self.config.seed, "rollout", step)
+        requests = make_requests(prompts, count, self._rollout_params(), *seed_key)
+        samples = [s for g in groups for s in g.samples]
+        return next(r for r, s in zip(requests, samples, strict=True) if s is sample)
+
+    def _rollout_params(self) -> SamplingParams:
+        rollout = self.config.rollout
+        params = self._params(rollout.rollout_temperature, rollout.rollout_max_response_len)
+        return replace(params, return_routed_experts=self.engines.replays_routing)
 
     def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics]:
         """Sample and score one evaluation set; another set beside it changes nothing."""

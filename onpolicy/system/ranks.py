@@ -13,3 +13,8 @@ def is_first_rank() -> bool:
 def is_first_on_host() -> bool:
     """Whether this process is the one whose mistakes in the inputs are shown: all have the same."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def num_ranks() -> int:
+    """How many there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -26,6 +26,7 @@ class ParityGate:
         self.step, self.fails, self.warns, self.remedy = step, fails, warns, remedy
         self._counts: list[ParityCounts] = []
         self._by_sample: dict[int, int] = {}
+        self._apart: tuple[int, list[float]] | None = None
 
     def check(self, log_probs: Tensor, batch: PackedBatch) -> None:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs."""
@@ -67,10 +68,21 @@ class ParityGate:
         found = {i: count for share in gather_data(mine) for i, count in share.items()}
         return [found.get(i) for i in range(len(samples))]
 
+    def first_apart(self, samples: Sequence[TrainSample]) -> tuple[int, list[float]] | None:
+        """The first sample of which a token differed, as far as was checked, and what the trainer gives
+        its tokens; None if there is none. Collective.
+        """
+        number = {id(sample): i for i, sample in enumerate(samples)}
+        ours = self._apart and (number[self._apart[0]], self._apart[1])
+        return min((found for found in gather_data(ours) if found is not None), default=None)
+
     def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
-        for sample, part in zip(batch.samples, differ.split(batch.response_lens), strict=True):
+        parts = differ.split(batch.response_lens), log_probs.split(batch.response_lens)
+        for sample, part, scores in zip(batch.samples, *parts, strict=True):
             self._by_sample[id(sample)] = int(part.sum())
+            if self._apart is None and part.any():
+                self._apart = id(sample), scores.tolist()
 
     def _mismatch(self, log_probs: Tensor, batch: PackedBatch, row: int) -> Mismatch:
         sample, position = batch.locate(row)

@@ -114,7 +114,7 @@ class PolicyTrainer(Trainer):
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> dict[str, float]:
         start = time.perf_counter()
-        self.mismatched_tokens = [None] * len(samples)
+        self.mismatched_tokens, self.apart = [None] * len(samples), None
         steps = [
             self._micro_batches([samples[i] for i in part])
             for part in split_evenly(len(samples), len(rates))
@@ -144,6 +144,7 @@ class PolicyTrainer(Trainer):
             metrics = self._train_on(scored, rates, gate, corrected=corrected)
         except ParityError as error:
             self.mismatched_tokens = gate.mismatched_tokens(samples)
+            self.apart = gate.first_apart(samples)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
@@ -211,9 +212,11 @@ class PolicyTrainer(Trainer):
         # What an unaligned rollout mismatches by stands in the metrics; it is no news in the log.
         aligned, asked = self.contract.is_aligned, self.config.parity.parity_policy
         fails = asked == "fail" or (aligned and self.config.parity_policy in ("fail", "fallback"))
+        output = self.config.output
+        load = f" --load {output.save}" if output.save else ""
         remedy = (
-            "To find out which part differs, run: onpolicy verify --hf-checkpoint "
-            f"{self.config.model.hf_checkpoint} --dtype {self.contract.dtype}"
+            "To find out which operator differs, and in which layer, run: onpolicy explain --case "
+            f"{output.case_file(step)} --hf-checkpoint {self.config.model.hf_checkpoint}{load}"
         )
         return ParityGate(step, fails=fails, warns=aligned, remedy=remedy)
 
