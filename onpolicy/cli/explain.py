@@ -12,7 +12,7 @@ from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.console import configure_logging
-from onpolicy.outputs.places import write_output
+from onpolicy.outputs.places import require_writable, write_output
 from onpolicy.system.ranks import num_ranks
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     logger.info("loading PyTorch and transformers")
 
     from onpolicy.explain.text import told
+    from onpolicy.report.explanation import render
     from onpolicy.run.explain import explain
     from onpolicy.run.explain_inputs import with_case
     from onpolicy.run.verify_inputs import check_inputs
@@ -35,15 +36,20 @@ def main(argv: Sequence[str]) -> int:
     check_inputs(config)
     distributed.init_process_group()
     result = explain(config)
-    print(told(result))
+    text = told(result)
+    print(text)
     if config.json:
         write_output("--json", config.json, json.dumps(result, indent=2) + "\n")
+    if config.html:
+        write_output("--html", config.html, render(result, text))
     return 1 if result["num_mismatched_tokens"] else 0
 
 
 def _validate(config: ExplainConfig) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
     validate(config)
+    if config.html:
+        require_writable("--html", config.html)
     if config.servers.rollout_server_url:
         raise ConfigError(
             f"--rollout-server-url={' '.join(config.servers.rollout_server_url)}: the server records "

@@ -92,6 +92,10 @@ class ExplainConfig(VerifyConfig):
     json: str = ""
     """Also write the result into this file, every operator of every layer with it."""
 
+    html: str = ""
+    """Also write a page into this file: layers by operators, and the tokens by their difference. It
+    needs nothing beside it and no network to be opened."""
+
     run_dir: Directory = "runs/explain"
     """Directory for the engines' logs and for what the server records."""
 

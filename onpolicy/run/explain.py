@@ -114,7 +114,8 @@ class Microscope:
                 result["first_token"] = _token(number, token, completions, log_probs)
             result["source"] = {"sequence": number, **asdict(source), "name": source.name}
             result["proof"] = self._prove(source, completions)
-        return {**result, "sites": sites}
+        responses = [_response(*pair) for pair in zip(completions, log_probs, strict=True)]
+        return {**result, "sites": sites, "responses": responses}
 
     def _sample(self) -> list[Completion]:
         """With nothing cached and nothing recorded before."""
@@ -215,6 +216,14 @@ def _token(
         "response_position": token,
         "rollout_log_prob": completions[number].rollout_log_probs[token],
         "train_log_prob": float(log_probs[number][token]),
+    }
+
+
+def _response(completion: Completion, log_probs: torch.Tensor) -> Result:
+    return {
+        "tokens": completion.response_ids,
+        "rollout_log_probs": completion.rollout_log_probs,
+        "train_log_probs": log_probs.tolist(),
     }
 
 

@@ -6,8 +6,10 @@ from functools import partial
 import pytest
 
 from onpolicy.cli.main import main
+from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.engine_specs import make_rollout_group
 from onpolicy.run.explain import Microscope
+from onpolicy.types import Prompt, Sample
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.faults import one_ulp_in_three_rows
 from tests.support.recorded_policies import replace_in
@@ -74,6 +76,30 @@ def test_a_weight_that_was_not_pushed_is_named_and_proven(microscope):
     assert result["source"]["cause"] == "operator"
     assert result["source"]["site"] == ("layers.0.self_attn.k_proj", "linear", 0)
     assert result["proof"]["verdict"] == "other weights"
+
+
+def test_a_case_comes_again(microscope, tmp_path, capsys):
+    """The response of a run, sampled anew by the command from the file that the run left."""
+    pair, request = microscope.engines, microscope.requests[0]
+    (completion,) = pair.generate([request])
+    prompt = Prompt(index=3, prompt_ids=request.prompt_ids, label="", text="")
+    sample = Sample(prompt=prompt, sample_index=1, completion=completion)
+    case, file = (
+        make_case(request, sample, completion.rollout_log_probs, 0, pair),
+        tmp_path / "case",
+    )
+    write_case(case, file)
+    code = main([
+        "explain", "--hf-checkpoint", pair.config.model.hf_checkpoint, "--case", str(file),
+        "--json", str(tmp_path / "json"), "--html", str(tmp_path / "html"),
+        "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
+    ])  # fmt: skip
+    (response,) = json.loads((tmp_path / "json").read_text())["responses"]
+    assert code == 0
+    assert response["tokens"] == completion.response_ids
+    assert response["rollout_log_probs"] == completion.rollout_log_probs
+    assert "other weights" not in capsys.readouterr().err
+    assert "No row differs" in (tmp_path / "html").read_text()
 
 
 def test_stock_engines_are_explained_by_a_command(checkpoint, tmp_path, capsys):
