@@ -20,6 +20,9 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
+TAPS_VARIABLE = "ONPOLICY_TAPS"
+"""Environment variable with the directory that an engine records its passes in; unset: it does not."""
+
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 

@@ -169,6 +169,9 @@ class SampleGroup:
     prompt: Prompt
     samples: list[Sample]
 
+    number: int = 0
+    """Position of the prompt in the endless order of a run's prompts."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainSample:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
+from typing import Any
 
 from onpolicy.compat.process import prepare_process
-from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
+from onpolicy.contract import (
+    CONTRACT_VARIABLE,
+    TAPS_VARIABLE,
+    THREADS_VARIABLE,
+    NumericsContract,
+)
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
@@ -53,8 +60,11 @@ def load() -> None:
         forks.install()
         cpu_sizes.install()
         routed_experts.install()
+    taps = _taps()
     if contract.is_aligned:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
+        if taps is not None:
+            operators = taps.behind(operators)
         determinism.install(contract)
         linear.install(operators, contract)
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
@@ -71,4 +81,14 @@ def load() -> None:
         head_sizes.install(contract)
         trainers_model.install()
         model.install(operators, contract)
+    if taps is not None:
+        taps.install(is_aligned=contract.is_aligned)
     registry.started(contract)
+
+
+def _taps() -> Any:
+    """What records this engine, if it is to be recorded (`onpolicy explain`)."""
+    directory = os.environ.get(TAPS_VARIABLE)
+    if directory is None:
+        return None
+    return importlib.import_module("sglang_patches.taps").Taps(Path(directory))

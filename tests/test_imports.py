@@ -19,6 +19,8 @@ MAY_IMPORT = {
     "weights": GROUND,
     "models": GROUND | {"ops", "weights"},
     "parity": GROUND,
+    "taps": {"contract", "errors", "models", "ops"},
+    "explain": {"errors", "ops", "parity", "taps"},
     "outputs": GROUND,
     "report": GROUND | {"outputs"},
     "rollout": GROUND | {"models"},
@@ -69,9 +71,9 @@ def test_the_trainer_and_the_rollout_never_know_each_other():
 
 
 @pytest.mark.parametrize("file", files("sglang_patches"), ids=lambda f: f.name)
-def test_the_plugin_knows_only_operators_contract_models_and_weights(file):
+def test_the_plugin_knows_only_operators_contract_models_taps_and_weights(file):
     assert ours(file, "onpolicy") <= {
-        "compat", "ops", "contract", "errors", "models", "system", "weights",
+        "compat", "ops", "contract", "errors", "models", "system", "taps", "weights",
     }  # fmt: skip
 
 

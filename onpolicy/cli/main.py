@@ -1,4 +1,4 @@
-"""`onpolicy train | verify | bench | serve | report`. Parses first, then imports torch."""
+"""`onpolicy train | verify | explain | bench | serve | report`. Parses first, then imports torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from onpolicy.system.garbage import collect_rarely
 COMMANDS = {
     "train": "reinforcement learning with rollout and training engines that agree bit for bit",
     "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
+    "explain": "name the operator and the layer that make the two engines differ",
     "bench": "aligned and stock operators side by side: `bench rollout`, `bench step`",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "report": "one HTML page with the curves of several runs over each other",

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Measure, print the report, and say by the exit code whether the mode's promise holds."""
     config = parse(VerifyConfig, argv, "onpolicy verify")
-    _validate(config)
+    validate(config)
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if passes(report, config) else 1
 
 
-def _validate(config: VerifyConfig) -> None:
+def validate(config: VerifyConfig) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
     require_ranges(config)
     sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,9 +108,9 @@ class TrainerRank:
         """`Trainer.self_check`."""
         return self.trainer.self_check
 
-    def mismatched_tokens(self) -> list[int | None]:
-        """`Trainer.mismatched_tokens`."""
-        return list(self.trainer.mismatched_tokens)
+    def findings(self) -> tuple[list[int | None], tuple[int, Sequence[float]] | None]:
+        """`Trainer.mismatched_tokens` and `Trainer.apart`."""
+        return list(self.trainer.mismatched_tokens), self.trainer.apart
 
     def leave(self) -> None:
         """End this process, which then removes what it made."""

@@ -87,7 +87,7 @@ class TrainerRanks(Trainer):
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> dict[str, float]:
-        self.mismatched_tokens = [None] * len(samples)
+        self.mismatched_tokens, self.apart = [None] * len(samples), None
         max_tokens = self.config.trainer.max_tokens_per_gpu
         shares = make_shares(samples, len(rates), max(self._shares) + 1, max_tokens)
         try:
@@ -99,7 +99,7 @@ class TrainerRanks(Trainer):
         return cast(dict[str, float], metrics[0])
 
     def _learn_of_mismatches(self) -> None:
-        self.mismatched_tokens = self._on_each("mismatched_tokens", [()])[0]
+        self.mismatched_tokens, self.apart = self._on_each("findings", [()])[0]
 
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         self._call("adapt", contract, fallback)

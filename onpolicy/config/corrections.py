@@ -82,6 +82,9 @@ def _lag(config: TrainConfig) -> list[_RuleBroken]:
          "the governor goes by how far the engines' log-probabilities are apart, and those of earlier "
          "weights are, whatever the engines run on",
          "Leave --mismatch-governor out."),
+        ("colocate", True, config.engine.colocate and lag > 0,
+         "servers give their memory back while the trainer computes, and with --rollout-lag they sample "
+         "meanwhile", _LEAVE_ONE_OUT),
         (name, value, config.may_lag and config.parity_policy == "fallback",
          "samples of earlier weights are corrected in any case, whether engines mismatch or not",
          "Leave --parity-policy out: a mismatch that the probe of each push finds ends the run."),

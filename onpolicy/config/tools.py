@@ -68,6 +68,40 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExplainConfig(VerifyConfig):
+    """Which operator makes the two engines differ, in which layer, and by how much?
+
+    Runs the same tokens through a real SGLang server, as it serves, and through the trainer, as it
+    trains, and records what every operator was given and made of it. Names the first that gives other
+    bits for the same input, and runs it alone on that input, in the shape of either side. Exit code 0
+    if no token's log-probability differs.
+    """
+
+    num_prompts: Count = 8
+    """Prompts, of random lengths, sharing prefixes."""
+
+    max_new_tokens: Count = 24
+    """Tokens sampled for every prompt."""
+
+    case: str = ""
+    """Replay the mismatch that a run left in this file (RUN_DIR/cases), in place of random prompts."""
+
+    load: str = ""
+    """Checkpoint of that run, or its --save directory: weights to replay it with, in place of
+    --hf-checkpoint's."""
+
+    json: str = ""
+    """Also write the result into this file, every operator of every layer with it."""
+
+    html: str = ""
+    """Also write a page into this file: layers by operators, and the tokens by their difference. It
+    needs nothing beside it and no network to be opened."""
+
+    run_dir: Directory = "runs/explain"
+    """Directory for the engines' logs and for what the server records."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from onpolicy.config import secrets
 from onpolicy.config.sglang_flags import tensor_parallel_size
-from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
+from onpolicy.contract import (
+    CONTRACT_VARIABLE,
+    TAPS_VARIABLE,
+    THREADS_VARIABLE,
+    NumericsContract,
+)
 from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -65,6 +70,9 @@ class EngineSpec:
 
     returns_routed_experts: bool = False
     """Whether the engine keeps the experts that computed each token, for requests that ask."""
+
+    taps: str = ""
+    """Directory that the engine records its passes in, for `onpolicy explain`; "": it does not."""
 
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
@@ -166,6 +174,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **_gloo_interface(spec.host),
     }
+    if spec.taps:
+        variables[TAPS_VARIABLE] = spec.taps
     if not spec.contract.is_aligned:
         # A server's temporary files end with it, but not what it compiled for the next one.
         cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"

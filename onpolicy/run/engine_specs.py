@@ -30,9 +30,11 @@ def make_rollout_group(
     logs: Path,
     longest_sequence: int = 0,
     placement: Placement | None = None,
+    taps: str = "",
 ) -> RolloutGroup:
-    """The rollout's servers, not started yet; without a placement all on this host."""
-    spec = rollout_spec(config, hf_config, contract, longest_sequence)
+    """The rollout's servers, not started yet; without a placement all on this host. They record their
+    passes in the directory `taps`, if one is given."""
+    spec = replace(rollout_spec(config, hf_config, contract, longest_sequence), taps=taps)
     placement = placement or placement_here(config, contract)
     specs = [placed(spec, slot, placement, config.engine) for slot in placement.engines]
     return SglangGroup(config.engine, specs or [spec], logs, make_server=make_server)

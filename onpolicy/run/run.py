@@ -20,6 +20,7 @@ from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
 from onpolicy.run import saving
 from onpolicy.run.ahead import Rollouts
+from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.journal import Journal
@@ -30,7 +31,7 @@ from onpolicy.run.saving.rollouts import FILE as ROLLOUTS
 from onpolicy.run.saving.rollouts import read_rollouts, write_rollouts
 from onpolicy.run.schedule import Schedule
 from onpolicy.run.train_samples import make_train_samples, worth_training
-from onpolicy.types import RunSummary, RunTotals, SampleGroup
+from onpolicy.types import RunSummary, RunTotals, Sample, SampleGroup
 from onpolicy.weights.transports.disk import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -222,6 +223,24 @@ class Run:
         finally:
             for trained, count in zip(samples, trainer.mismatched_tokens, strict=False):
                 trained.sample.mismatched_tokens = count
+            if trainer.apart is not None:
+                number, log_probs = trainer.apart
+                self._leave_case(samples[number].sample, log_probs, groups, step)
+
+    def _leave_case(
+        self,
+        sample: Sample,
+        train_log_probs: Sequence[float],
+        groups: Sequence[SampleGroup],
+        step: int,
+    ) -> None:
+        """Write down a sample on which the engines disagreed, for `onpolicy explain --case`."""
+        request = self.sampler.request_of(sample, groups)
+        case = make_case(request, sample, train_log_probs, step, self.engines)
+        file = Path(self.config.output.case_file(step))
+        with self._directory.writing():
+            write_case(case, file)
+        logger.info("the first sample with a mismatch is in %s", file)
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
         """Let the governor, if there is one, change what the engines run on."""

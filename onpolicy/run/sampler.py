@@ -16,7 +16,14 @@ from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.train_samples import has_signal
-from onpolicy.types import Completion, Prompt, Request, SampleGroup, SamplingParams
+from onpolicy.types import (
+    Completion,
+    Prompt,
+    Request,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+)
 
 Metrics = dict[str, float]
 
@@ -30,10 +37,6 @@ class Rollout:
 
     groups: list[SampleGroup]
     metrics: Metrics
-
-
-Numbered = tuple[int, SampleGroup]
-"""A group and its position in the endless order of prompts."""
 
 
 class Sampler:
@@ -55,7 +58,7 @@ class Sampler:
             config.open_groups * rollout.n_samples_per_prompt,
             rollout.rollout_segment_tokens or rollout.rollout_max_response_len,
         )
-        self.ready: list[Numbered] = []
+        self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
 
     def roll_out(self, step: int, version: int, generate: Generate) -> Rollout:
@@ -68,8 +71,7 @@ class Sampler:
         while len(self.ready) < wanted:
             self._draw_round(version, generate, found)
             self._require_signal(step, found["rollout/num_resampled_groups"])
-        groups = [group for _, group in self.ready[:wanted]]
-        self.ready = self.ready[wanted:]
+        groups, self.ready = self.ready[:wanted], self.ready[wanted:]
         if self.ready and not self.config.rollout.rollout_segment_tokens:
             found["rollout/num_surplus_groups"] += len(self.ready)
             self.ready = []  # a step's samples are all of one version
@@ -99,11 +101,13 @@ class Sampler:
             [group.prompt for group in complete],
             [c for group in complete for c in group.completions if c is not None],
         )
-        scored = list(zip((group.number for group in complete), groups, strict=True))
+        for group, drawn in zip(groups, complete, strict=True):
+            group.number = drawn.number
         if self.config.rollout.dynamic_sampling:
-            scored = [(number, group) for number, group in scored if has_signal(group)]
-            metrics["rollout/num_resampled_groups"] = float(len(groups) - len(scored))
-        self.ready = sorted([*self.ready, *scored], key=lambda numbered: numbered[0])
+            found = len(groups)
+            groups = [group for group in groups if has_signal(group)]
+            metrics["rollout/num_resampled_groups"] = float(found - len(groups))
+        self.ready = sorted([*self.ready, *groups], key=lambda group: group.number)
         return metrics
 
     def _require_signal(self, step: int, num_dropped: float) -> None:
@@ -128,6 +132,11 @@ class Sampler:
         return OpenGroup(
             number=number, prompt=prompt, requests=requests, completions=[None] * count
         )
+
+    def request_of(self, sample: Sample, groups: Sequence[SampleGroup]) -> Request:
+        """What a sample of some groups was an answer to."""
+        group = next(g for g in groups if any(s is sample for s in g.samples))
+        return self.open_group(group.number).requests[sample.sample_index]
 
     def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics]:
         """Sample and score one evaluation set; another set beside it changes nothing."""

@@ -98,23 +98,30 @@ def _sample(
     engines: EnginePair, prompts: Sequence[Prompt], config: VerifyConfig, round_number: int
 ) -> list[Sample]:
     """A response to each prompt."""
+    completions = engines.generate(requests_of(prompts, config, round_number))
+    return [
+        Sample(prompt=prompt, sample_index=0, completion=completion)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def requests_of(
+    prompts: Sequence[Prompt], config: VerifyConfig, round_number: int
+) -> list[Request]:
+    """One for each prompt."""
     params = SamplingParams(
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=(),
         ignore_eos=True,
     )
-    requests = [
+    return [
         Request(
             prompt_ids=prompt.prompt_ids,
             sampling_seed=sampling_seed(config.seed, "verify", round_number, prompt.index),
             params=params,
         )
         for prompt in prompts
-    ]
-    return [
-        Sample(prompt=prompt, sample_index=0, completion=completion)
-        for prompt, completion in zip(prompts, engines.generate(requests), strict=True)
     ]
 
 

@@ -26,6 +26,10 @@ class Trainer(ABC):
     mismatched_tokens: Sequence[int | None] = ()
     """Of each sample of the last `train`: tokens that differed; None if it was not compared."""
 
+    apart: tuple[int, Sequence[float]] | None = None
+    """Of the last `train`, if its parity check failed: the first sample of which a token differed, and
+    what the trainer gives its tokens."""
+
     @abstractmethod
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]

@@ -26,6 +26,7 @@ class ParityGate:
         self.step, self.fails, self.warns, self.remedy = step, fails, warns, remedy
         self._counts: list[ParityCounts] = []
         self._by_sample: dict[int, int] = {}
+        self._apart: tuple[int, list[float]] | None = None
 
     def check(self, log_probs: Tensor, batch: PackedBatch) -> None:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs."""
@@ -71,13 +72,23 @@ class ParityGate:
         found = {i: count for counts in gather_data(mine) for i, count in counts.items()}
         return [found.get(i) for i in range(share.num_samples)]
 
+    def first_apart(self, share: Share) -> tuple[int, list[float]] | None:
+        """The first sample of which a token differed, as far as was checked, and what the trainer gives
+        its tokens; None if there is none. Collective.
+        """
+        number = {id(sample): i for i, sample in share.samples.items()}
+        ours = self._apart and (number[self._apart[0]], self._apart[1])
+        return min((found for found in gather_data(ours) if found is not None), default=None)
+
     def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
         lens, fresh = batch.response_lens, batch.lags.cpu() == 0
-        parts = zip(batch.samples, differ.split(lens), fresh.split(lens), strict=True)
-        for sample, part, is_fresh in parts:
+        parts = differ.split(lens), fresh.split(lens), log_probs.split(lens)
+        for sample, part, is_fresh, scores in zip(batch.samples, *parts, strict=True):
             if is_fresh.any():
-                self._by_sample[id(sample)] = int(part[is_fresh].sum())
+                count = self._by_sample[id(sample)] = int(part[is_fresh].sum())
+                if count and self._apart is None:
+                    self._apart = id(sample), scores.tolist()
 
     def _mismatch(self, log_probs: Tensor, batch: PackedBatch, row: int) -> Mismatch:
         sample, position = batch.locate(row)

@@ -126,7 +126,7 @@ class PolicyTrainer(WeightOutlet):
     def train_share(self, share: Share, step: int, rates: Sequence[float]) -> dict[str, float]:
         """`train`, by a rank that was given its own share of the samples and no other."""
         start = time.perf_counter()
-        self.mismatched_tokens = [None] * share.num_samples
+        self.mismatched_tokens, self.apart = [None] * share.num_samples, None
         try:
             metrics = self._train_or_fall_back(share, rates, step)
         except NonfiniteError as error:
@@ -149,6 +149,7 @@ class PolicyTrainer(WeightOutlet):
             metrics = self._train_on(scored, rates, gate, corrected=corrected, lags=share.lags)
         except ParityError as error:
             self.mismatched_tokens = gate.mismatched_tokens(share)
+            self.apart = gate.first_apart(share)
             if not self._falls_back:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
@@ -220,9 +221,11 @@ class PolicyTrainer(WeightOutlet):
         # What an unaligned rollout mismatches by stands in the metrics; it is no news in the log.
         aligned, asked = self.contract.is_aligned, self.config.parity.parity_policy
         fails = asked == "fail" or (aligned and self.config.parity_policy in ("fail", "fallback"))
+        output = self.config.output
+        load = f" --load {output.save}" if output.save else ""
         remedy = (
-            "To find out which part differs, run: onpolicy verify --hf-checkpoint "
-            f"{self.config.model.hf_checkpoint} --dtype {self.contract.dtype}"
+            "To find out which operator differs, and in which layer, run: onpolicy explain --case "
+            f"{output.case_file(step)} --hf-checkpoint {self.config.model.hf_checkpoint}{load}"
         )
         return ParityGate(step, fails=fails, warns=aligned, remedy=remedy)
 

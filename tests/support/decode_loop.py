@@ -6,6 +6,8 @@ prompts in chunks, then one token of every sequence at a time, keys and values r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,8 +41,16 @@ class PagedStore:
         return self.layers[layer]
 
 
+OnPass = Callable[[list[tuple[int, int, int]], PagedStore], None]
+"""Called before every forward pass with (sequence, start, end) of the tokens that it is fed."""
+
+
 def decode_log_probs(
-    policy: PolicyModel, operators: Operators, sequences: list[list[int]], temperature: float
+    policy: PolicyModel,
+    operators: Operators,
+    sequences: list[list[int]],
+    temperature: float,
+    on_pass: OnPass = lambda spans, store: None,
 ) -> list[Tensor]:
     """Log-probabilities of every token of each sequence but its first: float32 [len - 1] each."""
     store = PagedStore([len(s) for s in sequences])
@@ -51,6 +61,8 @@ def decode_log_probs(
         counts = [CHUNK if n >= CHUNK + ALONE else 1 for n in left]
         parts = [sequences[i][done[i] : done[i] + n + 1] for i, n in zip(live, counts, strict=True)]
         starts = [done[i] for i in live]
+        spans = zip(live, starts, counts, strict=True)
+        on_pass([(i, start, start + n) for i, start, n in spans], store)
         hidden = _feed(policy, operators, store, [p[:-1] for p in parts], live, starts)
         targets = torch.tensor([token for part in parts for token in part[1:]])
         log_probs = _log_probs(policy, operators, hidden, targets, temperature)

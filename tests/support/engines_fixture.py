@@ -13,7 +13,8 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.engines import EnginePair
+from onpolicy.run.engine_specs import make_rollout_group
+from onpolicy.run.engines import EnginePair, MakeRollout
 from onpolicy.train import distributed
 from onpolicy.types import Request, SamplingParams
 from tests.support.forked_processes import forked_processes
@@ -22,7 +23,12 @@ CHUNKED_PREFILL_SIZE = 48
 
 
 def make_engines(
-    checkpoint: Path, directory: Path, dtype: str = "float32", tp_size: int = 1, **engine
+    checkpoint: Path,
+    directory: Path,
+    dtype: str = "float32",
+    tp_size: int = 1,
+    make_rollout: MakeRollout = make_rollout_group,
+    **engine,
 ) -> EnginePair:
     """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
     distributed.init_process_group()
@@ -42,7 +48,7 @@ def make_engines(
         ),
     )
     contract = contract_for(config, hf_config, aligned=True)
-    return EnginePair(config, hf_config, contract, directory)
+    return EnginePair(config, hf_config, contract, directory, make_rollout=make_rollout)
 
 
 @contextmanager

@@ -47,12 +47,14 @@ class TrainerInMemory(WeightOutlet):
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> dict[str, float]:
-        self.mismatched_tokens = [None] * len(samples)
+        self.mismatched_tokens, self.apart = [None] * len(samples), None
         scores = [self._score(trained.sample) for trained in samples]
         found = [_compared(train, trained) for train, trained in zip(scores, samples, strict=True)]
         self.mismatched_tokens = [counts.num_mismatched for counts in found]
         total = sum(found, ParityCounts())
         if self.contract.is_aligned and total.num_mismatched:
+            first = next(i for i, counts in enumerate(found) if counts.num_mismatched)
+            self.apart = first, scores[first].tolist()
             raise ParityError(f"{total.num_mismatched} of {total.num_compared} tokens differ")
         for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
             for i in part:

@@ -78,3 +78,7 @@ class OutputConfig:
 
     log_samples_interval: Count = 1
     """Write them after every so many rollouts, and of every evaluation."""
+
+    def case_file(self, step: int) -> str:
+        """Where a sample of rollout `step` is kept whose parity check failed."""
+        return f"{self.run_dir}/cases/rollout_{step:06d}.json"

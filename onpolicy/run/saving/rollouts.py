@@ -28,7 +28,7 @@ def write_rollouts(directory: Path, sampler: Sampler, rollouts: Rollouts) -> Non
     record = {
         "next_number": sampler.open.next_number,
         "open": [_open_group(group) for group in sampler.open.groups],
-        "ready": [[number, _group(group)] for number, group in sampler.ready],
+        "ready": [_group(group) for group in sampler.ready],
         "drawn": {
             str(step): {"metrics": rollout.metrics, "groups": [_group(g) for g in rollout.groups]}
             for step, rollout in rollouts.drawn.items()
@@ -45,7 +45,7 @@ def read_rollouts(directory: Path, sampler: Sampler, rollouts: Rollouts) -> None
     record, prompts = json.loads(file.read_text()), sampler.inputs.prompts.prompts
     sampler.open.groups = [_read_open_group(sampler, each) for each in record["open"]]
     sampler.open.next_number = record["next_number"]
-    sampler.ready = [(number, _read_group(prompts, each)) for number, each in record["ready"]]
+    sampler.ready = [_read_group(prompts, each) for each in record["ready"]]
     for step, each in record["drawn"].items():
         groups = [_read_group(prompts, group) for group in each["groups"]]
         rollouts.drawn[int(step)] = Rollout(groups=groups, metrics=each["metrics"])
@@ -72,7 +72,7 @@ def _group(group: SampleGroup) -> dict[str, Any]:
         }
         for sample in group.samples
     ]
-    return {"prompt": group.prompt.index, "samples": samples}
+    return {"prompt": group.prompt.index, "number": group.number, "samples": samples}
 
 
 def _read_group(prompts: Sequence[Prompt], record: dict[str, Any]) -> SampleGroup:
@@ -88,7 +88,7 @@ def _read_group(prompts: Sequence[Prompt], record: dict[str, Any]) -> SampleGrou
         )
         for i, each in enumerate(record["samples"])
     ]
-    return SampleGroup(prompt=prompt, samples=samples)
+    return SampleGroup(prompt=prompt, samples=samples, number=record["number"])
 
 
 def _completion(completion: Completion) -> dict[str, Any]:

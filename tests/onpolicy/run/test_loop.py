@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
@@ -13,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import EngineError, HostLostError, ParityError, TrainerLostError
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.run.cases import read_case
 from onpolicy.run.run import Run
 from onpolicy.train import distributed
 from onpolicy.types import SampleGroup
@@ -329,6 +332,16 @@ def test_samples_are_written_though_training_on_them_fails(tmp_path):
     assert [line["num_tokens"] for line in lines] == [len(s.response_ids) for s in samples.of(2)]
     assert [line["mismatched_tokens"] for line in lines] == [0, 1, *[0] * (PER_ROLLOUT - 2)]
     assert [record["step"] for record in records_of(tmp_path)] == [0, 1]
+    # What `onpolicy explain --case` reads: the sample, and the request that it answers.
+    case = read_case(Path(OutputConfig(run_dir=str(tmp_path / "run")).case_file(2)))
+    sample = samples.of(2)[1]
+    assert case["response_ids"] == sample.response_ids
+    assert case["rollout_log_probs"] == sample.rollout_log_probs
+    differ = [
+        a != b for a, b in zip(case["rollout_log_probs"], case["train_log_probs"], strict=True)
+    ]
+    assert differ == [False, True, *[False] * (len(differ) - 2)]
+    assert case["weight_version"] == "2"
 
 
 TAKE_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

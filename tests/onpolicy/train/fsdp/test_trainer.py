@@ -148,10 +148,12 @@ def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
     with pytest.raises(
         ParityError,
         match=r"1 of \d+ tokens .*step=7, prompt 3, sample 0, response position=2: rollout=.*train="
-        r".*ulp=\d+. No step was taken.*onpolicy verify --hf-checkpoint",
+        r".*ulp=\d+. No step was taken.*onpolicy explain --case .*/rollout_000007.json --hf-checkpoint",
     ):
         trainer.train(samples, 7, RATES)
     assert trainer.mismatched_tokens[3] == 1
+    number, log_probs = trainer.apart
+    assert (number, len(log_probs)) == (3, len(samples[3].sample.response_ids))
     assert set(trainer.mismatched_tokens) <= {0, 1, None}
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 

@@ -1,0 +1,1 @@
+"""From two recordings to the operator that made them differ."""

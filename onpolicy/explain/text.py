@@ -1,0 +1,96 @@
+"""What `onpolicy explain` found, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Result = dict[str, Any]
+
+VERDICTS = {
+    "other weights": "The two sides hold other weights there: not all of them were pushed.",
+    "other keys": "The two sides attend to other keys or values.",
+    "depends on the batch": "The operator gives this row other bits in the two shapes.",
+    "rollout differs": "The rollout engine did not compute what the operator gives alone.",
+    "trainer differs": "The trainer did not compute what the operator gives alone.",
+    "not reproduced": "Alone, the operator gives the bits of either side, and both are the same.",
+}
+
+
+def told(result: Result) -> str:
+    """A few lines for a terminal."""
+    return "\n".join(_lines(result))
+
+
+def _lines(result: Result) -> Iterator[str]:
+    yield (
+        f"{result['num_mismatched_tokens']} of {result['num_compared_tokens']} tokens differ; k3 "
+        f"{result['k3_kl_mean']:.2g}, largest difference {result['max_abs_diff']:.2g}"
+    )
+    source = result["source"]
+    if source is None:
+        rows = sum(site["rows"] for site in result["sites"])
+        yield f"No row differs, of {rows} that operators of {len(result['sites'])} sites computed."
+        return
+    if token := result["first_token"]:
+        yield (
+            f"First: sequence {token['sequence']}, response position {token['response_position']}: "
+            f"rollout={token['rollout_log_prob']!r}, train={token['train_log_prob']!r}"
+        )
+    else:
+        yield f"No log-probability differs, but rows do, first in sequence {source['sequence']}."
+    yield from _of_source(source)
+    if proof := result["proof"]:
+        yield from _of_proof(proof)
+    yield from _others(result["sites"], source)
+
+
+def _of_source(source: Result) -> Iterator[str]:
+    name, where = source["name"], f"at position {source['position']} of the sequence"
+    before = source["before"]
+    last = f"{before[1]} of {before[0]}" if before else "nothing"
+    yield {
+        "operator": f"The {name} gives other bits for the same input, {where}.",
+        "key/value cache": f"The {name} reads other keys or values from the cache than were computed, "
+        f"{where}.",
+        "between operators": f"The {name} is given another input, {where}, and all before it agrees, "
+        f"{last} last: what lies between them differs.",
+        "not computed": f"The rollout engine never computed the {name}, {where}, after this prefix: it "
+        "read another one from its cache.",
+    }[source["cause"]]
+    if source["cause"] == "operator" and source["site"][1] == "topk":
+        yield "That is a router: the token went to other experts."
+    if source["rollout_shape"]:
+        yield (
+            f"Shape of the call: {_shape(source['rollout_shape'])} in the rollout, "
+            f"{_shape(source['train_shape'])} in the trainer."
+        )
+
+
+def _of_proof(proof: Result) -> Iterator[str]:
+    d = proof["difference"]
+    yield (
+        f"Of that row {d['different']} of {d['elements']} numbers differ, by up to {d['max_ulp']} ulp "
+        f"({d['max_abs']:.2g})."
+    )
+    for key, text in (
+        ("in_rollout_shape", "on the rollout's input, in its shape, it gives the rollout's bits"),
+        ("in_train_shape", "on the trainer's input, in its shape, it gives the trainer's bits"),
+        ("same_in_both", "it gives this row the same bits in both shapes"),
+    ):
+        answer = {True: "yes", False: "no", None: "not run"}[proof[key]]
+        yield f"  The operator alone: {text}: {answer}"
+    yield VERDICTS[proof["verdict"]]
+
+
+def _others(sites: list[Result], source: Result) -> Iterator[str]:
+    own = [s for s in sites if s["own"] and s["site"] != source["site"]]
+    if own:
+        yield "Other operators that give other bits for equal inputs (rows):"
+        yield from (
+            f"  {s['site'][1]} of {s['site'][0]}: {s['own']} of {s['rows']}" for s in own[:12]
+        )
+
+
+def _shape(shape: Any) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

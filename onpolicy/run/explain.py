@@ -1,0 +1,238 @@
+"""The microscope: the same tokens through both engines, everything recorded, and the first difference.
+
+One pass keeps digests. If something differs, the tokens are run again and the tensors of one call, the
+suspected one, are kept on either side; then the operator runs alone on them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onpolicy.config.tools import ExplainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.explain.proof import prove
+from onpolicy.explain.source import Source, count_sites, first_source
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.policy import PolicyModel
+from onpolicy.ops import make_operators
+from onpolicy.outputs.directory import versions
+from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.run.cases import case_request, compare_weights, read_case
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.engine_specs import make_rollout_group
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.verify import requests_of
+from onpolicy.run.verify_inputs import longest_prompt, make_prompts, make_train_config
+from onpolicy.taps.door import recording
+from onpolicy.taps.evidence import FILE, Evidence, read_evidence
+from onpolicy.taps.recorder import HEAD, Recorder, Site
+from onpolicy.taps.recording import SUSPECT, Recording, read_calls
+from onpolicy.taps.rows import prefix_keys
+from onpolicy.types import Completion, Request
+
+logger = logging.getLogger(__name__)
+
+Result = dict[str, Any]
+
+LOG_SOFTMAX: Site = (HEAD, "log_softmax", 0)
+"""What is left when a token's logits agree and its log-probability does not."""
+
+
+def explain(config: ExplainConfig) -> Result:
+    """Start both engines, record them, and say where they part."""
+    hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
+    longest = longest_prompt(config, hf_config)
+    train_config = make_train_config(config, longest)
+    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
+    requests = requests_of(make_prompts(config, hf_config.vocab_size, longest), config, 0)
+    if config.case:
+        requests = [case_request(Path(config.case))]
+    directory = _empty(Path(config.run_dir).absolute() / "taps")
+    engines = EnginePair(
+        train_config,
+        hf_config,
+        contract,
+        Path(config.run_dir),
+        longest_sequence=max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests),
+        make_rollout=partial(make_rollout_group, taps=str(directory)),
+    )
+    try:
+        engines.start()
+        logger.info("pushing the trainer's weights")
+        engines.push_weights("0")
+        if config.case:
+            compare_weights(read_case(Path(config.case)), engines.weight_digest, config)
+        result = Microscope(engines, directory, requests, config.temperature).look()
+    finally:
+        engines.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+    return {**result, "versions": versions(), "contract": _told(contract)}
+
+
+def _told(contract: NumericsContract) -> Result:
+    return {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint}
+
+
+def _empty(directory: Path) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, mode=0o700)
+    return directory
+
+
+class Microscope:
+    """Looks at what two engines that hold the same weights make of some requests."""
+
+    def __init__(
+        self, engines: EnginePair, directory: Path, requests: Sequence[Request], temperature: float
+    ):
+        self.engines, self.directory = engines, directory
+        self.requests, self.temperature = requests, temperature
+        self.recorder = Recorder()
+
+    def look(self) -> Result:
+        """Sample, score, compare; and if something differs, find out where it began."""
+        completions = self._sample()
+        rollout = Recording.of(read_calls(self.directory))
+        log_probs, train = self._score(completions)
+        compared = _compare(completions, log_probs)
+        found = self._source(rollout, train, completions, compared)
+        sites = [asdict(counts) for counts in count_sites(rollout, train)]
+        result = {**_numbers(compared), "first_token": None, "source": None, "proof": None}
+        result["only_in_one"] = sorted({f"{s[1]} of {s[0]}" for s in set(rollout) ^ set(train)})
+        if found is not None:
+            number, token, source = found
+            if token is not None:
+                result["first_token"] = _token(number, token, completions, log_probs)
+            result["source"] = {"sequence": number, **asdict(source), "name": source.name}
+            result["proof"] = self._prove(source, completions)
+        responses = [_response(*pair) for pair in zip(completions, log_probs, strict=True)]
+        return {**result, "sites": sites, "responses": responses}
+
+    def _sample(self) -> list[Completion]:
+        """With nothing cached and nothing recorded before."""
+        for client in self.engines.rollout.clients:
+            client.flush_cache()
+        for file in self.directory.glob("*.pass"):
+            file.unlink()
+        logger.info("sampling %d responses, recorded", len(self.requests))
+        return self.engines.generate(self.requests)
+
+    def _score(self, completions: Sequence[Completion]) -> tuple[list[torch.Tensor], Recording]:
+        """By the trainer, packed, in the opposite order."""
+        logger.info("scoring them with the trainer, recorded")
+        pairs = list(zip(self.requests, completions, strict=True))[::-1]
+        model: PolicyModel = self.engines.trainer.model  # type: ignore[attr-defined]
+        with recording(model, self.recorder) as passes:
+            scores = self.engines.trainer.log_probs(
+                [request.prompt_ids + completion.response_ids for request, completion in pairs],
+                [len(request.prompt_ids) for request, _ in pairs],
+                self.temperature,
+            )
+        return scores[::-1], Recording.of(passes)
+
+    def _source(
+        self,
+        rollout: Recording,
+        train: Recording,
+        completions: Sequence[Completion],
+        compared: Sequence[tuple[ParityCounts, int | None]],
+    ) -> tuple[int, int | None, Source] | None:
+        """(sequence, first token that differs, where it began), of the earliest such token.
+
+        If no token differs, rows may: then the first sequence of which some do.
+        """
+        for number, token in _by_position(compared):
+            prompt, response = self.requests[number].prompt_ids, completions[number].response_ids
+            end = len(prompt) + (len(response) - 1 if token is None else token)
+            keys = prefix_keys([*prompt, *response][:end])
+            source = first_source(rollout, train, keys)
+            if source is None and token is not None:
+                source = _of_log_softmax(keys)
+            if source is not None:
+                return number, token, source
+        return None
+
+    def _prove(self, source: Source, completions: Sequence[Completion]) -> Result | None:
+        """The operator alone; None where there is none, or its call did not come again."""
+        if source.cause in ("not computed", "between operators") or source.site == LOG_SOFTMAX:
+            return None
+        logger.info("running the tokens again, to keep the tensors of the %s", source.name)
+        (self.directory / FILE).unlink(missing_ok=True)
+        wanted = json.dumps({"site": source.site, "key": source.key})
+        (self.directory / SUSPECT).write_text(wanted)
+        self.recorder.suspect, self.recorder.caught = (source.site, source.key), None
+        self._sample()
+        self._score(completions)
+        theirs, ours = read_evidence(self.directory), self.recorder.caught
+        if theirs is None or ours is None:
+            return None
+        operators = make_operators(self.engines.contract)
+        return asdict(prove(theirs, Evidence.of(ours), ours.args, operators))
+
+
+def _compare(
+    completions: Sequence[Completion], log_probs: Sequence[torch.Tensor]
+) -> list[tuple[ParityCounts, int | None]]:
+    return [
+        compare_log_probs(ours, torch.tensor(completion.rollout_log_probs))
+        for completion, ours in zip(completions, log_probs, strict=True)
+    ]
+
+
+def _by_position(
+    compared: Sequence[tuple[ParityCounts, int | None]],
+) -> Iterator[tuple[int, int | None]]:
+    """(sequence, first token that differs), earliest token first, those without one last."""
+    tokens = [(number, token) for number, (_, token) in enumerate(compared)]
+    yield from sorted(tokens, key=lambda pair: (pair[1] is None, pair[1] or 0))
+
+
+def _numbers(compared: Sequence[tuple[ParityCounts, int | None]]) -> Result:
+    counts = sum((counts for counts, _ in compared), ParityCounts())
+    return {
+        "num_compared_tokens": counts.num_compared,
+        "num_mismatched_tokens": counts.num_mismatched,
+        "max_abs_diff": counts.max_abs_diff,
+        "max_ulp": counts.max_ulp,
+        "k3_kl_mean": counts.sum_k3 / max(counts.num_compared, 1),
+    }
+
+
+def _token(
+    number: int, token: int, completions: Sequence[Completion], log_probs: Sequence[torch.Tensor]
+) -> Result:
+    return {
+        "sequence": number,
+        "response_position": token,
+        "rollout_log_prob": completions[number].rollout_log_probs[token],
+        "train_log_prob": float(log_probs[number][token]),
+    }
+
+
+def _response(completion: Completion, log_probs: torch.Tensor) -> Result:
+    return {
+        "tokens": completion.response_ids,
+        "rollout_log_probs": completion.rollout_log_probs,
+        "train_log_probs": log_probs.tolist(),
+    }
+
+
+def _of_log_softmax(keys: Sequence[int]) -> Source:
+    return Source(
+        cause="operator",
+        site=LOG_SOFTMAX,
+        before=(HEAD, "linear", 0),
+        position=len(keys) - 1,
+        key=keys[-1],
+        rollout_shape=(),
+        train_shape=(),
+    )

@@ -1,0 +1,94 @@
+"""Puts a recorder behind a model's operators, and takes it away again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onpolicy.models.experts import AlignedExperts
+from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.ops import Operators
+from onpolicy.taps.recorder import INPUTS, Call, Recorder
+from onpolicy.taps.rows import prefix_keys
+
+
+def tapped(operators: Operators, recorder: Recorder) -> Operators:
+    """A copy whose calls are recorded; what an operator calls inside itself is not."""
+    watched = copy.copy(operators)
+    for name in INPUTS:
+        setattr(watched, name, _watched(name, getattr(operators, name), recorder))
+    return watched
+
+
+def _watched(name: str, right: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    return lambda *args, **kwargs: recorder.run(name, right, args, kwargs)
+
+
+@contextmanager
+def scopes(decoder: Any, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which module of a decoder, by its Hugging Face name, is running."""
+    with ExitStack() as stack:
+        for name, module in decoder.named_modules():
+            if name:
+                for handle in _scope_hooks(module, name, recorder):
+                    stack.callback(handle.remove)
+        handle = decoder.get_input_embeddings().register_forward_hook(_embedding_hook(recorder))
+        stack.callback(handle.remove)
+        yield
+
+
+def _scope_hooks(module: nn.Module, name: str, recorder: Recorder) -> Iterator[Any]:
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        chosen = None
+        if isinstance(module, AlignedExperts):
+            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        recorder.enter(name, chosen)
+
+    yield module.register_forward_pre_hook(enter, with_kwargs=True)
+    yield module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
+
+
+def _embedding_hook(recorder: Recorder) -> Callable[[nn.Module, Any, Tensor], None]:
+    def record(_: nn.Module, args: Any, out: Tensor) -> None:
+        if recorder.is_open:
+            recorder.add("embed_tokens", "embedding", (), (out,))
+
+    return record
+
+
+@contextmanager
+def behind_operators(model: PolicyModel, recorder: Recorder) -> Iterator[None]:
+    """Record what the modules of a trainer's model call, while the recorder is open."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if (own := getattr(module, "operators", None)) is not None:
+                stack.callback(setattr, module, "operators", own)
+                module.operators = tapped(own, recorder)  # type: ignore[assignment]
+        stack.enter_context(scopes(model.causal_lm.base_model, recorder))
+        yield
+
+
+@contextmanager
+def recording(model: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call]]]:
+    """Record every forward pass of a trainer's model; yields what grows by the calls of each."""
+    passes: list[list[Call]] = []
+
+    def begin(_: nn.Module, args: tuple[PackedTokens]) -> None:
+        recorder.open(packed_keys(args[0]), args[0].rows)
+
+    with behind_operators(model, recorder), ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(begin).remove)
+        end = model.register_forward_hook(lambda *_: passes.append(recorder.close()))
+        stack.callback(end.remove)
+        yield passes
+
+
+def packed_keys(batch: PackedTokens) -> Tensor:
+    """int64 [T]: of whole sequences laid end to end."""
+    sequences = batch.tokens.cpu().split(list(batch.layout.query_lens))
+    return torch.tensor([key for tokens in sequences for key in prefix_keys(tokens.tolist())])

@@ -1,0 +1,94 @@
+"""The tensors of one call, copied so that it can be made again elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout
+from onpolicy.taps.recorder import ATTENTION, Caught
+from onpolicy.taps.rows import by_row
+
+FILE = "evidence.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Of attention, one sequence of the call: its queries, and the keys and values that they see."""
+
+    operator: str
+
+    arguments: list[Any]
+    """Tensors and numbers on the CPU; what cannot be written down (a function, ranks) is None."""
+
+    results: list[Tensor]
+    """One tensor, or each of those that came out."""
+
+    row: int
+    rows: int
+
+    shape: tuple[int, ...]
+    """Of the first argument, as it was called."""
+
+    def row_of_results(self) -> list[Tensor]:
+        """What came out for the wanted row: [n] each."""
+        return [by_row(result, self.rows)[self.row].reshape(-1) for result in self.results]
+
+    @staticmethod
+    def of(caught: Caught) -> Evidence:
+        out = caught.out if isinstance(caught.out, tuple) else (caught.out,)
+        shape = tuple(caught.args[0].shape) if isinstance(caught.args[0], Tensor) else ()
+        if caught.name in ATTENTION and len(caught.args) > 3:
+            return _of_attention(caught, out[0], shape)
+        return Evidence(
+            operator=caught.name,
+            arguments=[_kept(argument) for argument in caught.args],
+            results=[_kept(part) for part in out],
+            row=caught.row,
+            rows=caught.rows,
+            shape=shape,
+        )
+
+
+def _of_attention(caught: Caught, out: Tensor, shape: tuple[int, ...]) -> Evidence:
+    q, k, v, layout, scores, *rest = caught.args
+    if isinstance(layout, PagedLayout):
+        k, v, layout = k.flatten(0, 1), v.flatten(0, 1), layout.by_rows()
+    assert isinstance(layout, AttentionLayout)
+    first = sequence = 0
+    while caught.row >= first + layout.query_lens[sequence]:
+        first += layout.query_lens[sequence]
+        sequence += 1
+    queries = slice(first, first + layout.query_lens[sequence])
+    keys = layout.key_rows[sequence][: layout.key_lens[sequence]]
+    told = [scores.scale, scores.window, scores.softcap]
+    return Evidence(
+        operator="attention",
+        arguments=[*map(_kept, (q[queries], k[keys], v[keys])), told, *map(_kept, rest[:1])],
+        results=[_kept(out[queries])],
+        row=caught.row - first,
+        rows=layout.query_lens[sequence],
+        shape=shape,
+    )
+
+
+def write_evidence(evidence: Evidence, directory: Path) -> None:
+    partial = directory / f".{FILE}"
+    torch.save(asdict(evidence), partial)
+    partial.replace(directory / FILE)
+
+
+def read_evidence(directory: Path) -> Evidence | None:
+    """None if the call has not come."""
+    file = directory / FILE
+    return Evidence(**torch.load(file)) if file.exists() else None
+
+
+def _kept(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.detach().cpu().clone()
+    return argument if isinstance(argument, (int, float, bool)) else None

@@ -1,0 +1,89 @@
+"""Everything that one side computed: for every operator of every module, its rows by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from onpolicy.taps.recorder import Call, Site
+
+Numbers = NDArray[np.int64]
+
+SUSPECT = "suspect"
+"""File beside a rollout engine's passes: the call whose tensors are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Of one site, each key once: digests int64 [n], in the order of `keys`, which ascend."""
+
+    keys: Numbers
+    inputs: Numbers
+    outputs: Numbers
+    store: Numbers | None
+
+    call: Numbers
+    """Which of `shapes` each row was computed in."""
+
+    shapes: list[tuple[int, ...]]
+    """Shapes of the first argument of each call."""
+
+    def find(self, keys: Numbers) -> Numbers:
+        """Where each of `keys` is, -1 if it is not there."""
+        if not len(self.keys):
+            return np.full(len(keys), -1)
+        where = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
+        return np.where(self.keys[where] == keys, where, -1)
+
+    @staticmethod
+    def of(calls: Sequence[Call]) -> Rows:
+        """Of a key that was computed more than once, the last."""
+        number = np.repeat(np.arange(len(calls)), [len(call.keys) for call in calls])
+        keys = torch.cat([call.keys for call in calls]).numpy()[::-1]
+        keys, first = np.unique(keys, return_index=True)
+
+        def column(parts: Iterable[Any]) -> Numbers:
+            column: Numbers = torch.cat(list(parts)).numpy()[::-1][first]
+            return column
+
+        stores = [call.store for call in calls if call.store is not None]
+        return Rows(
+            keys=keys,
+            inputs=column(call.inputs for call in calls),
+            outputs=column(call.outputs for call in calls),
+            store=column(stores) if stores else None,
+            call=number[::-1][first],
+            shapes=[call.shape for call in calls],
+        )
+
+
+class Recording(dict[Site, Rows]):
+    """Sites in the order in which a forward pass first came to them."""
+
+    @staticmethod
+    def of(passes: Iterable[Sequence[Call]]) -> Recording:
+        by_site: dict[Site, list[Call]] = {}
+        for calls in passes:
+            for call in calls:
+                by_site.setdefault(call.site, []).append(call)
+        return Recording({site: Rows.of(calls) for site, calls in by_site.items()})
+
+
+def write_calls(calls: Sequence[Call], file: Path) -> None:
+    """Write the calls of a pass; a file is there whole or not at all."""
+    partial = file.with_suffix(".partial")
+    torch.save([asdict(call) for call in calls], partial)
+    partial.replace(file)
+
+
+def read_calls(directory: Path) -> list[list[Call]]:
+    """The passes that are written in a directory, in order."""
+    return [
+        [Call(**record) for record in torch.load(file)] for file in sorted(directory.glob("*.pass"))
+    ]

@@ -1,0 +1,119 @@
+"""`onpolicy explain` on a real server: chunked prefill, cached prefixes, batched decode."""
+
+import json
+from functools import partial
+
+import pytest
+
+from onpolicy.cli.main import main
+from onpolicy.run.cases import make_case, write_case
+from onpolicy.run.engine_specs import make_rollout_group
+from onpolicy.run.explain import Microscope
+from onpolicy.types import Prompt, Sample
+from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.faults import one_ulp_in_three_rows
+from tests.support.recorded_policies import replace_in
+from tests.support.tiny import make_checkpoint
+
+pytestmark = pytest.mark.engine
+
+TEMPERATURE = 0.7
+LAYER = "layers.1.mlp"
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
+def microscope(request, tmp_path_factory):
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+    taps = tmp_path_factory.mktemp("taps")
+    pair = make_engines(
+        path,
+        tmp_path_factory.mktemp("engines"),
+        make_rollout=partial(make_rollout_group, taps=str(taps)),
+    )
+    with running(pair):
+        requests = make_requests(6, seed=6, max_new_tokens=12, temperature=TEMPERATURE)
+        yield Microscope(pair, taps, requests, TEMPERATURE)
+
+
+def test_between_aligned_engines_no_row_differs(microscope):
+    result = microscope.look()
+    assert result["num_mismatched_tokens"] == 0 < result["num_compared_tokens"]
+    assert result["source"] is None and result["only_in_one"] == []
+    sites = {(site["site"][0], site["site"][1]): site for site in result["sites"]}
+    assert all(s["inputs_differ"] == s["outputs_differ"] == 0 < s["rows"] for s in sites.values())
+    assert {("embed_tokens", "embedding"), ("norm", "rms_norm"), ("lm_head", "linear")} < set(sites)
+    rows = {site["rows"] for name, site in sites.items() if name[0] != "lm_head"}
+    assert len(rows) == 1  # every operator has computed every token
+
+
+def test_a_broken_operator_of_the_trainer_is_named_and_proven(microscope, monkeypatch):
+    policy = microscope.engines.trainer.model
+    module = f"{LAYER}.down_proj"
+    if hasattr(policy.causal_lm.base_model.get_submodule(LAYER), "experts"):
+        module = f"{LAYER}.experts"
+    name = "grouped_partial_linear" if module.endswith("experts") else "row_parallel_linear"
+    replace_in(monkeypatch, policy, module, name, one_ulp_in_three_rows)
+    result = microscope.look()
+    source = result["source"]
+    assert source["cause"] == "operator"
+    assert source["site"][0] == module and source["site"][1] in name
+    assert result["proof"]["difference"]["max_ulp"] <= 1
+    assert result["proof"]["verdict"] == "trainer differs"
+    assert result["proof"]["in_rollout_shape"] is True
+
+
+def test_a_weight_that_was_not_pushed_is_named_and_proven(microscope):
+    layer = microscope.engines.trainer.model.layers[0]
+    weight = layer.self_attn.k_proj.weight.to_local().detach()
+    before = weight.clone()
+    weight.mul_(1.01)
+    try:
+        result = microscope.look()
+    finally:
+        weight.copy_(before)
+    assert result["num_mismatched_tokens"] > 0
+    assert result["first_token"]["response_position"] == 0
+    assert result["source"]["cause"] == "operator"
+    assert result["source"]["site"] == ("layers.0.self_attn.k_proj", "linear", 0)
+    assert result["proof"]["verdict"] == "other weights"
+
+
+def test_a_case_comes_again(microscope, tmp_path, capsys):
+    """The response of a run, sampled anew by the command from the file that the run left."""
+    pair, request = microscope.engines, microscope.requests[0]
+    (completion,) = pair.generate([request])
+    prompt = Prompt(index=3, prompt_ids=request.prompt_ids, label="", text="")
+    sample = Sample(prompt=prompt, sample_index=1, completion=completion)
+    case, file = (
+        make_case(request, sample, completion.rollout_log_probs, 0, pair),
+        tmp_path / "case",
+    )
+    write_case(case, file)
+    code = main([
+        "explain", "--hf-checkpoint", pair.config.model.hf_checkpoint, "--case", str(file),
+        "--json", str(tmp_path / "json"), "--html", str(tmp_path / "html"),
+        "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
+    ])  # fmt: skip
+    (response,) = json.loads((tmp_path / "json").read_text())["responses"]
+    assert code == 0
+    assert response["tokens"] == completion.response_ids
+    assert response["rollout_log_probs"] == completion.rollout_log_probs
+    assert "other weights" not in capsys.readouterr().err
+    assert "No row differs" in (tmp_path / "html").read_text()
+
+
+def test_stock_engines_are_explained_by_a_command(checkpoint, tmp_path, capsys):
+    file = tmp_path / "result.json"
+    code = main([
+        "explain", "--hf-checkpoint", str(checkpoint), "--no-true-on-policy-mode",
+        "--num-prompts", "4", "--max-new-tokens", "8", "--json", str(file),
+        "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
+    ])  # fmt: skip
+    result = json.loads(file.read_text())
+    # How many differ, and where, is up to the machine's kernels.
+    assert code == (result["num_mismatched_tokens"] > 0)
+    assert result["num_compared_tokens"] == 4 * 8
+    names = {site["site"][1] for site in result["sites"]}
+    assert names == {"embedding", "rms_norm", "linear", "rotary", "attention", "gated"}
+    assert (result["source"] is None) <= (result["num_mismatched_tokens"] == 0)
+    assert "tokens differ" in capsys.readouterr().out

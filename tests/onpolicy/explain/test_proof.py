@@ -1,0 +1,87 @@
+"""The operator alone: what depends on the batch is told from an engine that computes otherwise."""
+
+import torch
+
+from onpolicy.explain.proof import prove
+from onpolicy.ops import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.taps.evidence import Evidence, read_evidence, write_evidence
+from onpolicy.taps.recorder import Caught
+from tests.support.faults import one_ulp_in_three_rows
+from tests.support.violations import break_operator
+
+ROW = torch.randn(1, 24)
+WEIGHT = torch.randn(16, 24)
+FEW, MANY = torch.cat([ROW, torch.randn(2, 24)]), torch.cat([torch.randn(40, 24), ROW])
+
+
+def linear(operators, x, row, weight=WEIGHT):
+    args = (x, weight, None)
+    caught = Caught(name="linear", args=args, out=operators.linear(*args), row=row, rows=len(x))
+    return Evidence.of(caught)
+
+
+def test_an_operator_that_depends_on_the_batch():
+    broken = break_operator(CpuOperators(1), "linear")
+    proof = prove(linear(broken, FEW, 0), linear(broken, MANY, 40), (), broken)
+    assert proof.verdict == "depends on the batch"
+    assert (proof.in_rollout_shape, proof.in_train_shape, proof.same_in_both) == (True, True, False)
+    assert (proof.difference.different, proof.difference.max_ulp) == (16, 1)
+    assert (proof.rollout_shape, proof.train_shape) == ((3, 24), (41, 24))
+
+
+def test_an_engine_that_computes_something_else():
+    right, broken = CpuOperators(1), break_operator(CpuOperators(1), "linear", lambda rows: True)
+    wrong_rollout = prove(linear(broken, FEW, 0), linear(right, MANY, 40), (), right)
+    wrong_trainer = prove(linear(right, FEW, 0), linear(broken, MANY, 40), (), right)
+    assert (wrong_rollout.verdict, wrong_trainer.verdict) == ("rollout differs", "trainer differs")
+    assert wrong_rollout.same_in_both and wrong_trainer.same_in_both
+
+
+def test_weights_that_differ_are_told_before_anything_else():
+    right = CpuOperators(1)
+    proof = prove(linear(right, FEW, 0, 1.001 * WEIGHT), linear(right, MANY, 40), (), right)
+    assert proof.verdict == "other weights"
+
+
+def attention(operators, counts, sequence, k, paged=False, attend=None):
+    """The last query of one sequence of a call; q and v are the same in every call."""
+    generator = torch.Generator().manual_seed(1)
+    q, v = (torch.randn(30, heads, 16, generator=generator) for heads in (4, 2))
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    ends = [int(starts[sequence + 1])]
+    if paged:
+        layout = PagedLayout(
+            page_table=torch.arange(counts[sequence])[None].int() + int(starts[sequence]),
+            page_size=1,
+            key_lens=torch.tensor([counts[sequence]]).int(),
+            query_starts=torch.tensor([0, 1]).int(),
+            max_query_len=1,
+        )
+        q, k, v, rows = q[ends[0] - 1 : ends[0]], k[:, None], v[:, None], 1
+    else:
+        layout, rows = AttentionLayout.packed(counts), sum(counts)
+        q, k, v = q[:rows], k[:rows], v[:rows]
+    name = "paged_attention" if paged else "attention"
+    args = (q, k, v, layout, Scores(0.25), None)
+    out = (attend or getattr(operators, name))(*args)
+    return Evidence.of(
+        Caught(name=name, args=args, out=out, row=0 if paged else ends[0] - 1, rows=rows)
+    )
+
+
+def test_attention_is_run_over_its_own_sequence(tmp_path):
+    operators, k = CpuOperators(1), torch.randn(30, 2, 16)
+    packed = attention(operators, (9, 12, 9), 1, k)
+    write_evidence(attention(operators, (9, 12, 9), 1, k, paged=True), tmp_path)
+    decoded = read_evidence(tmp_path)
+    assert (len(packed.arguments[0]), len(decoded.arguments[0])) == (12, 1)
+    assert prove(decoded, packed, (), operators).verdict == "not reproduced"
+    broken = one_ulp_in_three_rows(operators.paged_attention)
+    wrong = attention(operators, (9, 12, 9), 1, k, paged=True, attend=broken)
+    proof = prove(wrong, packed, (), operators)
+    assert (proof.verdict, proof.difference.different) == ("rollout differs", 3)
+    stale = k.clone()
+    stale[11] = stale[12]
+    proof = prove(attention(operators, (9, 12, 9), 1, stale, paged=True), packed, (), operators)
+    assert proof.verdict == "other keys"

@@ -1,0 +1,103 @@
+"""What `onpolicy explain` takes from a case and from a checkpoint, and what it refuses."""
+
+import json
+
+import pytest
+
+from onpolicy.cli.main import main
+from onpolicy.config.groups import ModelConfig
+from onpolicy.config.tools import ExplainConfig
+from onpolicy.errors import ConfigError
+from onpolicy.run.cases import KEYS, case_request, read_case
+from onpolicy.run.explain_inputs import with_case
+from onpolicy.run.saving.checkpoint import STATE, name_of
+from onpolicy.types import SamplingParams
+
+CASE = {
+    **dict.fromkeys(KEYS),
+    "prompt_ids": [5, 6, 7], "response_ids": [8, 9], "sampling_seed": 11, "step": 2,
+    "params": {
+        "temperature": 0.7, "max_new_tokens": 4, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1,
+        "min_p": 0.0, "ignore_eos": False, "return_routed_experts": False,
+    },
+    "contract": {"dtype": "float32", "backend": "cpu"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def case(tmp_path):
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(CASE))
+    return file
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints of rollouts 1, 2 and 4."""
+    for number in (1, 2, 4):
+        directory = tmp_path / "save" / name_of(number)
+        directory.mkdir(parents=True)
+        (directory / STATE).write_text("{}")
+    return tmp_path / "save"
+
+
+def test_a_case_says_how_it_was_sampled(case):
+    config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
+    assert (config.temperature, config.model.dtype) == (0.7, "float32")
+    assert config.true_on_policy_mode
+    request = case_request(case)
+    assert (request.prompt_ids, request.sampling_seed) == ([5, 6, 7], 11)
+    assert request.params == SamplingParams(
+        temperature=0.7, max_new_tokens=4, stop_token_ids=(1,), top_p=1.0, top_k=-1, min_p=0.0
+    )
+
+
+def test_weights_are_those_of_the_cases_rollout(case, saved, caplog):
+    def weights(**flags):
+        return with_case(ExplainConfig(load=str(saved), **flags)).model.hf_checkpoint
+
+    assert weights(case=str(case)) == str(saved / name_of(2) / "hf")
+    assert weights() == str(saved / name_of(4) / "hf")
+    assert caplog.text == ""
+    case.write_text(json.dumps({**CASE, "step": 3}))
+    assert weights(case=str(case)) == str(saved / name_of(4) / "hf")
+    assert "has no checkpoint of rollout 3" in caplog.text
+    one = with_case(ExplainConfig(load=str(saved / name_of(1))))
+    assert one.model.hf_checkpoint == str(saved / name_of(1) / "hf")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"prompt_ids": [1]}', "\x00"])
+def test_what_is_no_case_is_refused(tmp_path, text):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^--case={file}: .*RUN_DIR/cases"):
+        read_case(file)
+
+
+def test_a_directory_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--load=.*: holds no checkpoint\. Give"):
+        with_case(ExplainConfig(load=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--sglang-tp-size", "2"], "--sglang-tp-size=2: "),
+        (["--train-backend", "megatron"], "--train-backend=megatron: "),
+        (
+            ["--rollout-server-url", "http://127.0.0.1:9"],
+            "--rollout-server-url=http://127.0.0.1:9: ",
+        ),
+    ],
+)
+def test_what_is_not_recorded_is_refused(tmp_path, monkeypatch, capsys, flags, problem):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "--hf-checkpoint", "m", *flags]) == 2
+    assert f"ConfigError: {problem}" in capsys.readouterr().err
+
+
+def test_more_ranks_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["explain", "--hf-checkpoint", "m"]) == 2
+    assert "ConfigError: 2 ranks: " in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""Faults to build into one operator of one module: each gives other bits, on every CPU.
+
+`make(right)` is what `right`, an operator, becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.violations import next_up
+
+Operator = Callable[..., Any]
+
+
+def one_ulp_in_three_rows(right: Operator) -> Operator:
+    """Three numbers of a call's are the next larger ones, a quarter of them apart."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs)
+        first = (out[0] if isinstance(out, tuple) else out).contiguous().clone()
+        where = first.numel() * torch.arange(1, 4) // 4
+        first.view(-1)[where] = next_up(first.view(-1)[where])
+        return (first, *out[1:]) if isinstance(out, tuple) else first
+
+    return broken
+
+
+def rounded_in_between(right: Operator) -> Operator:
+    """What goes in is rounded to bfloat16 on its way."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        given = [a.bfloat16().to(a.dtype) if _is_float(a) else a for a in args]
+        return right(*given, **kwargs)
+
+    return broken
+
+
+def summed_in_other_blocks(right: Operator) -> Operator:
+    """A linear's sum over K in blocks of 7, added up in float32."""
+
+    def broken(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        pairs = zip(x.float().split(7, -1), weight.float().split(7, -1), strict=True)
+        parts = [a @ b.T for a, b in pairs]
+        return torch.stack(parts).cumsum(0)[-1].to(x.dtype)
+
+    return broken
+
+
+def summed_backwards(right: Operator) -> Operator:
+    """A norm's sum in the opposite order, in steps of one."""
+
+    def broken(x: Tensor, weight: Tensor, eps: float, *rest: Any) -> Tensor:
+        squares = x.float().pow(2).flip(-1).cumsum(-1)[..., -1:] / x.shape[-1]
+        return weight * (x.float() * torch.rsqrt(squares + eps)).to(x.dtype)
+
+    return broken
+
+
+def other_experts(right: Operator) -> Operator:
+    """A row in the middle of a call goes to the experts after its own."""
+
+    def broken(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, indices = right(x, k)
+        indices = indices.clone()
+        indices[len(x) // 2] = (indices[len(x) // 2] + 1) % x.shape[-1]
+        return values, indices
+
+    return broken
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
