@@ -223,6 +223,12 @@ def _name_process(program):
     """Show the program in the list of processes."""
     setproctitle.setproctitle(" ".join([sys.executable, *program]))
     setproctitle.setthreadtitle("python")
+    if (
+        "RAY_RAYLET_PID" in os.environ
+    ):  # it names its workers, but would not find where that is done
+        import ray
+
+        ray._raylet.setproctitle = setproctitle.setproctitle
 
 
 if __name__ == "__main__":
