@@ -110,6 +110,9 @@ def test_the_algorithm_stands_on_torch_and_the_ground_of_fallback_correction(fil
     ("module", "absent"),
     [
         ("onpolicy.config", {"torch", "transformers", "sglang", "numpy"}),
+        ("onpolicy.cluster.engine_host", {"torch", "transformers", "sglang"}),
+        ("onpolicy.cluster.trainer_rank", {"torch", "transformers"}),  # before it is prepared
+        ("onpolicy.cluster.local_ray", {"torch", "transformers"}),
         ("fallback_correction.config", {"torch", "numpy", "tyro"}),
         ("onpolicy.algorithm.objectives", {"transformers", "sglang", "tyro"}),
         ("onpolicy.algorithm.advantages", {"transformers", "sglang", "tyro"}),

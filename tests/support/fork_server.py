@@ -156,8 +156,9 @@ def _become(
     first = directory if is_module else os.path.dirname(program[0])
     sys.path[:] = [first, *filter(None, given), *path]
     sys.argv[:] = program
-    with contextlib.suppress(ImportError):
-        import sitecustomize  # noqa: F401 (as Python does when it starts)
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ImportError):  # as Python does when it starts
+        importlib.import_module("sitecustomize")
     os._exit(_finish(lambda: _run(program[0], is_module)))
 
 
@@ -223,6 +224,12 @@ def _name_process(program):
     """Show the program in the list of processes."""
     setproctitle.setproctitle(" ".join([sys.executable, *program]))
     setproctitle.setthreadtitle("python")
+    if (
+        "RAY_RAYLET_PID" in os.environ
+    ):  # it names its workers, but would not find where that is done
+        import ray
+
+        ray._raylet.setproctitle = setproctitle.setproctitle
 
 
 if __name__ == "__main__":

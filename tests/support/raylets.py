@@ -11,6 +11,7 @@ import sys
 import time
 
 from onpolicy.cluster import environment
+from onpolicy.cluster.local_ray import SYSTEM
 from onpolicy.system import guard
 from tests.support.train_runs import ROOT
 
@@ -20,7 +21,6 @@ HEALTH = {
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
-    "enable_worker_prestart": False,
 }
 STORE = 80 << 20
 
@@ -76,7 +76,7 @@ def serve(count, cores, directory):
             "temp_dir": str(directory),
         }
 
-    head = {**node(0), "session_name": "ray", "_system_config": HEALTH}
+    head = {**node(0), "session_name": "ray", "_system_config": SYSTEM | HEALTH}
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     nodes = [cluster.head_node, *(cluster.add_node(**node(i)) for i in range(1, count))]
     pids = [n.all_processes["raylet"][0].process.pid for n in nodes]

@@ -78,3 +78,29 @@ def test_it_starts_others_and_ends_by_signals_as_a_process_does(tmp_path):
     assert process.wait(10) == -signal.SIGTERM
     wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in below), 10)
     assert process.stdout.read() == ""  # nobody holds its output open
+
+
+WORKS = """
+import sys
+from onpolicy.cluster.session import session
+from onpolicy.config.groups import ClusterConfig
+
+class Actor:
+    def look(self):
+        return "torch" in sys.modules, open("/proc/self/cmdline").read().rstrip("\\0")
+
+if __name__ == "__main__":
+    with session(ClusterConfig()):
+        import ray
+        print(ray.get(ray.remote(Actor).options(num_cpus=0).remote().look.remote()))
+"""
+
+
+def test_a_worker_of_rays_has_imported_what_it_was_forked_from_and_shows_what_it_does(tmp_path):
+    (tmp_path / "works.py").write_text(WORKS)
+    for is_forked in (True, False):
+        with forked_processes(is_forked):
+            done = subprocess.run(
+                [sys.executable, str(tmp_path / "works.py")], stdout=subprocess.PIPE, text=True
+            )
+        assert done.stdout == f"({is_forked}, 'ray::Actor.look')\n"

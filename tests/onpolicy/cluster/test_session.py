@@ -67,12 +67,22 @@ def test_it_listens_on_loopback_and_is_gone_when_its_owner_has_ended(owner):
     process, footprint = owner
     processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
     assert {"raylet", "gcs_server"} <= {p.name() for p in processes}
+    assert_nothing_waits_or_yields(processes)
     addresses = {address.removeprefix("::ffff:") for address in listening_addresses(processes)}
     assert addresses == {"127.0.0.1"}
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.wait(60) == 0
     assert footprint.left(20) == []
+
+
+def assert_nothing_waits_or_yields(processes):
+    """No dashboard and no worker without work; and the one with work has no low priority."""
+    names = {process: " ".join(process.cmdline()).strip() for process in processes}
+    assert not any("dashboard.py" in name for name in names.values())
+    agents = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+    (actor,) = (p for p, name in names.items() if "ray::" in name and name not in agents)
+    assert names[actor].startswith("ray::Actor") and actor.nice() == processes[0].nice()
 
 
 def test_nothing_is_left_when_its_owner_is_killed(owner):

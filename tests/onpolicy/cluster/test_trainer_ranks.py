@@ -13,6 +13,7 @@ from onpolicy.errors import CheckpointError, ParityError, TrainerLostError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.contracts import contract_for
 from onpolicy.train import make_trainer
+from tests.support.forked_processes import forked_processes
 from tests.support.samples import make_train_sample
 from tests.support.unstarted_run import changed, make_config
 
@@ -35,7 +36,7 @@ def parts(checkpoint, tmp_path_factory):
 def hosts():
     from onpolicy.cluster.session import session
 
-    with session(ClusterConfig()) as hosts:
+    with forked_processes(), session(ClusterConfig()) as hosts:
         yield hosts
 
 
