@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import threading
 import time
 
 import pytest
@@ -281,3 +282,29 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal_in_the_order_of_the_pro
     for groups in Keeps.last.trained.values():
         assert len(groups) == 3
         assert all(len({sample.reward for sample in group.samples}) > 1 for group in groups)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "lag" in mode])
+@pytest.mark.parametrize("weight_sync", ["disk", "tensor"])
+def test_an_engine_that_dies_after_the_trainer_went_on_gets_the_weights_that_it_had(
+    plain, tmp_path, mode, weight_sync
+):
+    host, slow = Host(), threading.Event()
+    host.pause = lambda: 0.05 if slow.is_set() else 0.0
+
+    class Kills(Run):
+        def roll_out(self, step):
+            if step == 2:
+                slow.set()
+            return super().roll_out(step)
+
+        def train(self, groups, step):
+            metrics = super().train(groups, step)
+            if step == 2:
+                host.engines[0].memory = None
+                slow.clear()
+            return metrics
+
+    summary = run(tmp_path, mode, host, Kills, weight_sync=weight_sync)
+    assert host.num_restarts == 1
+    assert summary.run_hash == plain(mode)[1].run_hash

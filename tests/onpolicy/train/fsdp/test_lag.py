@@ -1,0 +1,81 @@
+"""Samples of earlier weights in the FSDP2 engine."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from onpolicy.types import Span
+from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, weights
+
+__all__ = ["make"]
+
+LAG = {"rollout_lag": 1}
+WEIGHED = {"use_tis": True}
+
+
+def of_version(trained, *versions, learns=5):
+    """The sample as if its tokens, in as many stretches, came from these versions."""
+    length = len(trained.sample.response_ids)
+    ends = [length * (i + 1) // len(versions) for i in range(len(versions))]
+    spans = tuple(
+        Span(version=str(version), start=start, end=end)
+        for version, start, end in zip(versions, [0, *ends[:-1]], ends, strict=True)
+    )
+    completion = dataclasses.replace(trained.sample.completion, spans=spans)
+    sample = dataclasses.replace(trained.sample, completion=completion)
+    return dataclasses.replace(trained, sample=sample, policy_version=learns)
+
+
+def test_fresh_samples_train_to_the_same_bits_whether_they_might_have_lagged_or_not(make):
+    plain, lagged = make(), make(rollout=LAG, fallback=WEIGHED)
+    samples = make_samples(plain)
+    expected = plain.train(samples, 5, RATES)
+    found = lagged.train([of_version(s, 5) for s in samples], 5, RATES)
+    assert found["train/loss"] == expected["train/loss"]
+    assert found["parity/num_compared_tokens"] == expected["parity/num_compared_tokens"]
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, weights(lagged)[name])
+
+
+def stale(make, **changes):
+    """A trainer that has gone on by two steps, and what it sampled before and after the first."""
+    trainer = make(rollout=LAG, **changes)
+    old = [of_version(s, 3) for s in make_samples(trainer)]
+    trainer.train([of_version(s, 3, learns=3) for s in old], 3, RATES)
+    trainer.train([of_version(s, 4, learns=4) for s in make_samples(trainer, seed=1)], 4, RATES)
+    return trainer, old
+
+
+def test_stale_tokens_are_weighed_by_how_far_the_policy_went_and_are_not_compared(make):
+    trainer, old = stale(make, fallback=WEIGHED)
+    sampled = [s.sample for s in old]
+    now = trainer.log_probs(
+        [s.token_ids for s in sampled], [len(s.prompt.prompt_ids) for s in sampled], 1.0
+    )
+    before = torch.cat([torch.tensor(s.rollout_log_probs) for s in sampled])
+    ratios = (torch.cat(now) - before).exp()
+    metrics = trainer.train(old, 5, RATES)
+    assert metrics["parity/num_compared_tokens"] == 0
+    assert metrics["lag/mean"] == 2 and metrics["lag/2/share"] == 1
+    assert metrics["lag/2/k3"] > 0 and metrics["train/ppo_kl"] == 0  # the ratio is to pi_old
+    mean = ratios.clamp(max=2.0).double().mean().item()
+    assert metrics["correction/weight_mean"] == pytest.approx(mean, rel=1e-6) != 1
+
+
+def test_in_bypass_the_ratio_is_to_the_policy_that_sampled(make):
+    trainer, old = stale(make, fallback={"use_rollout_logprobs": True})
+    metrics = trainer.train(old, 5, RATES)
+    assert metrics["train/ppo_kl"] != 0 and metrics["lag/2/k3"] > 0
+    assert "correction/weight_mean" not in metrics
+
+
+def test_of_a_response_of_two_versions_the_fresh_stretch_is_compared(make):
+    trainer = make(rollout=LAG, fallback=WEIGHED)
+    samples = [of_version(s, 3, 5) for s in make_samples(trainer)]
+    fresh = sum(lag == 0 for s in samples for lag in s.lags)
+    metrics = trainer.train(samples, 5, RATES)
+    assert metrics["parity/num_compared_tokens"] == fresh > 0
+    assert metrics["parity/num_mismatched_tokens"] == 0
+    assert math.isclose(metrics["lag/0/share"] + metrics["lag/2/share"], 1)
