@@ -2,7 +2,8 @@
 
 SGLang fuses projections that share an input, and a norm with the addition before it. What it fused is
 taken apart by the sizes that its layers know, so that the trainer's rows have counterparts.
-Source: sglang/srt/models/qwen3.py and its kin; sglang/srt/layers/linear.py, layernorm.py, activation.py.
+Source: sglang/srt/models/qwen3.py and its kin; sglang/srt/layers/linear.py,
+sglang/srt/layers/layernorm.py, sglang/srt/layers/activation.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 
 from onpolicy.ops import Operators
 from onpolicy.taps.door import scopes, tapped
-from onpolicy.taps.evidence import Evidence, write_evidence
+from onpolicy.taps.evidence import write_evidence
 from onpolicy.taps.recorder import Recorder
 from onpolicy.taps.recording import SUSPECT, write_calls
 from onpolicy.taps.rows import prefix_keys
@@ -84,7 +84,7 @@ class Taps:
         file = self.directory / SUSPECT
         asked = file.read_text() if file.exists() else ""
         if asked != self._asked:
-            self._asked, self.recorder.caught = asked, None
+            self._asked, self.recorder.evidence = asked, None
             wanted = json.loads(asked) if asked else None
             self.recorder.suspect = wanted and (tuple(wanted["site"]), wanted["key"])
 
@@ -93,6 +93,6 @@ class Taps:
         if rank():
             return
         write_calls(calls, self.directory / f"{self._passes:08d}.pass")
-        if self.recorder.caught is not None and self.recorder.suspect is not None:
-            write_evidence(Evidence.of(self.recorder.caught), self.directory)
+        if self.recorder.evidence is not None and self.recorder.suspect is not None:
+            write_evidence(self.recorder.evidence, self.directory)
             self.recorder.suspect = None

@@ -33,7 +33,7 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.run.verify import requests_of
 from onpolicy.run.verify_inputs import longest_prompt, make_prompts, make_train_config
 from onpolicy.taps.door import recording
-from onpolicy.taps.evidence import FILE, Evidence, read_evidence
+from onpolicy.taps.evidence import FILE, read_evidence
 from onpolicy.taps.recorder import HEAD, Recorder, Site
 from onpolicy.taps.recording import SUSPECT, Recording, read_calls
 from onpolicy.taps.rows import prefix_keys
@@ -169,14 +169,14 @@ class Microscope:
         (self.directory / FILE).unlink(missing_ok=True)
         wanted = json.dumps({"site": source.site, "key": source.key})
         (self.directory / SUSPECT).write_text(wanted)
-        self.recorder.suspect, self.recorder.caught = (source.site, source.key), None
+        self.recorder.suspect, self.recorder.evidence = (source.site, source.key), None
         self._sample()
         self._score(completions)
-        theirs, ours = read_evidence(self.directory), self.recorder.caught
+        theirs, ours = read_evidence(self.directory), self.recorder.evidence
         if theirs is None or ours is None:
             return None
         operators = make_operators(self.engines.contract)
-        return asdict(prove(theirs, Evidence.of(ours), ours.args, operators))
+        return asdict(prove(theirs, ours, self.recorder.objects, operators))
 
 
 def _compare(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,18 @@ from onpolicy.taps.rows import prefix_keys
 
 
 def tapped(operators: Operators, recorder: Recorder) -> Operators:
-    """A copy whose calls are recorded; what an operator calls inside itself is not."""
-    watched = copy.copy(operators)
-    for name in INPUTS:
-        setattr(watched, name, _watched(name, getattr(operators, name), recorder))
-    return watched
+    """The same, whose calls are recorded; what an operator calls inside itself is not."""
+    return cast(Operators, _Tapped(operators, recorder))
+
+
+class _Tapped:
+    def __init__(self, operators: Operators, recorder: Recorder):
+        self._operators = operators
+        for name in INPUTS:
+            setattr(self, name, _watched(name, getattr(operators, name), recorder))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operators, name)
 
 
 def _watched(name: str, right: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout
-from onpolicy.taps.recorder import ATTENTION, Caught
 from onpolicy.taps.rows import by_row
 
 FILE = "evidence.pt"
+
+ATTENTION = {"attention", "paged_attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,28 +41,29 @@ class Evidence:
         return [by_row(result, self.rows)[self.row].reshape(-1) for result in self.results]
 
     @staticmethod
-    def of(caught: Caught) -> Evidence:
-        out = caught.out if isinstance(caught.out, tuple) else (caught.out,)
-        shape = tuple(caught.args[0].shape) if isinstance(caught.args[0], Tensor) else ()
-        if caught.name in ATTENTION and len(caught.args) > 3:
-            return _of_attention(caught, out[0], shape)
+    def of(operator: str, args: Sequence[Any], out: Any, row: int, rows: int) -> Evidence:
+        """Of a call while it is made: a trainer's weights are gone when its forward pass has ended."""
+        results = out if isinstance(out, tuple) else (out,)
+        shape = tuple(args[0].shape) if isinstance(args[0], Tensor) else ()
+        if operator in ATTENTION and len(args) > 3:
+            return _of_attention(args, results[0], row, shape)
         return Evidence(
-            operator=caught.name,
-            arguments=[_kept(argument) for argument in caught.args],
-            results=[_kept(part) for part in out],
-            row=caught.row,
-            rows=caught.rows,
+            operator=operator,
+            arguments=[_kept(argument) for argument in args],
+            results=[_kept(part) for part in results],
+            row=row,
+            rows=rows,
             shape=shape,
         )
 
 
-def _of_attention(caught: Caught, out: Tensor, shape: tuple[int, ...]) -> Evidence:
-    q, k, v, layout, scores, *rest = caught.args
+def _of_attention(args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, ...]) -> Evidence:
+    q, k, v, layout, scores, *rest = args
     if isinstance(layout, PagedLayout):
         k, v, layout = k.flatten(0, 1), v.flatten(0, 1), layout.by_rows()
     assert isinstance(layout, AttentionLayout)
     first = sequence = 0
-    while caught.row >= first + layout.query_lens[sequence]:
+    while row >= first + layout.query_lens[sequence]:
         first += layout.query_lens[sequence]
         sequence += 1
     queries = slice(first, first + layout.query_lens[sequence])
@@ -70,7 +73,7 @@ def _of_attention(caught: Caught, out: Tensor, shape: tuple[int, ...]) -> Eviden
         operator="attention",
         arguments=[*map(_kept, (q[queries], k[keys], v[keys])), told, *map(_kept, rest[:1])],
         results=[_kept(out[queries])],
-        row=caught.row - first,
+        row=row - first,
         rows=layout.query_lens[sequence],
         shape=shape,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout
 from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.taps.evidence import ATTENTION, Evidence
 from onpolicy.taps.rows import by_row, digest, odd_numbers
 
 HEAD = "lm_head"
@@ -34,8 +35,6 @@ INPUTS = {
 }
 """Operators that are recorded, and which of their arguments have rows; not weights and settings."""
 
-ATTENTION = {"attention", "paged_attention"}
-
 Site = tuple[str, str, int]
 """(module, operator, which of its calls in a pass). Example: ("layers.0.mlp", "gated", 0)"""
 
@@ -54,20 +53,6 @@ class Call:
 
     shape: tuple[int, ...]
     """Of the first argument."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caught:
-    """A call's arguments and what came out, while it is fresh."""
-
-    name: str
-    args: tuple[Any, ...]
-    out: Any
-
-    row: int
-    """The row of the wanted key, of `rows`."""
-
-    rows: int
 
 
 @dataclass(slots=True)
@@ -95,7 +80,11 @@ class Recorder:
         self.suspect: tuple[Site, int] | None = None
         """The call whose tensors are wanted: that site's first one with a row of that key."""
 
-        self.caught: Caught | None = None
+        self.evidence: Evidence | None = None
+        """Them."""
+
+        self.objects: list[Any] = []
+        """The call's arguments that are no tensors, each in its place: functions, ranks, layouts."""
 
         self._pass: _Pass | None = None
         self._scopes: list[_Scope] = []
@@ -202,11 +191,12 @@ class Recorder:
         return torch.zeros(count, dtype=torch.int64).index_add_(0, order // chosen, parts)
 
     def _catch(self, name: str, call: Call, args: tuple[Any, ...], out: Any) -> None:
-        if self.suspect is None or self.caught is not None or self.suspect[0] != call.site:
+        if self.suspect is None or self.evidence is not None or self.suspect[0] != call.site:
             return
         if bool((found := call.keys == self.suspect[1]).any()):
             row = int(found.nonzero()[0])
-            self.caught = Caught(name=name, args=args, out=out, row=row, rows=len(call.keys))
+            self.evidence = Evidence.of(name, args, out, row, len(call.keys))
+            self.objects = [None if isinstance(a, Tensor) else a for a in args]
 
 
 def _common_name(name: str, args: tuple[Any, ...]) -> str:

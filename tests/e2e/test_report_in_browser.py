@@ -10,6 +10,9 @@ import pytest
 from PIL import Image, ImageColor
 
 from onpolicy.cli.main import main
+from onpolicy.explain.text import told
+from onpolicy.report.explanation import render
+from tests.support.explained import RESULT
 from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -235,3 +238,22 @@ def test_these_tests_would_notice_a_javascript_error(opened):
     opened.execute_script("setTimeout(() => missing())")
     opened.execute_async_script("setTimeout(arguments[0], 50)")
     assert any("missing is not defined" in e["message"] for e in opened.get_log("browser"))
+
+
+def test_the_page_of_explain_is_seen(browser, tmp_path):
+    """Cells and tokens are shaded by what they say, and the page asks for nothing."""
+    file = tmp_path / "explained.html"
+    file.write_text(render(RESULT, told(RESULT)))
+    browser.get(file.as_uri())
+    cells = browser.find_elements("css selector", "table.heat td[class]")
+    colours = [cell.value_of_css_property("background-color") for cell in cells]
+    same, own, given = (colours[i] for i in (0, 1, 2))
+    assert len({same, own, given}) == 3
+    assert (cells[1].text, cells[2].text) == ("7", "80")
+    assert cells[2].get_attribute("title").startswith("attention of layers.1.self_attn")
+    tokens = browser.find_elements("css selector", ".tokens span")
+    shades = [token.value_of_css_property("background-color") for token in tokens]
+    assert [token.text for token in tokens] == ["5", "9", "7"]
+    assert shades[0] == same and shades[1] == shades[2] != same
+    assert "first in sequence" not in browser.page_source
+    assert browser.get_log("browser") == []

@@ -15,6 +15,8 @@ from tests.support import faults
 from tests.support.recorded_policies import record_rollout, record_trainer, replace_in
 from tests.support.tiny import make_checkpoint
 
+pytestmark = pytest.mark.long
+
 SEQUENCES = random_sequences([66, 9, 3])
 SIDES = ("trainer", "rollout")
 

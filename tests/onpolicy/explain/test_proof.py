@@ -6,7 +6,6 @@ from onpolicy.explain.proof import prove
 from onpolicy.ops import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.taps.evidence import Evidence, read_evidence, write_evidence
-from onpolicy.taps.recorder import Caught
 from tests.support.faults import one_ulp_in_three_rows
 from tests.support.violations import break_operator
 
@@ -17,8 +16,7 @@ FEW, MANY = torch.cat([ROW, torch.randn(2, 24)]), torch.cat([torch.randn(40, 24)
 
 def linear(operators, x, row, weight=WEIGHT):
     args = (x, weight, None)
-    caught = Caught(name="linear", args=args, out=operators.linear(*args), row=row, rows=len(x))
-    return Evidence.of(caught)
+    return Evidence.of("linear", args, operators.linear(*args), row, len(x))
 
 
 def test_an_operator_that_depends_on_the_batch():
@@ -65,9 +63,7 @@ def attention(operators, counts, sequence, k, paged=False, attend=None):
     name = "paged_attention" if paged else "attention"
     args = (q, k, v, layout, Scores(0.25), None)
     out = (attend or getattr(operators, name))(*args)
-    return Evidence.of(
-        Caught(name=name, args=args, out=out, row=0 if paged else ends[0] - 1, rows=rows)
-    )
+    return Evidence.of(name, args, out, 0 if paged else ends[0] - 1, rows)
 
 
 def test_attention_is_run_over_its_own_sequence(tmp_path):

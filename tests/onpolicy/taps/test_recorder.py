@@ -1,0 +1,71 @@
+"""What is recorded, and that recording leaves everything as it was."""
+
+import torch
+
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops import Operators
+from onpolicy.taps.door import recording
+from onpolicy.taps.recorder import INPUTS, Recorder
+from onpolicy.taps.recording import Recording, read_calls, write_calls
+from tests.onpolicy.models.test_policy import load_policy, random_sequences
+from tests.support.tiny import make_checkpoint
+
+SEQUENCES = random_sequences([20, 7])
+
+
+def scored(policy):
+    with torch.no_grad():
+        return policy(PackedTokens.pack(SEQUENCES, [1, 1], 1.0))[0]
+
+
+def test_recording_changes_no_bit_and_leaves_nothing_behind(checkpoint):
+    policy = load_policy(checkpoint)
+    before = scored(policy)
+    held = [getattr(module, "operators", None) for module in policy.modules()]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in policy.modules()]
+    with recording(policy, Recorder()) as passes:
+        assert torch.equal(scored(policy), before)
+    assert len(passes) == 1
+    assert torch.equal(scored(policy), before) and len(passes) == 1
+    after = [getattr(module, "operators", None) for module in policy.modules()]
+    assert all(a is b for a, b in zip(held, after, strict=True))
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in policy.modules()]
+
+
+def test_passes_come_back_from_their_files(checkpoint, tmp_path):
+    with recording(load_policy(checkpoint), Recorder()) as passes:
+        pass
+    policy = load_policy(checkpoint)
+    with recording(policy, Recorder()) as passes:
+        scored(policy)
+    write_calls(passes[0], tmp_path / "00000001.pass")
+    ours, theirs = Recording.of(passes), Recording.of(read_calls(tmp_path))
+    assert list(ours) == list(theirs)
+    for site, rows in ours.items():
+        assert (rows.outputs == theirs[site].outputs).all() and rows.shapes == theirs[site].shapes
+        assert (rows.find(rows.keys) >= 0).all() and (rows.find(rows.keys + 1) < 0).all()
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001.pass"]
+
+
+def test_rows_of_a_shared_prefix_are_one(tmp_path):
+    path = make_checkpoint(tmp_path / "model", "qwen3-moe")
+    policy, sequence = load_policy(path), SEQUENCES[0]
+    with recording(policy, Recorder()) as passes, torch.no_grad():
+        policy(PackedTokens.pack([sequence, [*sequence[:12], 5, 6]], [1, 1], 1.0))
+    counts = {len(rows.keys) for site, rows in Recording.of(passes).items() if site[0] != "lm_head"}
+    assert counts == {len(sequence) + 2}
+
+
+def test_every_operator_is_recorded_or_is_part_of_another():
+    operators = {name for name in dir(Operators) if not name.startswith("_")}
+    # Called inside others that are recorded, or by what follows the logits.
+    others = {"partial_linear", "blockwise_linear", "log_softmax", "gather_log_probs", "sample"}
+    # No part of a forward pass.
+    others |= {
+        "linear_gradients",
+        "grad_logits",
+        "rows_per_chunk",
+        "logits_per_chunk",
+        "column_tile",
+    }
+    assert operators - others == set(INPUTS)
