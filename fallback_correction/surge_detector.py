@@ -93,10 +93,10 @@ class SurgeDetector:
         middle = len(level) // 2
         if len(level) < max(self.config.baseline_window // 2, 2):
             return None
-        if median(level[middle:]) > self.config.level_ratio * median(level[:middle]):
-            return None
         baseline = _upper_quartile(level)
         if not self._is_high(since, baseline):
+            return None
+        if median(level[middle:]) > self.config.level_ratio * median(level[:middle]):
             return None
         smooth = [median(since[max(i - half, 0) : i + half + 1]) for i in range(steps)]
         low = [i for i, x in enumerate(smooth) if x < self.config.onset_ratio * baseline]

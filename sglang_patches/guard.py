@@ -47,12 +47,12 @@ def run(serve: Callable[[], None], secrets: Sequence[str]) -> int:
         output, log = os.pipe()
         arguments = (serve, directory.path, log, os.getpid())
         server = multiprocessing.get_context("fork").Process(target=_serve, args=arguments)
-        server.start()
-        assert server.pid is not None
-        os.close(log)
         copier = threading.Thread(target=_copy, args=(os.fdopen(output, "rb"), secrets))
-        copier.start()
+        server.start()
         try:
+            assert server.pid is not None
+            os.close(log)
+            copier.start()
             # Both are readable when they end. The server's sentinel would be only when its children,
             # which it forks and which inherit the other end, have ended too.
             connection.wait([os.pidfd_open(server.pid), _STANDARD_INPUT])

@@ -11,19 +11,17 @@ Source: LogitsProcessor._compute_lm_head, sglang/srt/layers/logits_processor.py.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from onpolicy.errors import ContractError
-from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.logits import logits_rule
 from onpolicy.ops import Operators
 from sglang_patches import registry
 
 TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
-LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
 def install(operators: Operators) -> None:
@@ -39,20 +37,15 @@ def install(operators: Operators) -> None:
         return finished
 
     registry.hook(TARGET, compute_lm_head, "replace")
-    registry.hook(LOAD_TARGET, _after_load, "after")
 
 
-def _after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    model, processor = runner.model, runner.model.logits_processor
-    # SGLang trusted the checkpoint's code, if there is any, when it built the model itself.
-    config = copy.deepcopy(model.model.config)
-    whole = empty_causal_lm(config, trust_remote_code=True, attn_implementation="eager")
-    rule = logits_rule(whole)
+def use_logits_rule(processor: Any, trainers: PreTrainedModel) -> None:
+    """Have SGLang's logits processor do to logits what the trainer's model does."""
+    rule = logits_rule(trainers)
     if rule is None:
         raise ContractError(
-            f"architecture={type(whole).__name__}: does something unknown to its logits, which the "
+            f"architecture={type(trainers).__name__}: does something unknown to its logits, which the "
             "trainer would refuse. Install the trainer's version of transformers."
         )
     processor.logits_rule = rule
     processor.logit_scale = processor.final_logit_softcapping = None
-    return result

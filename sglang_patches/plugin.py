@@ -10,7 +10,7 @@ from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContr
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
-    buffers,
+    backend_checks,
     configurations,
     cpu_sizes,
     determinism,
@@ -30,8 +30,8 @@ from sglang_patches import (
     routed_experts,
     sampler,
     shared_names,
-    sinks,
     status,
+    trainers_model,
     versions,
     weights,
 )
@@ -48,7 +48,7 @@ def load() -> None:
     shared_names.install()
     harmful_requests.install()
     status.install()
-    weights.install()
+    weights.install(contract)
     if contract.device == "cpu":
         forks.install()
         cpu_sizes.install()
@@ -60,7 +60,7 @@ def load() -> None:
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         layer_attention.install()
         configurations.install()
-        sinks.install(contract)
+        backend_checks.install(contract)
         lm_head.install(operators)
         embedding.install()
         sampler.install(operators, contract)
@@ -69,6 +69,6 @@ def load() -> None:
         parallel_samples.install()
         experts.install()
         head_sizes.install(contract)
-        buffers.install()
+        trainers_model.install()
         model.install(operators, contract)
     registry.started(contract)

@@ -38,6 +38,11 @@ def has_weight_update_sessions() -> bool:
     return sglang_version() not in SUPPORTED[:4]
 
 
+def has_model_hook() -> bool:
+    """Whether what SGLang asks of single architectures stands in a module of its own."""
+    return sglang_version() not in SUPPORTED[:4]
+
+
 def longest_prefill(server_args: Any) -> int:
     """Most tokens of one prefill of this engine, as SGLang resolved its flags."""
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from onpolicy.contract import NumericsContract
 from onpolicy.errors import WeightSyncError
 from onpolicy.weights.digest import WeightDigest
 from sglang_patches import registry
@@ -22,12 +23,19 @@ from sglang_patches.tensor_parallel import rank, shard
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
-def install() -> None:
-    registry.hook(TARGET, _watch_loads, "after")
+def install(contract: NumericsContract) -> None:
+    def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+        watch_loads(runner.model, rounds=not contract.is_aligned)
+        return result
+
+    registry.hook(TARGET, after_load, "after")
 
 
-def _watch_loads(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    model = runner.model
+def watch_loads(model: Any, *, rounds: bool) -> None:
+    """Check and report what `model` loads from now on.
+
+    `rounds`: a stock engine may hold a tensor in a narrower dtype than the one it was pushed in.
+    """
     load_weights = model.load_weights
     digest = WeightDigest()
     registry.report["weights"] = digest.hexdigest()
@@ -42,15 +50,14 @@ def _watch_loads(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
                 yield name, tensor
 
         loaded = load_weights(watch(), *args, **kwargs)
-        _require_stored(model, arrived)
+        _require_stored(model, arrived, rounds)
         registry.report["weights"] = digest.hexdigest()
         return loaded
 
     model.load_weights = watched
-    return result
 
 
-def _require_stored(model: torch.nn.Module, arrived: dict[str, torch.Tensor]) -> None:
+def _require_stored(model: torch.nn.Module, arrived: dict[str, torch.Tensor], rounds: bool) -> None:
     """Compare with the parameters of the same name, or this rank's shards of them.
 
     What SGLang's own models fuse has other names. One of 8 bits was quantised by SGLang on its way
@@ -63,7 +70,8 @@ def _require_stored(model: torch.nn.Module, arrived: dict[str, torch.Tensor]) ->
             continue
         expected = shard(tensor, parameter, rank())
         stored = parameter.data[tuple(map(slice, expected.shape))]
-        if not torch.equal(stored, expected.to(stored)):
+        dtype = stored.dtype if rounds else torch.promote_types(stored.dtype, expected.dtype)
+        if not torch.equal(stored.to(dtype), expected.to(stored.device, dtype)):
             raise WeightSyncError(
                 f"parameter={name}: the engine does not hold the bits that were pushed to it. Its "
                 "weights are partly new and partly old; restart the engine."

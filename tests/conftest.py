@@ -24,8 +24,8 @@ settings.load_profile("onpolicy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts servers takes minutes a file: it comes first, so that all workers end together."""
-    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    """What takes long, as servers do, comes first, so that all workers end together."""
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("engine", "long"))))
 
 
 @pytest.fixture(scope="session")

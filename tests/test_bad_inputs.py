@@ -31,6 +31,8 @@ from onpolicy.train import distributed
 from tests.support.forked_processes import forked_processes
 from tests.support.tiny import make_checkpoint, make_tokenizer
 
+pytestmark = pytest.mark.long
+
 GOOD = {
     "train": "--hf-checkpoint {d}/model --prompt-data {d}/data.jsonl --rm-type exact --run-dir {d}/run "
     "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 8",

@@ -33,6 +33,8 @@ from tests.support.gpu.operators import make_gpu_operators
 from tests.support.gpu.paged_attention import PagedBatch, paged_attention_of
 from tests.support.gpu.shapes import ModelShape
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 
 # What the machine with the GPU does not have, and pytest plug-ins of ours among it.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TypeVar
 
 from onpolicy.errors import ConfigError
+
+N = TypeVar("N", int, float)
 
 PREFIX = "--sglang-"
 
@@ -117,13 +120,7 @@ def max_total_tokens(sglang_args: Sequence[str]) -> int | None:
 
 
 def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> int | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(*names, type=int, dest="count")
-    flag = PREFIX + names[0].removeprefix("--")
-    try:
-        count: int | None = parser.parse_known_args(sglang_args)[0].count
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{flag}: {error.message}. {remedy}") from error
+    flag, count = _value(sglang_args, names, int, remedy)
     if count is not None and count < 1:
         raise ConfigError(f"{flag}={count}: must be at least 1. Leave it out for SGLang's own.")
     return count
@@ -134,20 +131,27 @@ def memory_fraction(sglang_args: Sequence[str]) -> float | None:
 
     Raises ConfigError for a value that is no share of a GPU.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--mem-fraction-static", type=float)
-    try:
-        fraction: float | None = parser.parse_known_args(sglang_args)[0].mem_fraction_static
-    except argparse.ArgumentError as error:
-        raise ConfigError(
-            f"{PREFIX}mem-fraction-static: {error.message}. Give a share of a GPU, such as 0.4."
-        ) from error
+    remedy = "Give a share of a GPU, such as 0.4."
+    flag, fraction = _value(sglang_args, ("--mem-fraction-static",), float, remedy)
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError(
-            f"{PREFIX}mem-fraction-static={fraction}: must be above 0 and below 1, a share of a GPU's "
-            "memory. Give one, such as 0.4."
+            f"{flag}={fraction}: must be above 0 and below 1, a share of a GPU's memory. Give one, such "
+            "as 0.4."
         )
     return fraction
+
+
+def _value(
+    sglang_args: Sequence[str], names: tuple[str, ...], kind: type[N], remedy: str
+) -> tuple[str, N | None]:
+    """The flag as a user writes it, and what is given for it under any of its names in SGLang."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(*names, type=kind, dest="value")
+    flag = PREFIX + names[0].removeprefix("--")
+    try:
+        return flag, parser.parse_known_args(sglang_args)[0].value
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{flag}: {error.message}. {remedy}") from error
 
 
 def validate(sglang_args: Sequence[str], aligned: bool) -> None:

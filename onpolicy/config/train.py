@@ -79,6 +79,11 @@ class TrainConfig:
         return self.parity.true_on_policy_mode or climbs
 
     @property
+    def is_rank_invariant(self) -> bool:
+        """Whether the bits of a step are to be the same on any number of trainer ranks."""
+        return self.trainer.rank_invariant or self.may_align
+
+    @property
     def is_always_aligned(self) -> bool:
         """Whether every rollout runs on aligned operators, so that none is ever corrected."""
         aligned = self.parity.true_on_policy_mode and not self.governor.mismatch_governor

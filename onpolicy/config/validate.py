@@ -22,6 +22,7 @@ def validate(config: TrainConfig) -> None:
     _require_sampling(config)
     _require_companions(config)
     _require_engines(config)
+    _require_order_of_sums(config)
     corrections.validate(config)
     settings.require_known(config.output.allow_changed_settings, config)
     sglang_flags.validate(config.sglang_args, aligned=config.may_align)
@@ -132,6 +133,20 @@ def _require_engines(config: TrainConfig) -> None:
     addresses.validate(engine)
     require_key_for_host(engine.rollout_host, engine.rollout_api_key)
     require_secrets(engine.rollout_api_key, config.sglang_args)
+
+
+def _require_order_of_sums(config: TrainConfig) -> None:
+    megatron = config.megatron
+    layout = {"megatron_pp": megatron.megatron_pp, "megatron_ep": megatron.megatron_ep}
+    for name, degree in layout.items():
+        if config.trainer.rank_invariant and degree > 1:
+            _refuse(
+                name,
+                degree,
+                "with --rank-invariant each rank adds the gradients of one micro-batch at a time, of "
+                "tokens of its own, and stages of a pipeline or experts on several ranks do not",
+                "Leave one of the two out.",
+            )
 
 
 def require_servers(

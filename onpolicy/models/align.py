@@ -15,6 +15,8 @@ Attention goes through transformers' attention interface (`models/attention.py`)
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
@@ -28,13 +30,7 @@ from onpolicy.models.experts import (
     routers_of,
 )
 from onpolicy.models.gated_mlp import gate_by_operators, is_gated_mlp
-from onpolicy.models.norms import (
-    AlignedLayerNorm,
-    AlignedRMSNorm,
-    aligned_norm,
-    is_norm,
-    norm_kind,
-)
+from onpolicy.models.norms import AlignedLayerNorm, AlignedRMSNorm, aligned_norm, is_norm
 from onpolicy.models.rotary import rotate_by_operators
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
@@ -125,10 +121,11 @@ def _aligned(
     return None
 
 
-def unaligned_modules(model: nn.Module) -> list[str]:
+def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str]:
     """Names of the classes that hold parameters, or normalise, and are known to no one here.
 
-    What holds no parameters and is no norm maps elements one by one, as far as is known.
+    `norms` are those of a known kind. What holds no parameters and is no norm maps elements one by
+    one, as far as is known.
     """
     blocks = expert_blocks(model)
     routing = {part for block in blocks for part in (block, *block.children())}
@@ -141,7 +138,7 @@ def unaligned_modules(model: nn.Module) -> list[str]:
                 is_norm(module)
                 or {name for name, _ in module.named_parameters(recurse=False)} - SINKS
             )
-            and not (type(module) is nn.Linear or norm_kind(module) or is_known_embedding(module))
+            and not (type(module) is nn.Linear or module in norms or is_known_embedding(module))
             and module not in routing
         }
     )

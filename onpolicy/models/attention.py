@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
-from onpolicy.contract import AttentionShape
-from onpolicy.errors import ConfigError, ContractError, in_one_line
-from onpolicy.models.empty import empty_causal_lm
-from onpolicy.ops.base import Scores
+from onpolicy.errors import ContractError
+from onpolicy.ops.layouts import Scores
 
 ATTENTION_NAME = "onpolicy"
 
@@ -85,46 +82,3 @@ def _attention_forward(
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
-
-
-def layer_shapes(config: PretrainedConfig, trust_remote_code: bool = False) -> list[AttentionShape]:
-    """The attention that a model calls, layer after layer: its own code, run on the meta device.
-
-    Raises ConfigError if the code cannot run there, or asks for what has no aligned operator.
-    """
-    # `batched_mm`: experts whose shapes do not depend on the routers' choice.
-    model = empty_causal_lm(
-        config,
-        trust_remote_code,
-        attn_implementation=ATTENTION_NAME,
-        experts_implementation="batched_mm",
-    )
-    found: list[AttentionShape] = []
-
-    def record(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor:
-        shape = AttentionShape(
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            value_dim=v.shape[2],
-            window=scores.window,
-            softcap=scores.softcap,
-            sinks=sinks is not None,
-        )
-        found.append(shape)
-        return q.new_empty(*q.shape[:2], v.shape[2])
-
-    tokens = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    try:
-        model.eval().to("meta").base_model(
-            input_ids=tokens, position_ids=tokens, use_cache=False, attention_function=record
-        )
-    except ContractError as error:
-        raise ConfigError(f"model_type={config.model_type}: {error}") from error
-    except Exception as error:  # whatever a model's own code raises
-        raise ConfigError(
-            f"model_type={config.model_type}: its layers cannot be run without numbers to see "
-            f"what attention they call ({in_one_line(error)}). Choose another checkpoint, or run "
-            "without --true-on-policy-mode."
-        ) from error
-    return found

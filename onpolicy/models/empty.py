@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from onpolicy.errors import ConfigError, in_one_line
 
@@ -13,18 +15,29 @@ from onpolicy.errors import ConfigError, in_one_line
 def empty_causal_lm(
     config: PretrainedConfig, trust_remote_code: bool, **settings: Any
 ) -> PreTrainedModel:
-    """The model with parameters on the meta device and buffers in place.
+    """The model with parameters on the meta device and buffers in place; `config` stays as it is.
 
     Raises ConfigError for a configuration that is no causal language model's.
     """
     try:
-        with init_empty_weights():
+        with init_empty_weights(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code, **settings
+                copy.deepcopy(config), trust_remote_code=trust_remote_code, **settings
             )
-            return model
+        _initialize_buffers(model)
+        return model
     except Exception as error:  # whatever a model's own code raises for impossible sizes
         raise ConfigError(
             f"model_type={config.model_type}: transformers cannot build a causal language model from "
             f"its config.json ({in_one_line(error)}). Choose another checkpoint, or download it again."
         ) from error
+
+
+def _initialize_buffers(model: PreTrainedModel) -> None:
+    """As transformers does for a checkpoint that has all parameters and no buffers.
+
+    Parameters are spared: random numbers on the meta device are none, and take most of the time.
+    """
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()

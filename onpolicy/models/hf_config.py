@@ -16,9 +16,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
-from onpolicy.models.attention import layer_shapes
-from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import has_usual_experts, unusual_experts
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.logits import logits_rule
 from onpolicy.models.weight_files import stored_shapes
 from onpolicy.system.reading import read_json_object
@@ -92,20 +91,15 @@ def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedCo
     return config
 
 
-def require_alignable(
-    config: PretrainedConfig, max_context_len: int, trust_remote_code: bool = False
-) -> None:
+def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
     """Refuse what SGLang's transformers backend and the trainer cannot compute to the same bits.
 
     Raises ConfigError that names the property, its value and what is possible instead.
     """
-    architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    problems = _problems(config, architecture)
-    if not problems:
-        problems = _problems_of_model(empty_causal_lm(config, trust_remote_code), config)
-    if not problems:
-        layers = layer_shapes(config, trust_remote_code)
-        problems = _problems_of_attention(config, layers, max_context_len)
+    architecture = (getattr(facts.config, "architectures", None) or ["none"])[0]
+    problems = _problems(facts.config, architecture)
+    problems = problems or _problems_of_model(facts)
+    problems = problems or _problems_of_attention(facts.config, facts.attention, max_context_len)
     for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
@@ -186,10 +180,10 @@ def _num_experts(config: PretrainedConfig) -> str:
     return ""
 
 
-def _problems_of_model(model: PreTrainedModel, config: PretrainedConfig) -> list[str]:
-    experts = _num_experts(config)
+def _problems_of_model(facts: ModelFacts) -> list[str]:
+    model, experts = facts.model, _num_experts(facts.config)
     problems = _problems_of_experts(model, experts) if experts else []
-    if classes := unaligned_modules(model):
+    if classes := unaligned_modules(model, facts.norms):
         problems.append(f"{', '.join(classes)}: has no aligned operator")
     if kinds := {type(m) for m in model.modules() if isinstance(m, nn.Linear)} - {nn.Linear}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))

@@ -7,7 +7,7 @@ OLMo-2's and GPT-OSS's after, Gemma's too and its weight is an offset from one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,16 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__
 
 
-def norm_sizes(model: nn.Module, *, centered: bool) -> tuple[int, ...]:
-    """Distinct sizes of the model's layer norms, or of its RMS norms."""
-    norms = {
-        _size(module)
-        for module in model.modules()
-        if (kind := norm_kind(module)) is not None and kind.is_centered == centered
-    }
-    return tuple(sorted(norms))
+def norm_sizes(norms: Mapping[nn.Module, NormKind], *, centered: bool) -> tuple[int, ...]:
+    """Distinct sizes of the layer norms, or of the RMS norms."""
+    sizes = {_size(norm) for norm, kind in norms.items() if kind.is_centered == centered}
+    return tuple(sorted(sizes))
+
+
+def norm_kinds(model: nn.Module) -> dict[nn.Module, NormKind]:
+    """The norms of a model whose kind is known."""
+    kinds = ((module, norm_kind(module)) for module in model.modules())
+    return {module: kind for module, kind in kinds if kind is not None}
 
 
 def norm_kind(module: Any) -> NormKind | None:

@@ -15,9 +15,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AttentionShape, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.models.align import align_modules
-from onpolicy.models.attention import ATTENTION_NAME, layer_shapes
+from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import experts_shapes, router_shapes
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.norms import norm_sizes
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
@@ -122,9 +123,7 @@ class PolicyModel(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
-        count = self.causal_lm.config.num_hidden_layers
-        lists = [m for m in self.causal_lm.modules() if isinstance(m, nn.ModuleList)]
-        return next(m for m in lists if len(m) == count)
+        return decoder_layers(self.causal_lm)
 
     def forward(self, batch: PackedTokens) -> tuple[Tensor, Tensor]:
         """Returns (log_probs, entropy) of the tokens asked for, both float32 [R]."""
@@ -155,6 +154,13 @@ class PolicyModel(nn.Module):
         )
 
 
+def decoder_layers(causal_lm: PreTrainedModel) -> nn.ModuleList:
+    """Of any architecture."""
+    count = causal_lm.config.num_hidden_layers
+    lists = [m for m in causal_lm.modules() if isinstance(m, nn.ModuleList)]
+    return next(m for m in lists if len(m) == count)
+
+
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
     """What the routers are to follow in this micro-batch, if anything."""
     if batch.routed_experts is None:
@@ -176,36 +182,36 @@ def empty_policy(
     return PolicyModel(causal_lm, operators)
 
 
-def operator_shapes(
-    config: PretrainedConfig, trust_remote_code: bool = False, row_parallel_blocks: int = 1
-) -> OperatorShapes:
+def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:
     """The sizes at which a model of this configuration calls the operators."""
-    model = empty_causal_lm(config, trust_remote_code)
+    model = facts.model
     linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
     shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
     return OperatorShapes(
         linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
-        attention=_attention_shapes(config, trust_remote_code),
-        norm=norm_sizes(model, centered=False),
-        layer_norm=norm_sizes(model, centered=True),
-        vocab_size=config.vocab_size,
+        attention=_attention_shapes(facts),
+        norm=norm_sizes(facts.norms, centered=False),
+        layer_norm=norm_sizes(facts.norms, centered=True),
+        vocab_size=facts.config.vocab_size,
         row_linear=tuple(sorted(_linear_shapes(shared))),
         experts=tuple(sorted(experts_shapes(model))),
     )
 
 
-def _attention_shapes(
-    config: PretrainedConfig, trust_remote_code: bool
-) -> tuple[AttentionShape, ...]:
+def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
     """The distinct ones; of a model that tells none, which no aligned run gets to, the usual one."""
     try:
-        return tuple(dict.fromkeys(layer_shapes(config, trust_remote_code)))
+        told = tuple(dict.fromkeys(facts.attention))
     except ConfigError:
-        heads = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        usual = AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim)
-        return (usual,)
+        told = ()
+    return told or (_usual_attention(facts.config),)
+
+
+def _usual_attention(config: PretrainedConfig) -> AttentionShape:
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim)
 
 
 def _linear_shapes(linears: set[nn.Linear]) -> set[tuple[int, int, bool]]:

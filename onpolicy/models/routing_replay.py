@@ -14,12 +14,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.by_operators import watch_choices
-from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import AlignedExperts, expert_sizes, experts_of
+from onpolicy.models.facts import ModelFacts
 
 OWN_CHOICE = -1
 """Stands where the rollout's experts are not known: the trainer's own are taken."""
@@ -66,28 +64,15 @@ def replay_routing(model: nn.Module, replay: RoutingReplay | None) -> None:
             block.replayed_choice = choice
 
 
-def can_be_replayed(config: PretrainedConfig, trust_remote_code: bool = False) -> bool:
+def can_be_replayed(facts: ModelFacts) -> bool:
     """Whether every router of the model chooses by one top-k over all experts of its layer.
 
-    The model's own code is run on the meta device, where a router that cannot run there counts as one
-    that does not.
+    A router that cannot run on the meta device counts as one that does not.
     """
-    model = empty_causal_lm(
-        config,
-        trust_remote_code,
-        attn_implementation=ATTENTION_NAME,
-        experts_implementation="batched_mm",
-    )
-    tokens = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    wanted = [expert_sizes(experts)[0] for experts in experts_of(facts.model)]
     try:
         with watch_choices() as candidates:
-            model.eval().to("meta").base_model(
-                input_ids=tokens,
-                position_ids=tokens,
-                use_cache=False,
-                attention_function=lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[2]),
-            )
+            facts.run_one_token()
     except Exception:  # whatever a model's own code raises
         return False
-    wanted = [expert_sizes(experts)[0] for experts in experts_of(model)]
     return [n for n in candidates if n in wanted] == wanted

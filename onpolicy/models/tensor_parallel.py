@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.facts import ModelFacts
 
 STYLES = {
     "colwise": "colwise",
@@ -95,35 +95,27 @@ def _styles_of_linears(model: PreTrainedModel) -> dict[nn.Linear, str]:
 
 
 def require_shardable(
-    config: PretrainedConfig,
-    shapes: OperatorShapes,
-    *,
-    tp_size: int,
-    blocks: int,
-    trust_remote_code: bool = False,
+    facts: ModelFacts, shapes: OperatorShapes, *, tp_size: int, blocks: int
 ) -> None:
     """Refuse a model that `tp_size` ranks cannot share, or whose sums `blocks` cannot cut.
 
     Raises ConfigError that names the size, the rule and the remedy.
     """
-    for problem in _problems(config, shapes, tp_size, blocks, trust_remote_code):
+    for problem in _problems(facts, shapes, tp_size, blocks):
         raise ConfigError(problem)
 
 
 def _problems(
-    config: PretrainedConfig,
-    shapes: OperatorShapes,
-    tp_size: int,
-    blocks: int,
-    trust_remote_code: bool,
+    facts: ModelFacts, shapes: OperatorShapes, tp_size: int, blocks: int
 ) -> Iterator[str]:
+    config = facts.config
     if blocks > 1 and not config.base_model_tp_plan:
         yield (
             f"--row-parallel-blocks={blocks}: model_type={config.model_type} has no "
             "base_model_tp_plan, so nothing says which of its layers tensor parallelism cuts. Use "
             "--sglang-tp-size 1 and leave the blocks out."
         )
-    model = empty_causal_lm(config, trust_remote_code) if blocks > 1 else None
+    model = facts.model if blocks > 1 else None
     if model and (styles := unknown_styles(model)):
         yield (
             f"--row-parallel-blocks={blocks}: the plan of model_type={config.model_type} calls layers "

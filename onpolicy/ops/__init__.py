@@ -3,7 +3,8 @@
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends import Demand, backend_of
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
+from onpolicy.ops.base import Operators
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.machine import Machine
 
 __all__ = ["AttentionLayout", "Operators", "PagedLayout", "Scores", "make_operators"]

@@ -5,10 +5,15 @@ Nothing here imports a GPU library: the registry's entries judge facts (`machine
 
 from __future__ import annotations
 
+import logging
+
 from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.ops.backends import CPU_BACKENDS, GPU_BACKENDS, Backend, Demand, backend_of
+from onpolicy.ops.backends.onednn import ONEDNN
 from onpolicy.ops.machine import Machine
+
+logger = logging.getLogger(__name__)
 
 
 def choose_backend(
@@ -33,6 +38,11 @@ def choose_backend(
     )
     if problem := chosen.refusal(demand, machine):
         raise ConfigError(f"--operators={operators}: {problem}")
+    if operators == "auto" and not has_gpu and not ONEDNN.refusal(demand, machine):
+        logger.info(
+            "--operators onednn would be faster on models of a real size: this CPU has bfloat16 "
+            "instructions. A run then has the same bits on such CPUs alone"
+        )
     return chosen.name
 
 

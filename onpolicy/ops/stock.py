@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, Scores
+from onpolicy.ops.base import Operators
+from onpolicy.ops.layouts import AttentionLayout, Scores
 from onpolicy.ops.row_parallel import RowParallel
 
 

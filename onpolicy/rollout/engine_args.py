@@ -100,7 +100,9 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         "--port", str(port),
         "--dtype", spec.contract.dtype,
         "--random-seed", str(spec.seed),
-        "--max-running-requests", str(spec.max_concurrency),
+        # SGLang counts a request whose prompt is cut into chunks twice, and then lets one wait for
+        # another to end (Scheduler._get_new_batch_prefill_raw).
+        "--max-running-requests", str(spec.max_concurrency + 1),
         # Not the checkpoint's own top_p and top_k, which an aligned engine would refuse.
         *(["--sampling-defaults", "openai"] if spec.serves_text else ["--skip-tokenizer-init"]),
         "--grammar-backend", "none",

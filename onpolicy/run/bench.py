@@ -154,8 +154,7 @@ def _processes(
     if config.what == "rollout":
         require_cache(spec)
         return [server_memory(spec, size, hf_config, servers=2)]
-    length = spec.longest_sequence
-    return [replace(trainer_memory(train_config, size, length, ranks=1), count=2)]
+    return [replace(trainer_memory(train_config, hf_config, spec, size, ranks=1), count=2)]
 
 
 def bench_step(config: BenchConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable
@@ -30,20 +31,15 @@ def contract_for(
     Raises ConfigError if the model, the machine or the environment cannot keep it.
     """
     model, blocks = config.model, config.count_row_parallel_blocks()
+    facts = ModelFacts(hf_config, model.trust_remote_code)
     if aligned:
-        require_alignable(hf_config, hf_config.max_position_embeddings, model.trust_remote_code)
+        require_alignable(facts, hf_config.max_position_embeddings)
         require_exact(os.environ)
-    shapes = operator_shapes(hf_config, model.trust_remote_code, blocks)
+    shapes = operator_shapes(facts, blocks)
     backend = "stock"
     if aligned:
         tp_size = tensor_parallel_size(config.sglang_args)
-        require_shardable(
-            hf_config,
-            shapes,
-            tp_size=tp_size,
-            blocks=blocks,
-            trust_remote_code=model.trust_remote_code,
-        )
+        require_shardable(facts, shapes, tp_size=tp_size, blocks=blocks)
         asked = config.operators.operators
         backend = choose_backend(asked, model.dtype, shapes, blocks, Machine.here())
         logger.info("aligned operators: %s, %s", backend, model.dtype)

@@ -6,6 +6,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import has_experts, load_config
 from onpolicy.models.routing_replay import can_be_replayed
 from onpolicy.models.weight_files import require_fit
@@ -31,7 +32,7 @@ def require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             f"--use-rollout-routing-replay: architecture={architecture} has no experts to choose. "
             "Leave it out."
         )
-    if not can_be_replayed(hf_config, config.model.trust_remote_code):
+    if not can_be_replayed(ModelFacts(hf_config, config.model.trust_remote_code)):
         raise ConfigError(
             f"--use-rollout-routing-replay: architecture={architecture} has routers that do not "
             "choose by top-k over all experts, which is what is replayed. Leave it out."

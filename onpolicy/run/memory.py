@@ -18,11 +18,14 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.ops import Operators
+from onpolicy.models.policy import decoder_layers
+from onpolicy.ops.backends import backend_of
+from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.placement import token_bytes
-from onpolicy.system.memory import free_memory
+from onpolicy.system.memory import free_memory, gib
 from onpolicy.train import distributed
+from onpolicy.train.activations import recomputes_activations
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class ModelSize:
         """Counted on the meta device."""
         model = empty_causal_lm(config, trust_remote_code)
         model.tie_weights()
-        layers = _decoder_layers(model, config.num_hidden_layers)
+        layers = decoder_layers(model)
         parameters = list(model.parameters())
         return ModelSize(
             parameters=sum(p.numel() for p in parameters),
@@ -75,11 +78,6 @@ class ModelSize:
     def outside_layers(self) -> int:
         """Parameters of embedding, head and last norm, as if all layers were of equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
-
-
-def _decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module]:
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return next(list(m) for m in lists if len(m) == count)
 
 
 def _width(layer: nn.Module, config: PretrainedConfig) -> int:
@@ -108,7 +106,11 @@ class ProcessMemory:
 
 
 def trainer_memory(
-    config: TrainConfig, size: ModelSize, longest_sequence: int, ranks: int
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    spec: EngineSpec,
+    size: ModelSize,
+    ranks: int,
 ) -> ProcessMemory:
     """One rank's, while it takes a step; `count` are all ranks."""
     trainer, megatron = config.trainer, config.megatron
@@ -124,7 +126,9 @@ def trainer_memory(
     else:
         gradients = FLOAT32 * size.parameters // ranks
         gathered = (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer)
-    batch = _tokens_at_once(config, longest_sequence, ranks)
+    batch = _tokens_at_once(config, spec.longest_sequence, ranks)
+    recomputes = recomputes_activations(trainer, hf_config)
+    logits = GPU_LOGITS if backend_of(spec.contract.backend).needs_gpu else CPU_LOGITS
     reference = weights if config.algorithm.use_kl_loss else 0
     return ProcessMemory(
         "trainer rank",
@@ -134,12 +138,22 @@ def trainer_memory(
             "AdamW": 2 * FLOAT32 * size.parameters // shards,
             "reference": reference,
             "gathered layers": gathered,
-            "activations": _activations(config, size, batch, itemsize),
-            "logits": _logits(size, min(batch, Operators.rows_per_chunk(size.vocab))),
+            "exchanged gradients": _exchanged(config, size, ranks),
+            "activations": _activations(recomputes, size, batch, itemsize),
+            "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
             "libraries": LIBRARIES,
         },
         ranks,
     )
+
+
+def _exchanged(config: TrainConfig, size: ModelSize, ranks: int) -> int:
+    """What ranks keep beside gradients to add them in order: Megatron's its part of the sums."""
+    if ranks == 1 or not config.is_rank_invariant:
+        return 0
+    if config.trainer.train_backend == "megatron":
+        return FLOAT32 * size.parameters // ranks
+    return FLOAT32 * max(size.outside_layers, size.largest_layer)
 
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int, ranks: int) -> int:
@@ -150,11 +164,11 @@ def _tokens_at_once(config: TrainConfig, longest_sequence: int, ranks: int) -> i
     return max(longest_sequence, min(config.trainer.max_tokens_per_gpu, total))
 
 
-def _activations(config: TrainConfig, size: ModelSize, tokens: int, itemsize: int) -> int:
+def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) -> int:
     """What the linears of a layer take and give, of every layer; with checkpointing of one, and of
     the others what enters them. Twice for one layer, whose gradients are computed."""
     layer = tokens * size.width * itemsize
-    if config.trainer.activation_checkpointing:
+    if recomputes:
         return size.layers * tokens * size.hidden * itemsize + 2 * layer
     return (size.layers + 1) * layer
 
@@ -197,7 +211,7 @@ def require_run_fits(
     cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
     made on another host, or while something else runs, that is only said."""
     ranks, is_remote = distributed.local_world_size(), bool(config.engine.rollout_server_url)
-    processes = [trainer_memory(config, size, spec.longest_sequence, ranks)]
+    processes = [trainer_memory(config, hf_config, spec, size, ranks)]
     if not is_remote:
         require_cache(spec)
         servers = config.engine.rollout_num_engines
@@ -251,8 +265,3 @@ def require_memory(
     if not is_dry_run:
         raise ConfigError(problem)
     logger.warning("here and now the run would be refused: %s", problem)
-
-
-def gib(size: int) -> str:
-    """Example: '2.22'"""
-    return f"{size / 2**30:.2f}"

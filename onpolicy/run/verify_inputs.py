@@ -63,14 +63,14 @@ def check_inputs(config: VerifyConfig) -> None:
         size = ModelSize.of(hf_config, model.trust_remote_code)
         require_run_fits(train_config, hf_config, spec, size)
         require_transport(train_config, contract)
-        _say_how_long(config, hf_config, spec, size)
+        prompts = make_prompts(config, hf_config.vocab_size, longest)
+        _say_how_long(config, prompts, spec, size)
         flags.require_passed()
 
 
 def _say_how_long(
-    config: VerifyConfig, hf_config: PretrainedConfig, spec: EngineSpec, size: ModelSize
+    config: VerifyConfig, prompts: list[Prompt], spec: EngineSpec, size: ModelSize
 ) -> None:
-    prompts = make_prompts(config, hf_config.vocab_size, longest_prompt(config, hf_config))
     lens = [len(prompt.prompt_ids) for prompt in prompts]
     at_once = (spec.cache_tokens or sum(lens)) // spec.needed_tokens
     work = verify_work(lens, config.max_new_tokens, TRAINED, at_once)

@@ -1,4 +1,4 @@
-"""How much memory new processes of this host may still take."""
+"""How much memory new processes of this host may still take, and how such a number is said."""
 
 from __future__ import annotations
 
@@ -49,3 +49,8 @@ def _text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+def gib(size: int) -> str:
+    """Bytes as a number of GiB. Example: '2.22'"""
+    return f"{size / 2**30:.2f}"

@@ -22,6 +22,7 @@ from typing import Self
 
 PREFIX = "onpolicy-"
 SHARED_MEMORY = Path("/dev/shm")
+SOCKETS = Path("/proc/net/unix")
 LOCK = ".onpolicy-lock"
 
 MAX_SOCKET_PATH = 107
@@ -39,13 +40,20 @@ class PrivateDirectory:
         self.path = hidden.with_name(hidden.name[1:])
         self._owner = os.getpid()
         self._lock = _take_lock(hidden, os.O_RDWR | os.O_CREAT)
-        patterns = "\n".join(shared_memory).replace("NAME", self.path.name)
-        os.write(self._lock, patterns.encode())
+        for pattern in shared_memory:
+            self._record(pattern.replace("NAME", self.path.name))
         hidden.rename(self.path)
 
     def fits_socket(self, name: str) -> bool:
         """Whether a socket can have this name, or one of the same length, in the directory."""
         return len(os.fsencode(self.path / name)) <= MAX_SOCKET_PATH
+
+    def record_socket(self, socket: Path) -> None:
+        """Have the socket's own directory removed too, unless a process that listens there does that."""
+        self._record(str(socket))
+
+    def _record(self, line: str) -> None:
+        os.write(self._lock, f"{line}\n".encode())
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +109,15 @@ def _take_lock(directory: Path, flags: int) -> int:
 
 
 def _remove(directory: Path) -> None:
-    for pattern in (directory / LOCK).read_text().split():
-        for file in SHARED_MEMORY.glob(pattern):
+    for line in (directory / LOCK).read_text().splitlines():
+        if line.startswith("/"):
+            _remove_unheard(Path(line))
+            continue
+        for file in SHARED_MEMORY.glob(line):
             file.unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_unheard(socket: Path) -> None:
+    if not any(line.endswith(f" {socket}") for line in SOCKETS.read_text().splitlines()):
+        shutil.rmtree(socket.parent, ignore_errors=True)

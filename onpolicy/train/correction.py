@@ -26,9 +26,9 @@ from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.train import distributed
 from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, with_weights
 from onpolicy.train.correction_flags import custom_correction, make_penalty, weight_correction
+from onpolicy.train.distributed import gather_vectors
 
 Metrics = dict[str, float]
 
@@ -154,13 +154,6 @@ class Corrections:
             for batch, share, keep, weight in parts
         ]
         return weighed, metrics
-
-
-def gather_vectors(values: Tensor) -> Tensor:
-    """The vectors of all ranks, one after the other."""
-    if distributed.data_size() == 1:
-        return values
-    return torch.cat(distributed.gather_data(values.cpu()))
 
 
 def _rollout(steps: Steps) -> list[ScoredBatch]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
 
@@ -105,11 +106,16 @@ def data_size() -> int:
     return dist.get_world_size(_data_group)
 
 
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks of `group` (None: of all there are), in their order, on every one."""
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def gather_data(value: T) -> list[T]:
     """The values of all shares of the samples, in their order, on every rank."""
-    values: list[T] = [value] * data_size()
-    dist.all_gather_object(values, value, group=_data_group)
-    return values
+    return gather(value, _data_group)
 
 
 def any_data(value: bool) -> bool:
@@ -117,9 +123,47 @@ def any_data(value: bool) -> bool:
     return any(gather_data(value))
 
 
-def sum_over_data(sums: Mapping[str, float], on: torch.device) -> dict[str, float]:
-    """Float64 sums over all shares of the samples, name by name, on every rank."""
-    names = sorted(sums)
-    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=on)
+def gather_vectors(values: Tensor) -> Tensor:
+    """The vectors of all shares of the samples, one after the other."""
+    if data_size() == 1:
+        return values
+    return torch.cat(gather_data(values.cpu()))
+
+
+def gather_micro_batches(ours: Sequence[T]) -> list[T]:
+    """Something of every micro-batch of all ranks, in the order of the packing (`packing.py`).
+
+    One rank computes them in that order.
+    """
+    return [value for turn in zip(*gather_data(ours), strict=True) for value in turn]
+
+
+def sum_micro_batches(ours: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Float64 sums over the micro-batches of all ranks, name by name, in the order of the packing.
+
+    Fillers add their zeros, which changes no sum that begins with 0.0.
+    """
+    sums: dict[str, float] = {}
+    for values in gather_micro_batches(list(ours)):
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def count_over_data(counts: Mapping[str, int], on: torch.device) -> dict[str, int]:
+    """Sums over all shares of the samples, name by name, on every rank."""
+    names = sorted(counts)
+    values = torch.tensor([counts[name] for name in names], device=on)
     dist.all_reduce(values, group=_data_group)
     return dict(zip(names, values.tolist(), strict=True))
+
+
+def add_in_order(total: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
+    """Add to this rank's `total` [N] what every rank of `group` has for it, in their order; collective.
+
+    parts: [ranks * N], what this rank has for each of them.
+    """
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    for part in received.chunk(group.size()):
+        total += part

@@ -10,7 +10,7 @@ from torch import Tensor
 from onpolicy.errors import ParityError
 from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs, mismatches
 from onpolicy.train.batch import PackedBatch
-from onpolicy.train.distributed import gather_data, sum_over_data
+from onpolicy.train.distributed import count_over_data, gather_data, gather_micro_batches
 from onpolicy.types import TrainSample
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class ParityGate:
 
     def __init__(self, step: int, *, fails: bool, warns: bool, remedy: str):
         self.step, self.fails, self.warns, self.remedy = step, fails, warns, remedy
-        self.counts = ParityCounts()
+        self._counts: list[ParityCounts] = []
         self._by_sample: dict[int, int] = {}
 
     def check(self, log_probs: Tensor, batch: PackedBatch) -> None:
@@ -32,13 +32,13 @@ class ParityGate:
         counts, first = ParityCounts(), None
         if not batch.is_filler:
             counts, first = compare_log_probs(log_probs.detach(), batch.rollout_log_probs)
-            self.counts += counts
             self._count_by_sample(log_probs, batch)
+        self._counts.append(counts)
         if not self.fails:
             return
         ours = {"compared": counts.num_compared, "mismatched": counts.num_mismatched}
-        totals = sum_over_data(ours, log_probs.device)
-        mismatched, compared = int(totals["mismatched"]), int(totals["compared"])
+        totals = count_over_data(ours, log_probs.device)
+        mismatched, compared = totals["mismatched"], totals["compared"]
         if mismatched:
             found = None if first is None else self._mismatch(log_probs, batch, first)
             example = next(m for m in gather_data(found) if m is not None)
@@ -48,8 +48,8 @@ class ParityGate:
             )
 
     def reduce(self) -> ParityCounts:
-        """The counts of all ranks; says so if tokens differed and the run goes on."""
-        total = sum(gather_data(self.counts), ParityCounts())
+        """The counts of all micro-batches; says so if tokens differed and the run goes on."""
+        total = sum(gather_micro_batches(self._counts), ParityCounts())
         if self.warns and total.num_mismatched:
             logger.warning(
                 "step %d: %d of %d tokens have another log-probability in training",

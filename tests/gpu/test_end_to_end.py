@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.policy import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
 from tests.gpu.backends import make_contract
@@ -48,7 +49,9 @@ def test_the_check_at_start_up_passes_at_the_sizes_of_each_model(
 ):
     """And gives the same digests twice, so two engines on such a GPU would accept each other."""
     config = make_config("qwen3-moe" if model.experts else "qwen3", model)
-    contract = make_contract(backend, setting, operator_shapes(config, row_parallel_blocks=8))
+    contract = make_contract(
+        backend, setting, operator_shapes(ModelFacts(config), row_parallel_blocks=8)
+    )
     first, second = (self_check(operators, contract) for _ in range(2))
     assert first == second and len(first) > 10
     tally.cases = tally.values = len(first)

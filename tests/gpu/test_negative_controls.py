@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onpolicy.errors import ContractError
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.policy import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
 from tests.gpu import attention_checks, gemm_checks
@@ -92,6 +93,6 @@ def test_a_stock_model_samples_with_other_log_probabilities_than_it_trains_with(
 
 def test_the_check_at_start_up_refuses_stock_operators(stock, model, setting):
     config = make_config("qwen3-moe" if model.experts else "qwen3", model)
-    shapes = operator_shapes(config, row_parallel_blocks=8)
+    shapes = operator_shapes(ModelFacts(config), row_parallel_blocks=8)
     with pytest.raises(ContractError, match="row-invariant"):
         self_check(stock, make_contract("triton", setting, shapes))

@@ -7,6 +7,7 @@ from transformers import AutoModel
 from onpolicy.errors import ContractError
 from onpolicy.models.empty import empty_causal_lm
 from sglang_patches.buffers import use_cpu_buffers
+from sglang_patches.trainers_model import trainers_model
 from tests.support.tiny import ARCHITECTURES, SIZES
 
 
@@ -24,18 +25,18 @@ def test_frequencies_that_another_device_rounded_otherwise_are_put_right(archite
     frequencies.copy_(torch.nextafter(frequencies, torch.full_like(frequencies, 9.0)))
     trainers = empty_causal_lm(model.config, trust_remote_code=False).base_model.rotary_emb.inv_freq
     assert not torch.equal(frequencies, trainers)
-    use_cpu_buffers(model)
+    use_cpu_buffers(model, trainers_model(model.config))
     assert torch.equal(model.rotary_emb.inv_freq, trainers)
     assert frequencies is model.rotary_emb.inv_freq  # written in place: a graph may hold it
 
 
 def test_the_engines_attention_stays_its_own():
     model = engine_model("qwen3")
-    use_cpu_buffers(model)
+    use_cpu_buffers(model, trainers_model(model.config))
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_buffer_of_another_dtype_is_refused():
     model = engine_model("qwen3").to(torch.bfloat16)
     with pytest.raises(ContractError, match=r"buffer=rotary_emb.inv_freq.*torch.float32"):
-        use_cpu_buffers(model)
+        use_cpu_buffers(model, trainers_model(model.config))

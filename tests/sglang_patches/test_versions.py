@@ -37,12 +37,12 @@ def test_a_missing_sglang_is_refused_with_a_remedy(monkeypatch):
         versions.sglang_version()
 
 
-def test_update_sessions_came_with_0_5_21(installed):
+def test_what_came_with_0_5_21(installed):
     seen = []
     for found in versions.SUPPORTED:
         installed(found)
-        seen.append(versions.has_weight_update_sessions())
-    assert seen == [False, False, False, False, True]
+        seen.append((versions.has_weight_update_sessions(), versions.has_model_hook()))
+    assert seen == [(False, False)] * 4 + [(True, True)]
 
 
 @pytest.mark.parametrize(("chunk", "longest"), [(8192, 8192), (-1, 16384), (None, 16384)])

@@ -14,7 +14,10 @@ from onpolicy.models.policy import PolicyModel
 from onpolicy.ops import Operators, PagedLayout
 
 CHUNK = 48
-"""Tokens of each sequence that are fed at once, as long as it has twice as many left."""
+"""Tokens of each sequence that are fed at once, while it has these and `ALONE` more left."""
+
+ALONE = 16
+"""At least so many tokens of a sequence, or all of a short one, are fed one by one."""
 
 
 class PagedStore:
@@ -45,7 +48,7 @@ def decode_log_probs(
     result: list[list[Tensor]] = [[] for _ in sequences]
     while live := [i for i, s in enumerate(sequences) if done[i] < len(s) - 1]:
         left = [len(sequences[i]) - 1 - done[i] for i in live]
-        counts = [CHUNK if n >= 2 * CHUNK else 1 for n in left]
+        counts = [CHUNK if n >= CHUNK + ALONE else 1 for n in left]
         parts = [sequences[i][done[i] : done[i] + n + 1] for i, n in zip(live, counts, strict=True)]
         starts = [done[i] for i in live]
         hidden = _feed(policy, operators, store, [p[:-1] for p in parts], live, starts)

@@ -38,20 +38,26 @@ class ForkServer:
         self._channel, self._process = channel, process
 
     @classmethod
-    def start(cls, modules, environment):
+    def start(cls, modules):
         """One that imports `modules`. It ends with us."""
         ours, theirs = _channel()
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
-            env={**os.environ, **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
         return cls(ours, process)
 
+    def start_another(self, modules, environment):
+        """A fork server that has imported what this one has, and `modules` in an environment."""
+        ours, theirs = _channel()
+        with theirs:
+            self.fork([theirs.fileno()], modules=modules, environment=environment)
+        return ForkServer(ours)
+
     def fork(self, streams, **request):
-        """The process id of a new child of this process; see `_become` for the request."""
+        """The process id of a new child of this process; see `_become` for the request, or `main`."""
         message = json.dumps(request).encode()
         assert len(message) < MAX_REQUEST
         with _adopting():
@@ -77,13 +83,17 @@ def _adopting():
             prctl(_SET_CHILD_SUBREAPER, 0)
 
 
-def main(channel, modules):
-    """Import `modules`, serve, and become what is asked for."""
+def main(channel, modules, environment, changed):
+    """Import `modules`, serve, and become what is asked for.
+
+    `changed`: variables that other imports have set.
+    """
     setproctitle.getproctitle()  # finds its place while the environment is where it was
+    os.environ.update(environment)
     before = dict(os.environ)
     for module in modules:
         importlib.import_module(module)
-    changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
+    changed = changed | {k: v for k, v in os.environ.items() if before.get(k) != v}
     added = [sys.path[0], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     _serve_and_become(channel, changed, [entry for entry in sys.path if entry not in added])
 
@@ -91,7 +101,10 @@ def main(channel, modules):
 def _serve_and_become(channel, changed, path):
     request, streams = _serve(channel)
     channel.close()
-    _become(streams, changed, path, **request)
+    if "modules" in request:
+        main(socket.socket(fileno=streams[0]), **request, changed=changed)
+    else:
+        _become(streams, changed, path, **request)
 
 
 def _serve(channel):
@@ -212,4 +225,4 @@ def _name_process(program):
 if __name__ == "__main__":
     from tests.support import fork_server  # the module, not this script
 
-    fork_server.main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    fork_server.main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:], {}, {})

@@ -7,19 +7,19 @@ start them anew: marker `anew`, or `forked_processes(False)`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import subprocess
 import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
 
 from tests.support.fork_server import ForkServer
 
-MODULES = (
-    "sglang_patches.serve",
-    "sglang_patches.check_flags",
-    "onpolicy.cli",
-    "torch.distributed.run",
-)
+SGLANG = ("sglang_patches.serve", "sglang_patches.check_flags")
+MODULES = (*SGLANG, "onpolicy.cli", "torch.distributed.run")
 RUN = (
     "torch.distributed.launcher.api", "onpolicy.run.loop", "onpolicy.run.verify",
     "onpolicy.train.fsdp.trainer", "transformers.models.qwen3.modeling_qwen3",
@@ -27,18 +27,23 @@ RUN = (
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
 
 LIBRARIES = (
-    "torch._inductor.compile_fx", "compressed_tensors", "fastapi", "gguf", "IPython.display", "loguru",
-    "networkx", "openai.types.responses", "tiktoken", "uvicorn", "uvloop", "xgrammar",
+    "torch._inductor.compile_fx", "aiohttp.web", "compressed_tensors", "einops", "fastapi", "gguf",
+    "huggingface_hub.hf_file_system", "IPython.display", "jsonschema", "loguru", "msgspec",
+    "networkx", "openai.types.realtime", "openai.types.responses", "tiktoken",
+    "torchvision.transforms.v2", "transformers.image_processing_utils", "uvicorn", "uvloop",
+    "xgrammar", "zmq.asyncio", "tests.support.bindings",
 )  # fmt: skip
 """Most of what SGLang imports besides."""
 
-ENGINE = (
-    "sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry",
-)  # fmt: skip
-ENGINE_ENVIRONMENT = {"SGLANG_PLATFORM": "onpolicy_cpu", "TORCHDYNAMO_DISABLE": "1"}
-"""What SGLang and PyTorch read when an aligned engine imports them."""
+QUICK = ("tests.support.quick_server",)
+ENGINE = ("sglang.launch_server", "sglang.srt.models.registry", *QUICK)
+ENGINE_VARIABLES = ("SGLANG_PLATFORM", "TORCHDYNAMO_DISABLE", "SGLANG_DISABLED_MODEL_ARCHS")
+"""What SGLang and PyTorch read when an engine imports them."""
 
-_servers: dict[bool, ForkServer] = {}
+_servers: dict[tuple[str | None, ...] | None, ForkServer] = {}
+"""By the variables that were read; the one that is for no engine, by None."""
+
+_one_at_a_time = threading.Lock()
 _is_active = False
 _execute_anew = subprocess.Popen._execute_child
 _PARAMETERS = inspect.signature(_execute_anew)
@@ -60,7 +65,7 @@ def use(server):
     """Fork all from this server, in a process that was forked itself."""
     global _is_active
     _is_active = True
-    _servers.update({True: server, False: server})
+    _servers[None] = server
     subprocess.Popen._execute_child = _execute
 
 
@@ -71,13 +76,16 @@ def _execute(*args):
         return _execute_anew(*args)
     popen, streams = given["self"], [given["p2cread"], given["c2pwrite"], given["errwrite"]]
     environment = dict(os.environ if given["env"] is None else given["env"])
-    popen.pid = _server_for(environment).fork(
+    is_engine = program[0] == "-m" and program[1] in SGLANG
+    if environment.get("TORCHDYNAMO_DISABLE") == "1":  # it is aligned
+        environment |= _without_other_models()
+    popen.pid = _server_for(environment if is_engine else None).fork(
         [own if fd == -1 else fd for own, fd in enumerate(streams)],
         program=program,
         environment=environment,
         directory=os.fspath(given["cwd"] or os.getcwd()),
         has_own_session=given["start_new_session"],
-        starts_others=program[1:2] != ["sglang_patches.serve"],  # its guard has one child
+        starts_others=not is_engine,  # its guard has one child
     )
     popen._child_created = True
     ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -99,8 +107,20 @@ def _program(command):
 
 
 def _server_for(environment):
-    is_engine = ENGINE_ENVIRONMENT.items() <= environment.items()
-    if is_engine not in _servers:
-        modules, environment = (ENGINE, ENGINE_ENVIRONMENT) if is_engine else ((), {})
-        _servers[is_engine] = ForkServer.start((*RUN, *LIBRARIES, *modules), environment)
-    return _servers[is_engine]
+    """For an engine with these variables, or for everything else: None."""
+    given = None if environment is None else tuple(map(environment.get, ENGINE_VARIABLES))
+    with _one_at_a_time:
+        if None not in _servers:
+            _servers[None] = ForkServer.start((*RUN, *LIBRARIES))
+        if given not in _servers:
+            read = {n: v for n, v in zip(ENGINE_VARIABLES, given, strict=True) if v is not None}
+            _servers[given] = _servers[None].start_another(ENGINE, read)
+        return _servers[given]
+
+
+@functools.cache
+def _without_other_models():
+    """SGLang imports its models of all architectures; an aligned engine runs one that runs them all."""
+    models = Path(find_spec("sglang").submodule_search_locations[0], "srt/models")
+    others = {file.stem for file in models.glob("*.py")} - {"transformers"}
+    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others))}

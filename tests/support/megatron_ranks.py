@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.compat import megatron_on_cpu
 from onpolicy.contract import NumericsContract
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
@@ -135,7 +136,7 @@ def random_experts(config, sequence):
 
 def make_contract(path, dtype="float32", blocks=1):
     config = AutoConfig.from_pretrained(path)
-    shapes = operator_shapes(config, row_parallel_blocks=blocks)
+    shapes = operator_shapes(ModelFacts(config), row_parallel_blocks=blocks)
     return NumericsContract(
         backend="cpu", device="cpu", dtype=dtype, shapes=shapes, row_parallel_blocks=blocks
     )

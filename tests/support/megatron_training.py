@@ -83,8 +83,11 @@ def weights(trainer):
     return {name: tensor for bucket in trainer.weight_buckets(1 << 30) for name, tensor in bucket}
 
 
-def train(job, steps=2, save=None, load=None):
-    """(log_probs of the samples of every step, its metrics, weights after the last)."""
+def train(job, steps=2, save=None, load=None, updates=1):
+    """(log_probs of the samples of every step, its metrics, weights after the last).
+
+    A step is of one rollout, and of so many updates.
+    """
     trainer = make(job)
     if load is not None:
         trainer.load(load)
@@ -92,7 +95,7 @@ def train(job, steps=2, save=None, load=None):
     for step in range(0 if load is None else 1, steps):
         samples = make_samples(trainer, seed=step)
         log_probs.append([s.sample.rollout_log_probs for s in samples])
-        metrics.append(trainer.train(samples, step, [RATES[step]]))
+        metrics.append(trainer.train(samples, step, [RATES[step]] * updates))
         if save is not None and step == 0:
             trainer.save(save)
     return log_probs, metrics, weights(trainer)

@@ -16,8 +16,10 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -124,6 +126,7 @@ MORE_ARCHITECTURES = {
     "gemma": (GemmaConfig, {"head_dim": 16}),
     "gemma2": (Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
     "gemma3": (Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
+    "gemma4": (Gemma4TextConfig, {"head_dim": 16, "vocab_size_per_layer_input": 139, **WINDOWS}),
     "olmo": (OlmoConfig, {}),
     "olmo2": (Olmo2Config, {}),
     "olmo3": (Olmo3Config, WINDOWS),
@@ -135,6 +138,13 @@ MORE_ARCHITECTURES = {
     "nemotron": (NemotronConfig, {"partial_rotary_factor": 0.5}),
     "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
     "exaone4": (Exaone4Config, WINDOWS),
+    "exaone-moe": (
+        ExaoneMoeConfig,
+        {
+            **EXPERTS, **WINDOWS, "head_dim": 16, "num_experts": 8, "num_shared_experts": 1,
+            "n_group": 2, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "ernie4.5": (Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
     "qwen2-moe": (
         Qwen2MoeConfig,
@@ -197,6 +207,7 @@ ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 OTHER_ATTENTION = "which transformers cannot run with another attention function"
 
 REFUSED = {
+    "gemma4": "Gemma4RMSNorm: has no aligned operator",
     "phi": "a bias in the output projection",
     "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts that",
     "nemotron": OTHER_ATTENTION,
@@ -207,9 +218,6 @@ REFUSED = {
     "qwen3-next": "which has linear attention or state-space layers",
 }
 """What `require_alignable` says of those that have no aligned operators: a regular expression."""
-
-DIFFERING: set[tuple[str, str]] = set()
-"""Not aligned yet, and not refused."""
 
 CHARACTERS = [chr(code) for code in range(33, 33 + SIZES["vocab_size"] - 2)]
 

@@ -24,6 +24,10 @@ class TrainerConfig:
     max_tokens_per_gpu: Count = 8192
     """Tokens that one rank packs into a micro-batch; a longer sequence gets one of its own."""
 
+    rank_invariant: bool = False
+    """Add gradients in the order of the micro-batches, so that the number of data-parallel ranks changes
+    no bit; --true-on-policy-mode always does."""
+
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout
+from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.attention_inputs import LENS, AttentionInputs
 from onpolicy.ops.checks.probe import require_equal
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout
 
 QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
 

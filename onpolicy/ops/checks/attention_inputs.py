@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from onpolicy.contract import AttentionShape
-from onpolicy.ops.base import AttentionLayout, Operators, Scores
+from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.layouts import AttentionLayout, Scores
 
 LENS = (300, 1, 64, 65, 17)
 """Tokens of the packed sequences that the checks attend over."""

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.contract import AttentionShape, NumericsContract
-from onpolicy.ops.base import AttentionLayout, Operators
+from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.attention_inputs import LENS, AttentionInputs
 from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.checks.self_check import MAX_EXPERTS
 from onpolicy.ops.experts import gated_halves, mix_experts
+from onpolicy.ops.layouts import AttentionLayout
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, *range(16, 257, 16), 299)

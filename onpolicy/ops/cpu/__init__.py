@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, Scores
+from onpolicy.ops.base import Operators
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
 from onpolicy.ops.cpu.layout import on_whole_tensors
@@ -21,6 +21,7 @@ from onpolicy.ops.cpu.linear import (
 )
 from onpolicy.ops.cpu.rows import few_rows_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
+from onpolicy.ops.layouts import AttentionLayout, Scores
 
 
 class CpuOperators(Operators):

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.base import AttentionLayout, Scores
 from onpolicy.ops.cpu.attention_tiles import Chunk, Shape, chunks_of, work
 from onpolicy.ops.cpu.elementwise import whole_vectors
 from onpolicy.ops.cpu.threads import PiecePool
+from onpolicy.ops.layouts import AttentionLayout, Scores
 from onpolicy.ops.sinks import sink_gradient
 
 ROW_BLOCK = 64

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.layouts import AttentionLayout
 
 KEY_BLOCK = 64
 ROW_MULTIPLE = 16

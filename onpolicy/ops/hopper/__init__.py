@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.hopper import flash_attention, gemm
 from onpolicy.ops.hopper.attention import HopperAttention
 from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
 from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.triton import TritonOperators
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.base import AttentionLayout, Scores
 from onpolicy.ops.hopper import flash_attention, flash_backward
 from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.layouts import AttentionLayout, Scores
 from onpolicy.ops.triton.attention_backward import attention_backward
 
 

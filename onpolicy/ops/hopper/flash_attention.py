@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.base import PagedLayout, Scores
 from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.layouts import PagedLayout, Scores
 
 
 @cache

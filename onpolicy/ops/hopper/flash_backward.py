@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.base import Scores
 from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.layouts import Scores
 
 UPSTREAM = "flash_attn_interface"
 """Upstream's module, which registers torch.ops.flash_attn_3."""

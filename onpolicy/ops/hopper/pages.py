@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout
+from onpolicy.ops.layouts import AttentionLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

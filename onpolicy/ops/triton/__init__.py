@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import AttentionLayout, Operators, PagedLayout, Scores
+from onpolicy.ops.base import GPU_LOGITS, Operators
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
-from onpolicy.ops.triton.attention_backward import TritonAttention
+from onpolicy.ops.triton.attention_tiles import Sequences
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
 from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
@@ -29,7 +30,7 @@ from onpolicy.ops.triton.topk import topk
 class TritonOperators(Operators):
     """Row-invariant operators; float32, bfloat16 and float16."""
 
-    logits_per_chunk = 1 << 27
+    logits_per_chunk = GPU_LOGITS
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(x, weight, bias, x.dtype)
@@ -65,9 +66,9 @@ class TritonOperators(Operators):
         sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = TritonAttention.apply(q, k, v, sinks, layout, scores)
+            out: Tensor = attentions.TritonAttention.apply(q, k, v, sinks, layout, scores)
             return out
-        sequences = attentions.Sequences.of(layout)
+        sequences = Sequences.of(layout)
         return attentions.blockwise_attention(q, k, v, sequences, scores, sinks)[0]
 
     def paged_attention(

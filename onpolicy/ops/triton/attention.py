@@ -18,110 +18,29 @@ A sink is where the maximum and the normaliser begin.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.base import AttentionLayout, Scores
-from onpolicy.ops.triton.device import UNFUSED, capability, next_power_of_2
+from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.sinks import sink_gradient
+from onpolicy.ops.triton.attention_backward import attention_backward
+from onpolicy.ops.triton.attention_tiles import (
+    Sequences,
+    capped,
+    dim_block,
+    first_block,
+    is_visible,
+    key_rows,
+    row_positions,
+    unit_stride,
+)
+from onpolicy.ops.triton.device import UNFUSED, capability
 
 LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Where the queries and keys of B sequences are, on the device that computes."""
-
-    page_table: Tensor
-    """int32 or int64 [B, >= pages]: page of the store that holds each run of `page_size` keys."""
-
-    page_size: int
-
-    key_lens: Tensor
-    """int32 [B]: keys of each sequence, those of its queries included."""
-
-    query_starts: Tensor
-    """int32 [B + 1]: first query row of each sequence; its queries are its last tokens."""
-
-    max_query_len: int
-    """Upper bound on the queries of a sequence; sets the grid, so a constant under a CUDA graph."""
-
-    @staticmethod
-    def of(layout: AttentionLayout) -> Sequences:
-        """The layout's rows as pages of one key each, kept for the model's other layers."""
-        if Sequences not in layout.plans:
-            device = layout.key_rows.device
-            starts = torch.tensor([0, *layout.query_lens]).cumsum(0, dtype=torch.int32)
-            layout.plans[Sequences] = Sequences(
-                page_table=layout.key_rows,
-                page_size=1,
-                key_lens=torch.tensor(layout.key_lens, dtype=torch.int32).to(device),
-                query_starts=starts.to(device),
-                max_query_len=max(layout.query_lens),
-            )
-        sequences: Sequences = layout.plans[Sequences]
-        return sequences
-
-    def arguments(self) -> tuple[Any, ...]:
-        """What every attention kernel takes first."""
-        return self.page_table, self.key_lens, self.query_starts, self.page_table.stride(0)
-
-    def __len__(self) -> int:
-        return len(self.key_lens)
-
-
-@triton.jit
-def row_positions(
-    tile: tl.tensor,
-    query_len: tl.tensor,
-    key_len: tl.tensor,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of every row of a tile: query token, head in its group, position, and whether it exists.
-
-    Rows past the end repeat the last token: they see a key, so nothing in them is 0 / 0.
-    """
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    tokens = tl.minimum(rows // GROUP, query_len - 1)
-    return tokens, rows % GROUP, key_len - query_len + tokens, rows < query_len * GROUP
-
-
-@triton.jit
-def key_rows(
-    table: tl.tensor, keys: tl.tensor, is_key: tl.tensor, PAGE_SIZE: tl.constexpr
-) -> tl.tensor:
-    """Rows of the store that hold `keys` of the sequence whose row of the page table this is."""
-    pages = tl.load(table + keys // PAGE_SIZE, mask=is_key, other=0)
-    return pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-
-
-@triton.jit
-def capped(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    """SOFTCAP * tanh(scores / SOFTCAP) of scores that, like the result, are multiplied by log2(e)."""
-    tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0)
-    return tanh * (SOFTCAP * 1.4426950408889634)
-
-
-@triton.jit
-def is_visible(keys: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """Which keys [KEYS] the queries at positions [ROWS] see, their own included; WINDOW 0: all."""
-    visible = keys[None, :] <= positions[:, None]
-    if WINDOW:
-        visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-    return visible
-
-
-@triton.jit
-def first_block(position: tl.tensor, KEYS: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
-    """The first key of the first block of which a query at `position` sees something."""
-    if WINDOW:
-        return tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS
-    return position * 0
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -280,14 +199,31 @@ def _stages(q: Tensor, wide: bool) -> int:
     return 3 if not wide else 2 if capability(q) >= 90 else 1
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """`x` with its last axis contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+class TritonAttention(torch.autograd.Function):
+    """Attention of whole sequences, with gradients."""
 
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layout: AttentionLayout,
+        scores: Scores,
+    ) -> Tensor:
+        out, lse = blockwise_attention(q, k, v, Sequences.of(layout), scores, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
+        ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
+        return out
 
-def dim_block(dim: int) -> int:
-    """A head size as a power of two of at least 16, the least that `tl.dot` takes."""
-    return max(16, next_power_of_2(dim))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
+        grads = attention_backward(grad, q, k, v, out, lse, layout, scores)
+        return (*grads, sink_gradient(sinks, grad, out, lse), None, None)
 
 
 def paged_attention(

@@ -11,13 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.base import AttentionLayout, Scores
-from onpolicy.ops.sinks import sink_gradient
-from onpolicy.ops.triton.attention import (
+from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.triton.attention_tiles import (
     Sequences,
-    blockwise_attention,
     capped,
     dim_block,
     first_block,
@@ -291,30 +288,3 @@ def attention_backward(
         **options,
     )
     return grad_q, grad_k, grad_v
-
-
-class TritonAttention(torch.autograd.Function):
-    """Attention with the backward pass above."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        layout: AttentionLayout,
-        scores: Scores,
-    ) -> Tensor:
-        out, lse = blockwise_attention(q, k, v, Sequences.of(layout), scores, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
-        ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
-        grads = attention_backward(grad, q, k, v, out, lse, layout, scores)
-        return (*grads, sink_gradient(sinks, grad, out, lse), None, None)

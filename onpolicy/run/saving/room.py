@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
+from onpolicy.system.memory import gib
 
 MASTER = 3 * 4
 """Bytes that training keeps of a parameter: its float32 weight and two moments of AdamW."""
@@ -27,8 +28,8 @@ def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     if needed > free:
         raise ConfigError(
             f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters x ({trained} "
-            f"bytes of training state + {computed} of exported weights) = {gib(needed)}, and "
-            f"{gib(free)} are free there. Make room, or choose another directory."
+            f"bytes of training state + {computed} of exported weights) = {gib(needed)} "
+            f"GiB, and {gib(free)} GiB are free there. Make room, or choose another directory."
         )
 
 
@@ -44,7 +45,3 @@ def free_bytes(directory: Path) -> int:
     """What an ordinary user may still write there, or where the directory will be."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(there).free
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -18,8 +18,9 @@ from onpolicy.run.saving.checkpoint import (
     make_record,
     name_of,
 )
-from onpolicy.run.saving.room import free_bytes, gib
+from onpolicy.run.saving.room import free_bytes
 from onpolicy.system import files
+from onpolicy.system.memory import gib
 from onpolicy.train import distributed
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ def _not_written(root: Path, name: str, error: Exception) -> CheckpointError:
     whole = [path.name for path in checkpoints(root).values()]
     latest = f"The latest complete one is {whole[-1]}" if whole else "There is no earlier one"
     return CheckpointError(
-        f"--save={root}: {name} could not be written ({error}; {gib(free_bytes(root))} are free there). "
-        f"{latest}. Free some space, and start again with --load."
+        f"--save={root}: {name} could not be written ({error}; {gib(free_bytes(root))} GiB are free "
+        f"there). {latest}. Free some space, and start again with --load."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
@@ -22,9 +22,11 @@ from onpolicy.ops import Operators
 from onpolicy.train import distributed
 from onpolicy.train.activations import recomputes_activations
 from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.fsdp.gradients import sum_gradients
 from onpolicy.train.fsdp.optimizer import make_optimizer
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
 from onpolicy.train.fsdp.state import read_tensors, write_tensors
+from onpolicy.train.gradient_norm import global_norm
 from onpolicy.train.loss import policy_loss
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -39,6 +41,7 @@ class FsdpTrainer(PolicyTrainer):
     def __init__(self, config: TrainConfig, contract: NumericsContract, num_threads: int):
         super().__init__(config, contract, num_threads)
         self.model = self._load_model(config.model.hf_checkpoint)
+        self.turn = sum_gradients(self.model, in_order=config.is_rank_invariant)
         algorithm = config.algorithm
         self.reference: PolicyModel | None = None
         if algorithm.use_kl_loss:
@@ -76,22 +79,20 @@ class FsdpTrainer(PolicyTrainer):
     def _accumulate_gradients(
         self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
     ) -> tuple[dict[str, float], list[Tensor]]:
-        sums: defaultdict[str, float] = defaultdict(float)
-        train_log_probs = []
-        for batch in micro_batches:
+        metrics, train_log_probs = [], []
+        for number, batch in enumerate(micro_batches):
             log_probs, entropy = self.model(batch.packed)
             train_log_probs.append(log_probs.detach())
             if gate is not None:
                 self._check_parity(gate, log_probs, batch)
-            loss, metrics = policy_loss(log_probs, batch, self.loss_settings)
-            # FSDP2 averages gradients over ranks; the loss is a sum over them.
-            (loss * distributed.world_size()).backward()
-            metrics["train/entropy"] = (entropy * batch.shares).sum()
+            loss, found = policy_loss(log_probs, batch, self.loss_settings)
+            self.turn.is_first, self.turn.is_filler = number == 0, batch.is_filler
+            loss.backward()
+            found["train/entropy"] = (entropy * batch.shares).sum()
             if self.model.replay is not None:
-                metrics |= self.model.replay.counts()
-            for name, value in metrics.items():
-                sums[name] += float(value)
-        return distributed.sum_over_data(sums, self.device), train_log_probs
+                found |= self.model.replay.counts()
+            metrics.append({name: float(value) for name, value in found.items()})
+        return distributed.sum_micro_batches(metrics), train_log_probs
 
     def _check_parity(self, gate: ParityGate, log_probs: Tensor, batch: WeighedBatch) -> None:
         try:
@@ -102,10 +103,12 @@ class FsdpTrainer(PolicyTrainer):
             raise
 
     def _clip_gradients(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.trainer.clip_grad or math.inf
-        )
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        parameters = list(self.model.parameters())
+        shards = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+        norm = global_norm(shards)
+        limit = self.config.trainer.clip_grad or math.inf
+        clip_grads_with_norm_(parameters, limit, torch.tensor(norm))
+        return norm
 
     def _step_optimizer(self) -> None:
         self.optimizer.step()

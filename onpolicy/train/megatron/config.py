@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from onpolicy.contract import NumericsContract
-from onpolicy.models.attention import layer_shapes
+from onpolicy.models.facts import ModelFacts
 from onpolicy.ops.base import Operators
 from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
 
@@ -53,7 +53,7 @@ def make_config(
     return AlignedConfig(
         hf_config=hf_config,
         operators=operators,
-        windows=tuple(layer.window for layer in layer_shapes(hf_config)),
+        windows=tuple(layer.window for layer in ModelFacts(hf_config).attention),
         row_parallel_blocks=contract.row_parallel_blocks,
         expert_dispatch=layout.moe_token_dispatcher_type,
         moe_token_dispatcher_type="alltoall",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from torch import nn
+from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
+from onpolicy.train.gradient_norm import global_norm
 from onpolicy.train.megatron.stages import config_of
 
 
@@ -49,6 +54,14 @@ def make_optimizer(
         config_overrides={},  # none: decay norms and biases as the other engine does
         use_gloo_process_groups=torch.cuda.is_available(),
     )
+
+
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Of all gradients of all ranks, once they are prepared; as `ChainedOptimizer.get_grad_norm`."""
+    shards: defaultdict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
+    for part in optimizer.chained_optimizers:
+        shards[part.get_grad_stats_parallel_group()] += part.get_main_grads_for_grad_norm()
+    return math.hypot(*(global_norm(theirs, group) for group, theirs in shards.items()))
 
 
 def use_settings(optimizer: MegatronOptimizer, config: TrainConfig) -> None:

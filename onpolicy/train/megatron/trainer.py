@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,9 +19,15 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.loss import policy_loss
 from onpolicy.train.megatron import stages
+from onpolicy.train.megatron.gradients import OrderedGradients, orders_gradients
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import build_model
-from onpolicy.train.megatron.optimizer import make_optimizer, use_settings, with_gradients
+from onpolicy.train.megatron.optimizer import (
+    gradient_norm,
+    make_optimizer,
+    use_settings,
+    with_gradients,
+)
 from onpolicy.train.megatron.schedule import accumulate_gradients, score
 from onpolicy.train.megatron.state import read_tensors, write_tensors
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
@@ -50,6 +55,9 @@ class MegatronTrainer(PolicyTrainer):
         super().__init__(config, contract, num_threads)
         self.layout = layout
         self.model = with_gradients(self._load_model(config.model.hf_checkpoint), config)
+        self.ordered: OrderedGradients | None = None
+        if config.is_rank_invariant and orders_gradients(layout):
+            self.ordered = OrderedGradients(self.model)
         self.reference: nn.Module | None = None
         algorithm = config.algorithm
         if algorithm.use_kl_loss:
@@ -84,21 +92,24 @@ class MegatronTrainer(PolicyTrainer):
             for log_probs, batch in zip(self._score(packed), micro_batches, strict=True):
                 gate.check(log_probs, batch)
             gate = None
-        sums: defaultdict[str, float] = defaultdict(float)
+        metrics: list[dict[str, float]] = []
         train_log_probs: list[Tensor] = []
 
         def loss(number: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
             batch = micro_batches[number]
+            if self.ordered is not None and number:
+                self.ordered.take()  # the one before, whose backward pass is over
             train_log_probs.append(log_probs.detach())
             if gate is not None:
                 gate.check(log_probs, batch)
-            total, metrics = policy_loss(log_probs, batch, self.loss_settings)
-            metrics["train/entropy"] = (entropy * batch.shares).sum()
-            for name, value in metrics.items():
-                sums[name] += float(value)
+            total, found = policy_loss(log_probs, batch, self.loss_settings)
+            found["train/entropy"] = (entropy * batch.shares).sum()
+            metrics.append({name: float(value) for name, value in found.items()})
             return total
 
         self.model.zero_grad_buffer()
+        if self.ordered is not None:
+            self.ordered.start()
         try:
             accumulate_gradients(self.model, packed, loss)
         except ParityError:
@@ -106,11 +117,11 @@ class MegatronTrainer(PolicyTrainer):
             raise
         sizes = [len(batch.mask) for batch in micro_batches]
         shared = stages.share_vectors(train_log_probs, sizes, self.device)
-        return distributed.sum_over_data(stages.share_object(dict(sums)), self.device), shared
+        return distributed.sum_micro_batches(stages.share_object(metrics)), shared
 
     def _clip_gradients(self) -> float:
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norm = gradient_norm(self.optimizer)
         limit = self.config.trainer.clip_grad
         for part in self.optimizer.chained_optimizers:
             if limit and (parameters := part.get_parameters()):

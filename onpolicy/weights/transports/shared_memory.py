@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import os
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import torch
 import torch.multiprocessing
@@ -54,17 +54,10 @@ def _handles(shared: WeightBucket) -> str:
 
 @functools.cache
 def _start_manager() -> None:
-    """Start torch's manager of shared memory with its socket in this process's private directory.
+    """Start torch's manager of shared memory, and write down where its socket is.
 
-    The manager removes what this process shared, and its own socket, unless it is killed; then whoever
-    removes the private directory removes them.
+    It outlives this process by two seconds, then removes its socket, and dies of it if that is gone
+    (torch/lib/libshm/manager.cpp).
     """
-    directory = private_directory.of_this_process()
-    before = dict(os.environ)
-    if directory.fits_socket("torch-shm-dir-123456/manager.sock"):
-        os.environ["TMPDIR"] = str(directory.path)
-    try:
-        torch.empty(1).share_memory_()
-    finally:
-        os.environ.pop("TMPDIR", None)
-        os.environ.update(before)
+    socket, *_ = torch.empty(1).untyped_storage()._share_filename_cpu_()
+    private_directory.of_this_process().record_socket(Path(socket.decode()))

@@ -8,6 +8,7 @@ from onpolicy.errors import ConfigError
 
 GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
 MODE = ["--true-on-policy-mode"]
+IN_STAGES = ["--train-backend", "megatron", "--megatron-pp", "2"]
 
 
 def check(*argv):
@@ -17,6 +18,10 @@ def check(*argv):
 def test_the_defaults_are_valid():
     check()
     check(*MODE)
+
+
+def test_the_mode_takes_layouts_whose_gradients_have_no_order():
+    check(*MODE, *IN_STAGES)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,7 @@ def test_the_defaults_are_valid():
         (["--rollout-server-url", "http://x", "--sglang-tp-size", "2"], "nothing would read it"),
         (["--sglang-dtype", "float16"], "--sglang-dtype: .*Use --dtype"),
         (["--hf-checkpoint", ""], "--hf-checkpoint is missing"),
+        ([*IN_STAGES, "--rank-invariant"], "--megatron-pp=2: with --rank-invariant .*one micro-batch"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):

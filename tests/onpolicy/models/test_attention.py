@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.attention import layer_shapes
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.ops.cpu import CpuOperators
@@ -28,10 +28,11 @@ ASKED = {
 def test_layers_get_what_transformers_means(architecture, tmp_path):
     path = make_checkpoint(tmp_path, architecture)
     config = AutoConfig.from_pretrained(path)
-    require_alignable(config, 256)
-    layers = layer_shapes(config)
+    facts = ModelFacts(config)
+    require_alignable(facts, 256)
+    layers = facts.attention
     assert [(x.window, x.softcap, x.sinks) for x in layers] == ASKED[architecture]
-    assert operator_shapes(config).attention == tuple(dict.fromkeys(layers))
+    assert operator_shapes(facts).attention == tuple(dict.fromkeys(layers))
     stock = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
@@ -49,4 +50,4 @@ def test_a_mask_that_no_argument_tells_of_is_refused():
     """Llama-4 attends in chunks, and says so in its mask alone."""
     config = Llama4TextConfig(architectures=["Llama4ForCausalLM"], num_hidden_layers=4)
     with pytest.raises(ConfigError, match=r"layer_types=\['chunked_attention'\]: only full and"):
-        require_alignable(config, 1 << 20)
+        require_alignable(ModelFacts(config), 1 << 20)

@@ -16,6 +16,7 @@ from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import AlignedExperts, route_by_operators
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
@@ -121,7 +122,7 @@ def test_a_checkpoint_is_made_of_views_of_the_model_under_its_own_names(path):
 
 def test_shapes_for_the_self_check_are_the_models(path):
     config = AutoConfig.from_pretrained(path)
-    shapes = operator_shapes(config)
+    shapes = operator_shapes(ModelFacts(config))
     [(num_experts, intermediate, hidden, k)] = shapes.experts
     assert (intermediate, hidden, k) == (72, 96, config.num_experts_per_tok)
     assert (num_experts, 96, config.model_type == "gpt_oss") in shapes.linear
@@ -131,7 +132,7 @@ def test_experts_of_another_layout_are_refused_by_name():
     config = GraniteMoeConfig(num_hidden_layers=1, architectures=["GraniteMoeForCausalLM"])
     problem = "num_local_experts=8 in GraniteMoeParallelExperts: only experts that transformers"
     with pytest.raises(ConfigError, match=problem):
-        require_alignable(config, 128)
+        require_alignable(ModelFacts(config), 128)
 
 
 class Block(nn.Module):

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from onpolicy.errors import ConfigError
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config, require_alignable
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
 
@@ -70,7 +71,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked_for(copy):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_supported_architectures_are_alignable(architecture, tmp_path):
     path = make_checkpoint(tmp_path, architecture)
-    require_alignable(AutoConfig.from_pretrained(path), 256)
+    require_alignable(ModelFacts(AutoConfig.from_pretrained(path)), 256)
 
 
 @pytest.mark.parametrize(
@@ -95,24 +96,24 @@ def test_what_cannot_be_aligned_is_refused_with_its_value_and_a_way_out(
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=f"{problem}.*run without --true-on-policy-mode"):
-        require_alignable(config, 256)
+        require_alignable(ModelFacts(config), 256)
 
 
 def test_a_window_that_the_layers_do_not_hand_on_is_refused_where_it_matters(tmp_path):
     config = AutoConfig.from_pretrained(make_checkpoint(tmp_path, "llama"))
     config.sliding_window = 64
-    require_alignable(config, 64)
+    require_alignable(ModelFacts(config), 64)
     with pytest.raises(
         ConfigError, match="sliding_window=64, smaller than the longest context 256"
     ):
-        require_alignable(config, 256)
+        require_alignable(ModelFacts(config), 256)
 
 
 @pytest.mark.parametrize("kind", [MambaConfig, JambaConfig, BambaConfig, FalconH1Config])
 def test_state_space_models_are_refused_as_such(kind):
     config = kind(architectures=[kind.__name__.replace("Config", "ForCausalLM")])
     with pytest.raises(ConfigError, match="ForCausalLM, which has linear attention or state-space"):
-        require_alignable(config, 256)
+        require_alignable(ModelFacts(config), 256)
 
 
 @pytest.mark.parametrize("kind", [Qwen3VLConfig, Gemma3Config])

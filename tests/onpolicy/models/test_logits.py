@@ -9,6 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 
 from onpolicy.models.embedding import is_known_embedding, scaled
 from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.ops.cpu import CpuOperators
@@ -56,7 +57,7 @@ def test_what_is_unknown_is_refused(monkeypatch):
 
     monkeypatch.setattr(own, "forward", shifted)
     with pytest.raises(Exception, match="what its forward pass does to logits has no aligned"):
-        require_alignable(config, 256)
+        require_alignable(ModelFacts(config), 256)
 
 
 def test_gradients_go_through_the_rule():

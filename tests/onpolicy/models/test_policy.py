@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.models.align import AlignedActivation, AlignedLinear
 from onpolicy.models.experts import AlignedExperts
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.norms import AlignedRMSNorm
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.ops.cpu import CpuOperators
@@ -97,7 +98,7 @@ def test_every_gated_mlp_is_one_operator(path):
 
 
 def test_operator_shapes_are_the_models(path):
-    shapes = operator_shapes(AutoConfig.from_pretrained(path))
+    shapes = operator_shapes(ModelFacts(AutoConfig.from_pretrained(path)))
     assert (137, 96, False) in shapes.linear
     (kind,) = shapes.attention
     assert (kind.heads, kind.kv_heads, shapes.vocab_size) == (4, 2, 137)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.models.routing_replay import RoutingReplay, can_be_replayed
 from onpolicy.ops.cpu import CpuOperators
@@ -89,7 +90,7 @@ def test_another_choice_is_followed_and_counted(tmp_path):
 def test_routers_of_every_kind_follow(tmp_path, architecture, sparse_layers):
     policy = make_policy(tmp_path, architecture)
     config = policy.causal_lm.config
-    assert can_be_replayed(config)
+    assert can_be_replayed(ModelFacts(config))
     k = config.num_experts_per_tok
     other = [np.tile(np.arange(k, dtype=np.int32), (len(s) - 1, LAYERS)) for s in SEQUENCES]
     plain, replayed = score(policy), score(policy, other)
@@ -101,7 +102,7 @@ def test_routers_of_every_kind_follow(tmp_path, architecture, sparse_layers):
 @pytest.mark.parametrize("architecture", ["phimoe", "qwen3"])
 def test_routers_that_choose_in_another_way_are_told(architecture, tmp_path):
     config = AutoConfig.from_pretrained(make_checkpoint(tmp_path, architecture))
-    assert can_be_replayed(config) == (architecture == "qwen3")  # which has none
+    assert can_be_replayed(ModelFacts(config)) == (architecture == "qwen3")  # which has none
 
 
 def test_the_order_of_the_experts_is_no_difference():

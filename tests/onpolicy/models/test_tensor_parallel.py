@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
 from onpolicy.models.align import AlignedLinear, align_modules
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable, row_parallel_linears
 from onpolicy.ops.cpu import CpuOperators
@@ -62,8 +63,8 @@ def test_only_layers_that_are_cut_sum_in_blocks():
 
 
 def test_shapes_tell_layers_that_are_cut_from_the_others():
-    config = config_of("qwen3")
-    whole, cut = operator_shapes(config), operator_shapes(config, row_parallel_blocks=2)
+    facts = ModelFacts(config_of("qwen3"))
+    whole, cut = operator_shapes(facts), operator_shapes(facts, row_parallel_blocks=2)
     assert whole.row_linear == ()
     assert cut.row_linear == ((96, 192, False), (96, 208, False))
     assert not set(cut.linear) & set(cut.row_linear)
@@ -71,8 +72,9 @@ def test_shapes_tell_layers_that_are_cut_from_the_others():
 
 
 def require(config, tp_size, blocks):
-    shapes = operator_shapes(config, row_parallel_blocks=blocks)
-    require_shardable(config, shapes, tp_size=tp_size, blocks=blocks)
+    facts = ModelFacts(config)
+    shapes = operator_shapes(facts, row_parallel_blocks=blocks)
+    require_shardable(facts, shapes, tp_size=tp_size, blocks=blocks)
 
 
 @pytest.mark.parametrize(("tp_size", "blocks"), [(1, 1), (2, 2), (1, 8), (2, 16)])

@@ -65,6 +65,24 @@ def test_the_choice(operators, dtype, head_dim, machine, backend):
     assert choose_backend(operators, dtype, shapes(head_dim), 1, machine) == backend
 
 
+@pytest.mark.parametrize(
+    ("operators", "dtype", "machine", "is_told"),
+    [
+        ("auto", "bfloat16", CPU_BFLOAT16, True),
+        ("auto", "bfloat16", CPU, False),
+        ("auto", "float32", CPU_BFLOAT16, False),
+        ("cpu", "bfloat16", CPU_BFLOAT16, False),
+        ("auto", "bfloat16", H200, False),
+    ],
+)
+def test_auto_tells_of_faster_operators_that_only_some_cpus_have(
+    operators, dtype, machine, is_told, caplog
+):
+    with caplog.at_level("INFO"):
+        choose_backend(operators, dtype, shapes(), 1, machine)
+    assert ("--operators onednn" in caplog.text) is is_told
+
+
 def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
     odd = shapes(vocabulary=151664)  # 8 x 18958
     assert choose_backend("auto", "bfloat16", odd, 1, H200) == "hopper"

@@ -53,6 +53,10 @@ def test_nothing_that_aligned_operators_can_do_is_switched_off():
     )
 
 
+def test_a_prompt_in_chunks_takes_two_places_and_leaves_room_for_the_others():
+    assert value_of(engine_flags(spec_of(STOCK), 1), "--max-running-requests") == "9"
+
+
 def test_an_engine_on_a_gpu_gets_its_own_and_none_of_the_cpu_flags():
     flags = engine_flags(spec_of(ON_GPU, first_gpu=5), 1)
     assert value_of(flags, "--device") == "cuda"

@@ -9,6 +9,8 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.triton import TritonOperators
 from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.run import memory
 from onpolicy.run.contracts import contract_for
@@ -48,11 +50,17 @@ def make_spec(config, longest=50):
     return hf_config, rollout_spec(config, hf_config, contract, longest)
 
 
+def trainer_parts(config, longest=50, ranks=1, **contract):
+    hf_config, spec = make_spec(config, longest)
+    spec = dataclasses.replace(spec, contract=dataclasses.replace(spec.contract, **contract))
+    return trainer_memory(config, hf_config, spec, ModelSize.of(hf_config), ranks).parts
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_a_trainer_keeps_is_what_the_sum_says(architecture, tmp_path):
     config = make_config(make_checkpoint(tmp_path / "model", architecture))
     hf_config = load_config(config.model.hf_checkpoint)
-    parts = trainer_memory(config, ModelSize.of(hf_config), 50, ranks=1).parts
+    parts = trainer_parts(config)
     distributed.init_process_group()
     trainer = make_trainer(config, contract_for(config, hf_config, aligned=True), 1)
     create_missing_moments(trainer.optimizer)
@@ -86,18 +94,37 @@ def test_activations_are_what_autograd_keeps_and_not_many_times_more(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         log_probs, _ = trainer.model(packed)
     log_probs.sum().backward()
-    size = ModelSize.of(hf_config)
-    said = trainer_memory(config, size, tokens, ranks=1).parts["activations"]
+    said = trainer_parts(config, longest=tokens)["activations"]
     found = sum(kept.values())
     assert found - parameters <= said <= 8 * found
 
 
+def test_mixtures_of_experts_are_counted_as_they_run(tmp_path):
+    """They compute activations again, unless a flag says that they keep them."""
+    recomputed = make_config(make_checkpoint(tmp_path / "model", "qwen3-moe"))
+    trainer = dataclasses.replace(recomputed.trainer, moe_activation_checkpointing=False)
+    kept = dataclasses.replace(recomputed, trainer=trainer)
+    asked = make_config(recomputed.model.hf_checkpoint, checkpointing=True)
+    default, without, explicit = (trainer_parts(c) for c in (recomputed, kept, asked))
+    assert default == explicit
+    assert default["activations"] < without["activations"]
+
+
+def test_a_chunk_of_logits_is_that_of_the_contracts_operators(checkpoint):
+    config = make_config(checkpoint)
+    vocab = load_config(str(checkpoint)).vocab_size
+    cpu, triton = (trainer_parts(config, 10**6, backend=x)["logits"] for x in ("cpu", "triton"))
+    more_rows = TritonOperators.rows_per_chunk(vocab) - CpuOperators.rows_per_chunk(vocab)
+    assert triton - cpu == 4 * vocab * memory.LOGITS_COPIES * more_rows > 0
+
+
 def test_more_ranks_share_what_is_kept(checkpoint):
-    config, size = make_config(checkpoint), ModelSize.of(load_config(str(checkpoint)))
-    one, four = (trainer_memory(config, size, 50, ranks).parts for ranks in (1, 4))
+    config = make_config(checkpoint)
+    one, four = (trainer_parts(config, ranks=ranks) for ranks in (1, 4))
     for name in ("weights", "gradients", "AdamW"):
         assert four[name] == one[name] // 4
     assert four["gathered layers"] == one["gathered layers"]
+    assert four["exchanged gradients"] > one["exchanged gradients"] == 0
 
 
 def test_a_server_is_its_weights_and_its_cache(checkpoint):

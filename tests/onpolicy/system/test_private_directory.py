@@ -1,8 +1,11 @@
 """What a process leaves in temporary directories and shared memory, and who removes it."""
 
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -74,6 +77,18 @@ def test_the_directory_of_a_killed_owner_is_swept_once_its_server_is_gone(tempor
     owner.stdout.read()  # until it has ended
     sweep()
     assert not any(file.exists() for file in files)
+
+
+def test_a_socket_is_removed_with_its_directory_once_nobody_listens(temporary):
+    address = Path(mkdtemp(dir="/tmp")) / "manager.sock"  # of a length that a socket may have
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        with PrivateDirectory() as directory:
+            directory.record_socket(address)
+        assert address.exists()
+    with PrivateDirectory() as directory:
+        directory.record_socket(address)
+    assert not address.parent.exists()
 
 
 def test_directories_that_are_none_of_ours_stay(temporary):

@@ -5,10 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.base import AttentionLayout, Scores
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.hopper import HopperOperators, flash_attention, flash_backward
 from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.layouts import AttentionLayout, Scores
 from tests.support.recorded_kernels import attend, flash_attn
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.25

@@ -1,10 +1,10 @@
 """Compiles what the operators would launch on a GPU, on a machine that has none.
 
-    python compile_kernels.py 90 > kernels.json
+    python compile_kernels.py 80 90 > kernels.json
 
 Calls the operators on tensors without data, at the sizes of real models, and has Triton compile
-every launch for a GPU of the given compute capability, down to machine code, instead of launching.
-A process of its own: the tests' process interprets kernels.
+every launch for GPUs of the given compute capabilities, down to machine code, instead of launching.
+Processes of their own, one for each: the tests' process interprets kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +141,18 @@ def launch_elementwise(tensor: Any, training: Any) -> None:
     OPERATORS.sample(log_probs, torch.empty(100, dtype=torch.float64, device="meta"))
 
 
-if __name__ == "__main__":
-    arch = int(sys.argv[1])
+def kernels_for(arch: int) -> list[dict[str, Any]]:
     kernels = compile_launches(arch)
     # float32 uses no tensor cores, so one generation stands for all.
     for dtype in (torch.bfloat16, torch.float32) if arch == 80 else (torch.bfloat16,):
         launch_all(dtype)
         for kernel in kernels.values():
             kernel.setdefault("dtype", str(dtype).removeprefix("torch."))
-    print(json.dumps(list(kernels.values())))
+    return list(kernels.values())
+
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(
+        mp_context=get_context("fork")
+    ) as pool:  # which have imported all this
+        print(json.dumps(list(pool.map(kernels_for, map(int, sys.argv[1:])))))

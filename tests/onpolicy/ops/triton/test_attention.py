@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from onpolicy.ops import AttentionLayout, Scores
 from onpolicy.ops.stock import StockOperators
 from onpolicy.ops.triton import TritonOperators
-from onpolicy.ops.triton.attention import Sequences, blockwise_attention, paged_attention
+from onpolicy.ops.triton.attention import blockwise_attention, paged_attention
+from onpolicy.ops.triton.attention_tiles import Sequences
 
 OPERATORS = TritonOperators()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10}
@@ -21,15 +23,9 @@ FORWARD = {"_linear_kernel", "_grouped_linear_kernel", "_attention_kernel"}
 def compiled(tmp_path_factory):
     """For each generation, what compile_kernels.py prints: both at a time."""
     cache = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
-    processes = {
-        arch: subprocess.Popen(
-            [sys.executable, SCRIPT, str(arch)], stdout=subprocess.PIPE, env={**os.environ, **cache}
-        )
-        for arch in SHARED_MEMORY
-    }
-    outputs = {arch: process.communicate()[0] for arch, process in processes.items()}
-    assert all(process.returncode == 0 for process in processes.values())
-    return {arch: json.loads(output) for arch, output in outputs.items()}
+    command = [sys.executable, SCRIPT, *map(str, SHARED_MEMORY)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, **cache}, check=True)
+    return dict(zip(SHARED_MEMORY, json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)

@@ -13,6 +13,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.run import saving
 from onpolicy.run.saving import write
 from onpolicy.run.saving.checkpoint import checkpoints, read
+from tests.support.forked_processes import forked_processes
 from tests.support.unstarted_run import PROMPTS, changed, make_run, state_after
 
 HERE = Path(__file__).parent
@@ -30,35 +31,32 @@ def run_script(name, *argv, before=()):
 
 
 def test_a_full_disk_at_save_keeps_the_earlier_checkpoint_and_says_what_to_do(checkpoint, tmp_path):
-    output = run_script("full_disk.py", checkpoint, tmp_path)
+    with forked_processes():
+        output = run_script("full_disk.py", checkpoint, tmp_path)
     assert len(re.findall(MESSAGE.format(4, 2), output)) == 6, output
     assert output.endswith("['step_000002']\nresumes after 2\nwith space, saves 4\n")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mounted in a namespace of its own; (what to put before a command, where)."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
+@pytest.fixture(scope="module")
+def on_a_small_disk(checkpoint, tmp_path_factory):
+    """What small_disk.py prints. Its disk is mounted in a namespace of its own."""
+    disk = tmp_path_factory.mktemp("disk")
     mount = f'mount -t tmpfs -o size=11m tmpfs {disk} && exec "$@"'
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
     if not shutil.which("unshare") or subprocess.run([*command, "true"]).returncode:
         pytest.skip("may mount nothing here")
-    return command, disk
+    return run_script("small_disk.py", checkpoint, disk, before=command).partition("keeping 0")
 
 
-def test_a_disk_that_runs_full_ends_the_run_with_the_earlier_checkpoints(checkpoint, small_disk):
-    before, disk = small_disk
-    output = run_script("small_disk.py", checkpoint, disk, 0, before=before)
-    assert re.search(MESSAGE.format(6, 4), output)
-    assert "; 0.00 GiB are free there)" in output
-    assert output.endswith("resumes after 4\n")
+def test_a_disk_that_runs_full_ends_the_run_with_the_earlier_checkpoints(on_a_small_disk):
+    message, _, then = on_a_small_disk
+    assert re.search(MESSAGE.format(6, 4), message)
+    assert "; 0.00 GiB are free there)" in message
+    assert then.startswith(": resumes after 4\n")
 
 
-def test_a_disk_with_room_for_two_takes_any_number_of_which_one_is_kept(checkpoint, small_disk):
-    before, disk = small_disk
-    output = run_script("small_disk.py", checkpoint, disk, 1, before=before)
-    assert output == "resumes after 8\n"
+def test_a_disk_with_room_for_two_takes_any_number_of_which_one_is_kept(on_a_small_disk):
+    assert on_a_small_disk[2].splitlines()[1:] == ["keeping 1: resumes after 8"]
 
 
 @pytest.fixture(scope="module")

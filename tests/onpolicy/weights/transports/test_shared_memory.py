@@ -1,7 +1,10 @@
 """Memory that several processes open, one after the other and each by handles of its own."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -12,6 +15,13 @@ import base64, pickle, sys
 named = pickle.loads(base64.b64decode(sys.stdin.read()))
 print(*(f"{name}={tensor.sum().item()}" for name, tensor in named))
 del named  # and with it this process's references
+"""
+
+
+SHARE = """
+import torch
+from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
+bucket = SharedMemoryTransport().share([("norm", torch.ones(4))])
 """
 
 
@@ -42,3 +52,16 @@ def test_every_rank_reads_whole_tensors_and_parts_of_one():
     engine = Engine(ranks=3)
     SharedMemoryTransport().send(bucket, [engine], "1")
     assert engine.read == ["norm=4.0 experts.0=6.0 experts.1=22.0 experts.2=38.0"] * 3
+
+
+def test_what_a_process_shared_goes_after_it_without_a_word():
+    with TemporaryDirectory() as directory:  # with a path short enough for sockets
+        # Its standard error is open until the manager, which outlives it, has ended too.
+        done = subprocess.run(
+            [sys.executable, "-c", SHARE],
+            env={**os.environ, "TMPDIR": directory},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert list(Path(directory).iterdir()) == []

@@ -1,0 +1,106 @@
+"""What is learnt about a model from its configuration alone, each thing once.
+
+The model is built without weights and looked at, its norms are probed, and its own code is run for one
+token on the meta device to see what attention its layers call. Several checks and the contract need the
+answers, and for a model of many layers each of them takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from onpolicy.contract import AttentionShape
+from onpolicy.errors import ConfigError, ContractError, in_one_line
+from onpolicy.models.attention import ATTENTION_NAME
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.norms import NormKind, norm_kinds
+from onpolicy.ops.layouts import Scores
+
+AttentionCall = tuple[Tensor, Tensor, Tensor, Scores, Tensor | None]
+"""What a layer calls an `AttentionFunction` with."""
+
+
+class ModelFacts:
+    """A configuration, and what is found out about its model when it is first asked for."""
+
+    def __init__(self, config: PretrainedConfig, trust_remote_code: bool = False):
+        self.config, self.trust_remote_code = config, trust_remote_code
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """All of it on the meta device. Raises ConfigError if transformers cannot build it."""
+        model = empty_causal_lm(self.config, self.trust_remote_code)
+        model.config._attn_implementation = ATTENTION_NAME
+        # Experts whose shapes do not depend on the routers' choice.
+        model.config._experts_implementation = "batched_mm"
+        model.eval().to("meta")
+        return model
+
+    @cached_property
+    def norms(self) -> dict[nn.Module, NormKind]:
+        """The norms of the model whose kind is known."""
+        return norm_kinds(self.model)
+
+    @cached_property
+    def attention(self) -> list[AttentionShape]:
+        """The attention that the model calls, layer after layer.
+
+        Raises ConfigError if its code cannot run on the meta device, or asks for what has no aligned
+        operator.
+        """
+        model_type = f"model_type={self.model.config.model_type}"
+        try:
+            return [_shape(*call) for call in self.run_one_token()]
+        except ContractError as error:
+            raise ConfigError(f"{model_type}: {error}") from error
+        except Exception as error:  # whatever a model's own code raises
+            raise ConfigError(
+                f"{model_type}: its layers cannot be run without numbers to see what attention they "
+                f"call ({in_one_line(error)}). Choose another checkpoint, or run without "
+                "--true-on-policy-mode."
+            ) from error
+
+    def run_one_token(self) -> list[AttentionCall]:
+        """Run the decoder's own code on the meta device; its calls of attention, in order."""
+        calls: list[AttentionCall] = []
+
+        def record(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor:
+            calls.append((q, k, v, scores, sinks))
+            return q.new_empty(*q.shape[:2], v.shape[2])
+
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        with _passed_by(self.norms):
+            self.model.base_model(
+                input_ids=tokens, position_ids=tokens, use_cache=False, attention_function=record
+            )
+        return calls
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> AttentionShape:
+    return AttentionShape(
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        window=scores.window,
+        softcap=scores.softcap,
+        sinks=sinks is not None,
+    )
+
+
+@contextmanager
+def _passed_by(norms: Iterable[nn.Module]) -> Iterator[None]:
+    """Norms change no shape, and on the meta device they take more time than all the rest."""
+    for norm in norms:
+        norm.forward = lambda x: x
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del norm.forward

@@ -1,0 +1,106 @@
+"""What attention is computed over: where queries and keys lie, and how keys are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayout:
+    """Which rows of the queries and of the key/value store belong to which sequence.
+
+    The queries of a sequence are its last `query_lens[s]` tokens; earlier tokens are only keys
+    (a cached prefix). Training packs whole sequences, so there both lengths are equal.
+    """
+
+    query_lens: tuple[int, ...]
+    """Number of query rows of each sequence, in the order in which `q` holds them. Example: (7, 1)"""
+
+    key_lens: tuple[int, ...]
+    """Number of keys of each sequence, prefix included. Example: (7, 33)"""
+
+    key_rows: Tensor
+    """int64 [S, >= max(key_lens)]: row of the store that holds each key; padding is any valid row."""
+
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What an implementation worked out for this layout, kept for the model's other layers."""
+
+    @staticmethod
+    def packed(lens: tuple[int, ...], device: torch.device | str = "cpu") -> AttentionLayout:
+        """The layout of whole sequences laid end to end, keys in the same rows as queries."""
+        counts = torch.tensor(lens, dtype=torch.int64, device=device)
+        starts = counts.cumsum(0) - counts
+        rows = starts[:, None] + torch.arange(max(lens, default=0), device=device)
+        return AttentionLayout(
+            query_lens=lens, key_lens=lens, key_rows=rows.clamp_(max=sum(lens) - 1)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLayout:
+    """A layout as a rollout engine keeps it: on the device that computes, with keys on pages.
+
+    Nothing in it is read by the host, so a CUDA graph can hold it. S: sequences.
+    """
+
+    page_table: Tensor
+    """int32 [S, >= pages]: page of the store that holds each run of `page_size` keys; padding is any
+    valid page."""
+
+    page_size: int
+
+    key_lens: Tensor
+    """int32 [S]: keys of each sequence, those of its queries included."""
+
+    query_starts: Tensor
+    """int32 [S + 1]: first query row of each sequence; its queries are its last tokens."""
+
+    max_query_len: int
+    """Upper bound on the queries of a sequence."""
+
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine worked out for the kernel of one backend, under that kernel's names. It may
+    decide when something is computed, never a bit."""
+
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """As in `AttentionLayout`."""
+
+    def by_rows(self) -> AttentionLayout:
+        """The same with every page taken apart, for all layers of a model; waits for the device."""
+        if AttentionLayout not in self.plans:
+            offsets = torch.arange(self.page_size, device=self.page_table.device)
+            rows = self.page_table[..., None].long() * self.page_size + offsets
+            self.plans[AttentionLayout] = AttentionLayout(
+                query_lens=tuple(self.query_starts.diff().tolist()),
+                key_lens=tuple(self.key_lens.tolist()),
+                key_rows=rows.flatten(1),
+            )
+        layout: AttentionLayout = self.plans[AttentionLayout]
+        return layout
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer of attention scores the keys that a query sees.
+
+    A key at position j of its sequence has for the query at position i the score
+
+        s_ij = softcap * tanh(scale * (q_i . k_j) / softcap)    (without a softcap: scale * (q_i . k_j))
+
+    and i sees j where 0 <= i - j < window. Scores, their softmax and the sums over keys are float32.
+    Sources: transformers' masking_utils.sliding_window_overlay; eager_attention_forward of
+    transformers/models/gemma2/modeling_gemma2.py, which also caps before it masks.
+    """
+
+    scale: float
+
+    window: int | None = None
+    """Keys that a query sees at most, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """Bound of the scores' absolute value, greater than 0; None: they are not capped."""

@@ -1,0 +1,47 @@
+"""What is learnt about a model from its configuration alone."""
+
+from transformers import BloomConfig
+
+from onpolicy.models import facts as facts_module
+from onpolicy.models import norms
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.hf_config import require_alignable
+from onpolicy.models.policy import operator_shapes
+from onpolicy.models.routing_replay import can_be_replayed
+from onpolicy.models.tensor_parallel import require_shardable
+from tests.support.tiny import ALL_ARCHITECTURES, SIZES
+
+
+def facts_of(architecture):
+    config_class, sizes = ALL_ARCHITECTURES[architecture]
+    name = config_class.__name__.replace("Config", "ForCausalLM")
+    return ModelFacts(config_class(**{**SIZES, **sizes}, architectures=[name]))
+
+
+def test_all_checks_of_a_model_build_it_once_and_probe_every_norm_once(monkeypatch):
+    built, probed = [], []
+    build, kind = facts_module.empty_causal_lm, norms.norm_kind
+    monkeypatch.setattr(
+        facts_module, "empty_causal_lm", lambda *args: built.append(args) or build(*args)
+    )
+    monkeypatch.setattr(norms, "norm_kind", lambda norm: probed.append(norm) or kind(norm))
+    facts = facts_of("qwen3-moe")
+    require_alignable(facts, 256)
+    shapes = operator_shapes(facts, row_parallel_blocks=2)
+    require_shardable(facts, shapes, tp_size=2, blocks=2)
+    assert can_be_replayed(facts)
+    assert len(built) == 1 and len(probed) == len(set(probed)) > len(facts.norms) > 0
+
+
+def test_norms_are_themselves_again_after_the_model_was_run():
+    facts = facts_of("qwen3")
+    assert len(facts.attention) == facts.config.num_hidden_layers
+    assert norms.norm_kinds(facts.model) == facts.norms
+    assert all("forward" not in vars(norm) for norm in facts.norms)
+
+
+def test_a_model_that_calls_no_attention_function_has_the_usual_attention():
+    facts = ModelFacts(BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=2))
+    assert facts.attention == []
+    (usual,) = operator_shapes(facts).attention
+    assert (usual.heads, usual.kv_heads, usual.head_dim, usual.value_dim) == (2, 2, 16, 16)

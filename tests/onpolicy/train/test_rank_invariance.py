@@ -1,0 +1,94 @@
+"""The same bits on 1, 2 and 3 data-parallel ranks: weights, metrics, a run that goes on elsewhere."""
+
+import pytest
+
+from tests.support.megatron_ranks import Ranks
+from tests.support.megatron_training import Job, equal, train
+from tests.support.tiny import make_checkpoint
+
+COUNTS = (1, 2, 3)
+UPDATES = 3
+"""Of 8 samples: the last is of two, which leaves the third of three ranks without any."""
+
+CLIPPED = {"dtype": "bfloat16", "changes": {"trainer": {"clip_grad": 0.1}}}
+NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel_blocks": 0}}
+"""But operators of an aligned contract, so that nothing but the order of sums is in question."""
+
+ASKED = {**NO_MODE, "trainer": {"rank_invariant": True}}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    groups = {count: Ranks(count) for count in COUNTS}
+    yield groups
+    for group in groups.values():
+        group.stop()
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("mixture"), "qwen3-moe")
+
+
+def run(ranks, job, save=None, load=None, updates=1):
+    """(log-probabilities, metrics without those of speed, weights) of two rollouts."""
+    results = ranks.run(train, job, 2, save, load, updates)
+    found = [
+        [{name: x for name, x in step.items() if not name.startswith("perf/")} for step in steps]
+        for _, steps, _ in results
+    ]
+    assert found == found[:1] * len(found)
+    return results[0][0], found[0], results[0][2]
+
+
+def same(a, b):
+    return a[:2] == b[:2] and equal(a[2], b[2])
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("checkpoint", {"dtype": "float32"}),
+        ("checkpoint", {"dtype": "bfloat16", "changes": ASKED}),
+        ("mixture", CLIPPED),
+    ],
+    ids=["float32", "without the mode, if asked", "experts, bfloat16, clipped"],
+)
+def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, settings):
+    check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
+
+
+@pytest.mark.parametrize("whole_optimizer", [False, True])
+def test_megatron_has_the_same_bits_on_any_number_of_data_parallel_ranks(
+    ranks, checkpoint, mixture, whole_optimizer
+):
+    pytest.importorskip("megatron.core")
+    job = Job(path=mixture if whole_optimizer else checkpoint, **CLIPPED)
+    check(ranks, job.under({"megatron_distributed_optimizer": not whole_optimizer}))
+
+
+def check(ranks, job):
+    alone, *others = (run(group, job, updates=UPDATES) for group in ranks.values())
+    assert all(step["train/grad_norm"] > 1 for step in alone[1])
+    assert all(same(alone, other) for other in others)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_engines_own_sums_have_other_bits(ranks, checkpoint, backend):
+    """So the tests above would notice. Two ranks, of which each has two micro-batches, add them up in
+    another order than one rank does, whatever the order of the two."""
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    job = Job(path=checkpoint, backend=backend, changes=NO_MODE)
+    assert not same(run(ranks[1], job), run(ranks[2], job))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_run_goes_on_with_other_ranks_as_if_undisturbed(ranks, checkpoint, backend, tmp_path):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    job = Job(path=checkpoint, backend=backend, dtype="bfloat16")
+    log_probs, metrics, weights = run(ranks[2], job, save=tmp_path)
+    for count in (1, 3):
+        resumed = run(ranks[count], job, load=tmp_path)
+        assert same(resumed, (log_probs[1:], metrics[1:], weights))

@@ -1,0 +1,69 @@
+"""What is pushed to an engine is what it holds, or the push fails."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel
+
+from onpolicy.errors import WeightSyncError
+from sglang_patches import registry, weights
+from tests.support.tiny import make_checkpoint
+
+CORRECTION = "model.layers.1.mlp.gate.e_score_correction_bias"
+"""A buffer that checkpoints hold, in float32 whatever the dtype of the weights."""
+
+NORM = "model.norm.weight"
+
+NARROW, WHOLE = torch.bfloat16, torch.float32
+
+
+class Engine(nn.Module):
+    """A model inside SGLang, whose loader copies."""
+
+    def __init__(self, path, held_as):
+        super().__init__()
+        self.model = AutoModel.from_pretrained(path, dtype=torch.bfloat16)
+        gate = self.model.get_submodule(CORRECTION.removeprefix("model.").rpartition(".")[0])
+        gate.e_score_correction_bias = gate.e_score_correction_bias.to(held_as)
+
+    def load_weights(self, pushed):
+        for name, tensor in pushed:
+            self.state_dict()[name].copy_(tensor)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    """SGLang's own groups, and what the plug-in reports, exist in a server only."""
+    monkeypatch.setattr(weights, "rank", lambda: 0)
+    monkeypatch.setattr(registry, "report", {})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "glm4-moe")
+
+
+def push(engine, rounds):
+    weights.watch_loads(engine, rounds=rounds)
+    held = engine.state_dict()
+    correction = torch.full(held[CORRECTION].shape, 1.0001)  # which bfloat16 rounds
+    engine.load_weights([(NORM, torch.full_like(held[NORM], 0.5)), (CORRECTION, correction)])
+
+
+@pytest.mark.parametrize(("held_as", "rounds"), [(WHOLE, False), (WHOLE, True), (NARROW, True)])
+def test_what_an_engine_holds_in_its_way_is_accepted(path, held_as, rounds):
+    engine = Engine(path, held_as)
+    push(engine, rounds)
+    assert registry.report["weights"] and engine.model.norm.weight[0] == 0.5
+
+
+def test_an_aligned_engine_that_rounds_what_was_pushed_is_refused(path):
+    with pytest.raises(WeightSyncError, match=f"parameter={CORRECTION}: .* does not hold the bits"):
+        push(Engine(path, NARROW), rounds=False)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_loader_that_leaves_an_old_weight_is_refused(path, rounds, monkeypatch):
+    monkeypatch.setattr(Engine, "load_weights", lambda self, pushed: list(pushed))
+    with pytest.raises(WeightSyncError, match=f"parameter={NORM}: .* does not hold the bits"):
+        push(Engine(path, WHOLE), rounds)
