@@ -68,7 +68,9 @@ def text(values: list[int]) -> str:
 def answer(values: list[int], rng: random.Random | None = None) -> str:
     """The running sums modulo 10; with `rng`, some are one too large, and what follows as well."""
     slips = [int(rng is not None and rng.random() < SLIP) for _ in values]
-    return text([s % 10 for s in accumulate(v + slip for v, slip in zip(values, slips, strict=True))])
+    return text(
+        [s % 10 for s in accumulate(v + slip for v, slip in zip(values, slips, strict=True))]
+    )
 
 
 def write_problems(file: Path, count: int, rng: random.Random) -> None:

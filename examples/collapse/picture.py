@@ -1,11 +1,12 @@
-"""Draws the runs of run.sh: the reward of solvable problems, and how far the engines are apart.
+"""Draws runs over each other: the reward of solvable problems, and how far the engines are apart.
 
-    python examples/collapse/picture.py OUT.png NAME=RUN_DIR ...
+    python examples/collapse/picture.py OUT.png NAME=PATH ...
+
+PATH: a run's directory, or a record of the study. Several of one NAME share a colour.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -13,43 +14,42 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from records import read_curves
 
-WINDOW = 8
+SMOOTH = 8
 """Rollouts that a point of the reward's curve is the mean of."""
 
-
-def read(run: Path, metric: str) -> list[float]:
-    """The metric of every rollout of a run."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record[metric] for record in records if metric in record]
+TITLES = {
+    "aligned": "aligned: equal to the last bit (k3 is 0)",
+    "nothing": "3-bit rollout weights, nothing corrected",
+    "tis_token": "3-bit rollout weights, token TIS",
+}
 
 
 def smooth(values: list[float]) -> list[float]:
     """Means over the last rollouts, each point's own included."""
-    parts = [values[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(values))]
+    parts = [values[max(0, i + 1 - SMOOTH) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
 
 
 def main(image: str, *named: str) -> None:
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(7, 6), sharex=True)
-    for name, run in (pair.split("=", 1) for pair in named):
-        # Half of every batch is unsolvable and has the reward 0.
-        rewards = [2 * value for value in read(Path(run), "rollout/raw_reward")]
-        (line,) = top.plot(smooth(rewards), label=name)
-        k3 = read(Path(run), "train/k3_kl")
-        if any(k3):
-            bottom.semilogy(k3, color=line.get_color(), linewidth=0.8)
-        else:
-            bottom.plot([], color=line.get_color(), label=f"{name}: 0 on every token")
-    top.set_ylabel(f"reward on solvable problems\n(mean of {WINDOW} rollouts)")
-    top.set_ylim(0, 1)
-    top.legend(loc="upper left", fontsize="small")
-    bottom.set_ylabel("engines apart: k3 per token (nats)")
-    bottom.set_xlabel("rollout")
-    bottom.legend(loc="upper left", fontsize="small")
-    for axis in (top, bottom):
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    colors: dict[str, str] = {}
+    for name, path in (pair.split("=", 1) for pair in named):
+        label = None if name in colors else TITLES.get(name, name)
+        color = colors.setdefault(name, f"C{len(colors)}")
+        curves = read_curves(Path(path))
+        left.plot(smooth(curves["reward"]), color=color, label=label)
+        if any(curves["k3"]):
+            right.semilogy(curves["k3"], color=color, linewidth=0.8)
+    left.set_title("reward on solvable problems")
+    left.set_ylim(0, 1.02)
+    right.set_title("how far the engines are apart: k3 per token, in nats")
+    for axis in (left, right):
+        axis.set_xlabel("rollout")
         axis.grid(alpha=0.3)
-    figure.tight_layout()
+    figure.legend(loc="lower center", ncols=len(colors), frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(image, dpi=150)
     print(image)
 
