@@ -53,13 +53,13 @@ def summary(curves: Curves) -> dict[str, Any]:
     last, peak = rewards[-1], max(rewards)
     k3 = windows(curves["k3"])
     return {
-        "reward": last,
-        "peak": peak,
+        "reward": _short(last),
+        "peak": _short(peak),
         "collapsed": last < peak / 2,
-        "k3_first": k3[0],
-        "k3_last": k3[-1],
+        "k3_first": _short(k3[0]),
+        "k3_last": _short(k3[-1]),
         "largest_gradient_norm": max(curves["gradient_norm"]),
-        "entropy": windows(curves["entropy"])[-1],
+        "entropy": _short(windows(curves["entropy"])[-1]),
         "smallest_ess": min(curves.get("ess", [1.0])),
-        "truncated": windows(curves["truncated"])[-1],
+        "truncated": _short(windows(curves["truncated"])[-1]),
     }

@@ -77,7 +77,7 @@ def problem(rng: random.Random) -> tuple[str, str]:
 def warm_start(
     model: torch.nn.Module, make_row: Callable[[int], tuple[list[int], int]], steps: int, lr: float
 ) -> None:
-    """Supervised steps; `make_row(step)` gives the tokens of a problem and its answer, and how many ask."""
+    """Supervised steps; `make_row(step)`: tokens of a problem and its answer, and how many ask."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.1)
     start = time.time()
@@ -138,9 +138,7 @@ def main(out: Path) -> None:
     save(model, tokenizer, out / "model")
 
 
-def save(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, directory: Path
-) -> None:
+def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """A checkpoint in bfloat16: complete, or not there."""
     partial = directory.with_suffix(".partial")
     model.to(torch.bfloat16).save_pretrained(partial)
