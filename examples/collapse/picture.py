@@ -17,7 +17,7 @@ from matplotlib import pyplot
 from records import read_curves
 
 SMOOTH = 8
-"""Rollouts that a point of the reward's curve is the mean of."""
+"""Rollouts that a point of a curve is the mean of."""
 
 TITLES = {
     "aligned": "aligned: equal to the last bit (k3 is 0)",
@@ -41,7 +41,7 @@ def main(image: str, *named: str) -> None:
         curves = read_curves(Path(path))
         left.plot(smooth(curves["reward"]), color=color, label=label)
         if any(curves["k3"]):
-            right.semilogy(curves["k3"], color=color, linewidth=0.8)
+            right.semilogy(smooth(curves["k3"]), color=color)
     left.set_title("reward on solvable problems")
     left.set_ylim(0, 1.02)
     right.set_title("how far the engines are apart: k3 per token, in nats")
