@@ -1,4 +1,4 @@
-"""What a run of the study leaves: its curves, and the few numbers by which it is judged."""
+"""What a run of the study leaves: its curves; and the few numbers by which they are judged."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ def summary(curves: Curves) -> dict[str, Any]:
     last, peak = rewards[-1], max(rewards)
     k3 = windows(curves["k3"])
     return {
-        "reward": _short(last),
-        "peak": _short(peak),
+        "reward": last,
+        "peak": peak,
         "collapsed": last < peak / 2,
-        "k3_first": _short(k3[0]),
-        "k3_last": _short(k3[-1]),
+        "k3_start": curves["k3"][0],
+        "k3_first": k3[0],
+        "k3_last": k3[-1],
         "largest_gradient_norm": max(curves["gradient_norm"]),
-        "entropy": _short(windows(curves["entropy"])[-1]),
+        "entropy": windows(curves["entropy"])[-1],
         "smallest_ess": min(curves.get("ess", [1.0])),
-        "truncated": _short(windows(curves["truncated"])[-1]),
+        "truncated": windows(curves["truncated"])[-1],
     }

@@ -3,8 +3,8 @@
     python examples/collapse/study.py [--only 'int3-*' ...] [--list]
 
 Runs one after the other, in the order of the patterns, and can be ended and called again at any time.
-A record is results/NAME.json: the command, the curves, and what `records.summary` makes of them. Run
-directories are in WORK_DIR (runs/collapse).
+A record is results/NAME.json: the command and the curves. Run directories are in WORK_DIR
+(runs/collapse).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from records import read_curves, summary
+from records import read_curves
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -100,7 +100,6 @@ def write_record(run: Run, directory: Path, seconds: float) -> None:
     record = {
         "command": f"{shown} examples/collapse/train.sh {run.arm}",
         "seconds": round(seconds),
-        "summary": summary(curves),
         "curves": curves,
     }
     RESULTS.mkdir(exist_ok=True)

@@ -5,11 +5,11 @@ python examples/collapse/tables.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, stdev
 
+from records import read_curves, summary
 from study import RESULTS, Run, plan, record_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "collapse.md"
@@ -20,8 +20,11 @@ STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 
 COLUMNS = (
     "engine", "arm", "seeds", "reward at the end: each; mean +- 95 %", "peak", "collapsed",
-    "k3, first to last", "largest gradient norm", "entropy", "smallest ESS", "truncated",
+    "k3: first rollout / first 20 / last 20", "largest gradient norm",
+    "entropy", "smallest ESS", "truncated",
 )  # fmt: skip
+
+K3 = ("k3_start", "k3_first", "k3_last")
 
 
 def cases() -> dict[tuple[str, str], list[Run]]:
@@ -37,12 +40,12 @@ def cases() -> dict[tuple[str, str], list[Run]]:
 
 
 def row(engine: str, arm: str, runs: list[Run]) -> str:
-    summaries = [json.loads(record_of(run).read_text())["summary"] for run in runs]
+    summaries = [summary(read_curves(record_of(run))) for run in runs]
 
     def each(key: str, form: str = ".2f") -> str:
         return ", ".join(format(summary[key], form) for summary in summaries)
 
-    k3 = ", ".join(f"{s['k3_first']:.0e} to {s['k3_last']:.0e}" for s in summaries)
+    k3 = [" / ".join(f"{s[key]:.0e}" for key in K3) if s["k3_last"] else "0" for s in summaries]
     cells = [
         engine,
         arm,
@@ -50,7 +53,7 @@ def row(engine: str, arm: str, runs: list[Run]) -> str:
         each("reward") + interval([s["reward"] for s in summaries]),
         each("peak"),
         f"{sum(s['collapsed'] for s in summaries)} of {len(runs)}",
-        "0" if all(s["k3_last"] == 0 for s in summaries) else k3,
+        ", ".join(k3),
         each("largest_gradient_norm", ".1f"),
         each("entropy"),
         each("smallest_ess"),

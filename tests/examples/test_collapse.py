@@ -73,7 +73,7 @@ def test_a_record_is_read_as_its_run_is(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     curves = records.read_curves(tmp_path)
     assert curves["reward"] == [0.5] * 3 and curves["k3"] == [1e-3] * 3
-    record = {"command": "", "seconds": 1, "summary": {}, "curves": curves}
+    record = {"command": "", "seconds": 1, "curves": curves}
     (tmp_path / "record.json").write_text(study.as_json(record))
     assert records.read_curves(tmp_path / "record.json") == curves
 
