@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "collapse"
 
@@ -106,6 +108,7 @@ def inputs(tmp_path_factory):
     return work
 
 
+@pytest.mark.engine
 def test_it_ends_with_a_picture_of_its_runs(inputs):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
