@@ -2,7 +2,7 @@
 
     python examples/collapse/picture.py OUT.png NAME=PATH ...
 
-PATH: a run's directory, or a record of the study. Several of one NAME share a colour.
+NAME: aligned, or like int3-nothing. PATH: a run's directory, or a record of the study.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from records import read_curves
 SMOOTH = 8
 """Rollouts that a point of a curve is the mean of."""
 
-TITLES = {
-    "aligned": "aligned: equal to the last bit (k3 is 0)",
-    "nothing": "3-bit rollout weights, nothing corrected",
-    "tis_token": "3-bit rollout weights, token TIS",
-}
+FORMATS = {"int3": "3-bit", "int4": "4-bit", "fp8_e4m3": "FP8"}
+CORRECTIONS = {"nothing": "nothing corrected", "tis_token": "token TIS"}
+
+
+def title(name: str) -> str:
+    """What the legend says of a run: aligned, or an engine's format and an arm, as in int3-nothing."""
+    if name == "aligned":
+        return "aligned: equal to the last bit (k3 is 0)"
+    weight_format, _, arm = name.partition("-")
+    weights = FORMATS.get(weight_format, weight_format)
+    return f"{weights} rollout weights, {CORRECTIONS.get(arm, arm)}"
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -34,21 +40,18 @@ def smooth(values: list[float]) -> list[float]:
 
 def main(image: str, *named: str) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
-    colors: dict[str, str] = {}
     for name, path in (pair.split("=", 1) for pair in named):
-        label = None if name in colors else TITLES.get(name, name)
-        color = colors.setdefault(name, f"C{len(colors)}")
         curves = read_curves(Path(path))
-        left.plot(smooth(curves["reward"]), color=color, label=label)
+        (reward,) = left.plot(smooth(curves["reward"]), label=title(name))
         if any(curves["k3"]):
-            right.semilogy(smooth(curves["k3"]), color=color)
+            right.semilogy(smooth(curves["k3"]), color=reward.get_color())
     left.set_title("reward on solvable problems")
     left.set_ylim(0, 1.02)
     right.set_title("how far the engines are apart: k3 per token, in nats")
     for axis in (left, right):
         axis.set_xlabel("rollout")
         axis.grid(alpha=0.3)
-    figure.legend(loc="lower center", ncols=len(colors), frameon=False)
+    figure.legend(loc="lower center", ncols=len(named), frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(image, dpi=150)
     print(image)

@@ -12,7 +12,9 @@ export WORK_DIR=${WORK_DIR:-$repo/runs/collapse}
 
 runs=()
 for arm in ${*:-aligned nothing tis_token}; do
-  RUN_DIR="$WORK_DIR/$arm" "$here/train.sh" "$arm"
-  runs+=("$arm=$WORK_DIR/$arm")
+  name=${FORMAT:-int3}-$arm
+  if [ "$arm" = aligned ]; then name=$arm; fi
+  RUN_DIR="$WORK_DIR/$name" "$here/train.sh" "$arm"
+  runs+=("$name=$WORK_DIR/$name")
 done
 python "$here/picture.py" "$WORK_DIR/collapse.png" "${runs[@]}"

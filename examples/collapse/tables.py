@@ -1,7 +1,4 @@
-"""Writes the table of the study into docs/collapse.md, from the records.
-
-python examples/collapse/tables.py
-"""
+"""Writes the table of the study into docs/collapse.md, from the records that there are."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def row(engine: str, arm: str, runs: list[Run]) -> str:
     def each(key: str, form: str = ".2f") -> str:
         return ", ".join(format(summary[key], form) for summary in summaries)
 
-    k3 = [" / ".join(f"{s[key]:.0e}" for key in K3) if s["k3_last"] else "0" for s in summaries]
+    k3 = [" / ".join(f"{s[key]:.0e}" for key in K3 if s[key]) or "0" for s in summaries]
     cells = [
         engine,
         arm,

@@ -122,5 +122,5 @@ def test_it_ends_with_a_picture_of_its_runs(inputs):
     assert (inputs / "collapse.png").read_bytes().startswith(b"\x89PNG")
     import records
 
-    curves = records.read_curves(inputs / "tis_token")
+    curves = records.read_curves(inputs / "int3-tis_token")
     assert min(curves["k3"]) > 0 and min(curves["ess"]) < 1
