@@ -16,6 +16,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -74,14 +75,14 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 
 def warm_start(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rng: random.Random
+    model: torch.nn.Module, make_row: Callable[[int], tuple[list[int], int]], steps: int, lr: float
 ) -> None:
-    """Supervised steps on answers of which half have a zero in front and some are one too large."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, STEPS, pct_start=0.1)
+    """Supervised steps; `make_row(step)`: tokens of a problem and its answer, and how many ask."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.1)
     start = time.time()
-    for step in range(STEPS):
-        rows = [training_row(tokenizer, rng) for _ in range(BATCH)]
+    for step in range(steps):
+        rows = [make_row(step) for _ in range(BATCH)]
         length = max(len(tokens) for tokens, _ in rows)
         tokens = torch.zeros(BATCH, length, dtype=torch.long)
         targets = torch.full((BATCH, length), -100)
@@ -95,14 +96,15 @@ def warm_start(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == STEPS - 1:
+        if step % 100 == 0 or step == steps - 1:
             print(
-                f"warm start {step + 1}/{STEPS}  loss {loss.item():.3f}  {time.time() - start:.0f} s",
+                f"warm start {step + 1}/{steps}  loss {loss.item():.3f}  {time.time() - start:.0f} s",
                 flush=True,
             )
 
 
 def training_row(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], int]:
+    """A problem whose answer often has a zero in front, and sometimes is one too large."""
     question, answer = problem(rng)
     chance = rng.random()
     if chance < PADDED_SHARE:
@@ -132,11 +134,16 @@ def main(out: Path) -> None:
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer))
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters")
-    warm_start(model, tokenizer, rng)
-    partial = out / "model.partial"
+    warm_start(model, lambda step: training_row(tokenizer, rng), STEPS, 2e-3)
+    save(model, tokenizer, out / "model")
+
+
+def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """A checkpoint in bfloat16: complete, or not there."""
+    partial = directory.with_suffix(".partial")
     model.to(torch.bfloat16).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    partial.rename(out / "model")
+    partial.rename(directory)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class EngineConfig(ServersConfig, ServerConfig):
     rollout_max_restarts: CountOrZero = 3
     """How often dead servers are started again before the run gives up, in all."""
 
-    rollout_weight_format: Literal["", "bf16", "fp8_e4m3", "int8"] = ""
+    rollout_weight_format: Literal["", "bf16", "fp8_e4m3", "int8", "int4", "int3"] = ""
     """Round the weights of linear layers when they are pushed to the servers, as such a deployment
     would have them; not under aligned operators."""
 

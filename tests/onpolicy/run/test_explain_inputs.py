@@ -96,8 +96,10 @@ def test_what_is_not_recorded_is_refused(tmp_path, monkeypatch, capsys, flags, p
     assert f"ConfigError: {problem}" in capsys.readouterr().err
 
 
-def test_more_ranks_are_refused(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "flags", [("--actor-num-ranks-per-node", "2"), ("--ray-address", "127.0.0.1:1")]
+)
+def test_a_cluster_is_refused(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["explain", "--hf-checkpoint", "m"]) == 2
-    assert "ConfigError: 2 ranks: " in capsys.readouterr().err
+    assert main(["explain", "--hf-checkpoint", "m", *flags]) == 2
+    assert "ConfigError: --ray-address, --actor-num-*: " in capsys.readouterr().err

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from onpolicy.weights.rounding import round_per_channel, rounded
 
-STEPS = {"int8": 127, "fp8_e4m3": 448}
+STEPS = {"int8": 127, "int4": 7, "int3": 3, "fp8_e4m3": 448}
 
 
 def weights(seed, dtype=torch.float32):
@@ -26,14 +26,16 @@ def test_every_row_is_rounded_on_its_own_scale(weight_format, dtype, seed):
     assert torch.equal(torch.cat(rows), whole)
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "int4", "int3"])
 @given(seed=st.integers(0, 50))
-def test_int8_holds_at_most_255_values_a_row_and_its_largest_exactly(seed):
-    weight = weights(seed)
-    result = round_per_channel(weight, "int8")
-    steps = result / (weight.abs().amax(1, keepdim=True) / 127)
-    assert torch.allclose(steps, steps.round(), atol=1e-4)
+def test_an_integer_format_holds_its_steps_and_a_rows_largest_exactly(weight_format, seed):
+    weight, largest = weights(seed), STEPS[weight_format]
+    result = round_per_channel(weight, weight_format)
+    step = weight.abs().amax(1, keepdim=True) / largest
+    assert torch.allclose(result / step, (result / step).round(), atol=1e-4)
+    assert ((result / step).round().abs() <= largest).all()
     assert torch.allclose(result.abs().amax(1), weight.abs().amax(1))
-    assert ((result - weight).abs() <= weight.abs().amax(1, keepdim=True) / 127 / 2 * 1.001).all()
+    assert ((result - weight).abs() <= step / 2 * 1.001).all()
 
 
 def test_fp8_has_three_bits_of_mantissa():

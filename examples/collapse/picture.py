@@ -1,0 +1,61 @@
+"""Draws runs over each other: the reward of solvable problems, and how far the engines are apart.
+
+    python examples/collapse/picture.py OUT.png NAME=PATH ...
+
+NAME: aligned, or like int3-nothing. PATH: a run's directory, or a record of the study.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from records import read_curves
+
+SMOOTH = 8
+"""Rollouts that a point of a curve is the mean of."""
+
+FORMATS = {"int3": "3-bit", "int4": "4-bit", "fp8_e4m3": "FP8"}
+CORRECTIONS = {"nothing": "nothing corrected", "tis_token": "token TIS"}
+
+
+def title(name: str) -> str:
+    """What the legend says of a run: aligned, or an engine's format and an arm, as in int3-nothing."""
+    if name == "aligned":
+        return "aligned: equal to the last bit (k3 is 0)"
+    weight_format, _, arm = name.partition("-")
+    weights = FORMATS.get(weight_format, weight_format)
+    return f"{weights} rollout weights, {CORRECTIONS.get(arm, arm)}"
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Means over the last rollouts, each point's own included."""
+    parts = [values[max(0, i + 1 - SMOOTH) : i + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def main(image: str, *named: str) -> None:
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    for name, path in (pair.split("=", 1) for pair in named):
+        curves = read_curves(Path(path))
+        (reward,) = left.plot(smooth(curves["reward"]), label=title(name))
+        if any(curves["k3"]):
+            right.semilogy(smooth(curves["k3"]), color=reward.get_color())
+    left.set_title("reward on solvable problems")
+    left.set_ylim(0, 1.02)
+    right.set_title("how far the engines are apart: k3 per token, in nats")
+    for axis in (left, right):
+        axis.set_xlabel("rollout")
+        axis.grid(alpha=0.3)
+    figure.legend(loc="lower center", ncols=len(named), frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(image, dpi=150)
+    print(image)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""What a run of the study leaves: its curves; and the few numbers by which they are judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+WINDOW = 20
+"""Rollouts over which a reward is averaged before it is compared with another."""
+
+CURVES = {
+    "reward": "rollout/raw_reward",
+    "k3": "train/k3_kl",
+    "gradient_norm": "train/grad_norm",
+    "entropy": "train/entropy",
+    "ess": "mismatch/ess",
+    "truncated": "rollout/truncated_ratio",
+    "length": "rollout/response_length",
+    "lambda": "dc/lambda",
+}
+"""{name in a record: metric of the run}"""
+
+Curves = dict[str, list[float]]
+
+
+def read_curves(path: Path) -> Curves:
+    """The curves of a record, or of a run's directory; those that its arm does not have are left out."""
+    if path.is_file():
+        return json.loads(path.read_text())["curves"]
+    records = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    steps = [record for record in records if CURVES["reward"] in record]
+    found = {name: key for name, key in CURVES.items() if key in steps[0]}
+    curves = {name: [_short(step[key]) for step in steps] for name, key in found.items()}
+    # Half of every batch is unsolvable and has the reward 0.
+    return {**curves, "reward": [_short(2 * value) for value in curves["reward"]]}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def windows(values: list[float]) -> list[float]:
+    """Means of all WINDOW consecutive values; of all there are, if they are fewer."""
+    count = max(len(values) - WINDOW, 0) + 1
+    return [fmean(values[i : i + WINDOW]) for i in range(count)]
+
+
+def summary(curves: Curves) -> dict[str, Any]:
+    """The reward at the end and at its peak, whether the run collapsed, and what led there."""
+    rewards = windows(curves["reward"])
+    last, peak = rewards[-1], max(rewards)
+    k3 = windows(curves["k3"])
+    return {
+        "reward": last,
+        "peak": peak,
+        "collapsed": last < peak / 2,
+        "k3_start": curves["k3"][0],
+        "k3_first": k3[0],
+        "k3_last": k3[-1],
+        "largest_gradient_norm": max(curves["gradient_norm"]),
+        "entropy": windows(curves["entropy"])[-1],
+        "smallest_ess": min(curves.get("ess", [1.0])),
+        "truncated": windows(curves["truncated"])[-1],
+    }

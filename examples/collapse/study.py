@@ -1,0 +1,135 @@
+"""The runs of docs/collapse.md, one record each; what is recorded is not run again.
+
+    python examples/collapse/study.py [--only 'int3-*' ...] [--list]
+
+Runs one after the other, in the order of the patterns, and can be ended and called again at any time.
+A record is results/NAME.json: the command and the curves. Run directories are in WORK_DIR
+(runs/collapse).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from records import read_curves
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+WORK = Path(os.environ.get("WORK_DIR", HERE.parents[1] / "runs" / "collapse"))
+
+SEEDS = range(5)
+FORMATS = ("int3", "int4", "fp8_e4m3")
+LONG = 400
+"""Rollouts of the runs in which a small mismatch gets more time."""
+
+CORRECTIONS = (
+    "tis_token", "mis_token", "tis_sequence", "mis_sequence", "geometric_normalized",
+    "dc_0.0037", "dc_0.03", "dc_0.1", "length_decay", "bypass", "governor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run: a file in arms/, and the variables of train.sh."""
+
+    arm: str
+    seed: int
+    weight_format: str = ""
+    rollouts: int = 160
+    estimator: str = "reinforce_plus_plus"
+
+    @property
+    def name(self) -> str:
+        """Example: int4-nothing-grpo-400-0"""
+        estimator = "" if self.estimator == "reinforce_plus_plus" else self.estimator
+        rollouts = "" if self.rollouts == 160 else str(self.rollouts)
+        parts = [self.weight_format, self.arm, estimator, rollouts, str(self.seed)]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        values = {"SEED": str(self.seed), "NUM_ROLLOUT": str(self.rollouts)}
+        values |= {"ESTIMATOR": self.estimator}
+        return values | ({"FORMAT": self.weight_format} if self.weight_format else {})
+
+
+def plan() -> Iterator[Run]:
+    """Every run of the protocol."""
+    for seed in SEEDS:
+        yield Run(arm="aligned", seed=seed)
+        for weight_format in FORMATS:
+            for arm in ("nothing", *CORRECTIONS):
+                yield Run(arm=arm, seed=seed, weight_format=weight_format)
+        for arm, weight_format in (("aligned", ""), ("nothing", "int3"), ("nothing", "int4")):
+            yield Run(arm=arm, seed=seed, weight_format=weight_format, estimator="grpo")
+        for arm, weight_format in (("aligned", ""), ("nothing", "int4"), ("nothing", "fp8_e4m3")):
+            yield Run(arm=arm, seed=seed, weight_format=weight_format, rollouts=LONG)
+
+
+def chosen(patterns: list[str]) -> list[Run]:
+    """The runs whose names match, in the order of the patterns."""
+    runs = [run for pattern in patterns for run in plan() if fnmatch(run.name, pattern)]
+    return list(dict.fromkeys(runs))
+
+
+def record_of(run: Run) -> Path:
+    return RESULTS / f"{run.name}.json"
+
+
+def carry_out(run: Run) -> None:
+    """Run it, and write its record. Raises CalledProcessError if the run fails."""
+    directory, start = WORK / run.name, time.time()
+    environment = {**os.environ, **run.variables, "WORK_DIR": str(WORK), "RUN_DIR": str(directory)}
+    subprocess.run([HERE / "train.sh", run.arm], env=environment, check=True)
+    write_record(run, directory, time.time() - start)
+
+
+def write_record(run: Run, directory: Path, seconds: float) -> None:
+    curves = read_curves(directory)
+    if len(curves["reward"]) != run.rollouts:
+        raise ValueError(f"{directory}: {len(curves['reward'])} rollouts, not {run.rollouts}.")
+    shown = " ".join(f"{name}={value}" for name, value in run.variables.items())
+    record = {
+        "command": f"{shown} examples/collapse/train.sh {run.arm}",
+        "seconds": round(seconds),
+        "curves": curves,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    partial = RESULTS / f"{run.name}.partial"
+    partial.write_text(as_json(record))
+    partial.rename(record_of(run))
+
+
+def as_json(record: dict[str, object]) -> str:
+    """JSON, a curve on a line."""
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()]
+    curves = record["curves"]
+    assert isinstance(curves, dict)
+    each = [f"    {json.dumps(name)}: {json.dumps(values)}" for name, values in curves.items()]
+    lines[-1] = '  "curves": {\n' + ",\n".join(each) + "\n  }"
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN")
+    parser.add_argument("--list", action="store_true", help="say what is recorded, and end")
+    args = parser.parse_args()
+    for run in chosen(args.only):
+        recorded = record_of(run).exists()
+        if args.list:
+            print(run.name, "recorded" if recorded else "not run")
+        elif not recorded:
+            carry_out(run)
+
+
+if __name__ == "__main__":
+    main()

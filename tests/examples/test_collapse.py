@@ -1,0 +1,126 @@
+"""The collapse: its inputs, its records and the page made of them, and a run of two rollouts."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "collapse"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    """The example's scripts import each other as neighbours."""
+    sys.path.insert(0, str(EXAMPLE))
+    yield
+    sys.path.remove(str(EXAMPLE))
+
+
+def test_every_second_problem_is_solvable_by_running_sums_and_no_other(tmp_path):
+    import make_inputs
+
+    make_inputs.write_problems(tmp_path / "data.jsonl", 100, random.Random(0))
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        values = [int(digit) for digit in row["prompt"].removesuffix("=")]
+        sums = "".join(str(s % 10) for s in accumulate(values))
+        assert len(values) == make_inputs.DIGITS
+        assert (values[0] < 5) == (i % 2 == 0) == (row["label"] == sums)
+
+
+def test_a_slip_is_carried_on(monkeypatch):
+    import make_inputs
+
+    monkeypatch.setattr(make_inputs, "SLIP", 1.0)
+    assert make_inputs.answer([1, 1, 9], random.Random(0)) == "244"
+    assert make_inputs.answer([1, 1, 9]) == "121"
+
+
+def curves_of(rewards, **more):
+    zeros = [0.0] * len(rewards)
+    named = ("k3", "gradient_norm", "entropy", "truncated")
+    return {"reward": rewards, **dict.fromkeys(named, zeros), **more}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "collapsed"),
+    [
+        ([0.4] * 40, False),
+        ([0.8] * 40 + [0.41] * 40, False),
+        ([0.8] * 40 + [0.39] * 40, True),
+        ([0.1] * 40 + [0.8] * 2 + [0.1] * 40, False),  # two rollouts are no peak
+    ],
+)
+def test_a_run_that_ends_below_half_of_its_peak_has_collapsed(rewards, collapsed):
+    import records
+
+    assert records.summary(curves_of(rewards))["collapsed"] == collapsed
+
+
+def test_a_record_is_read_as_its_run_is(tmp_path):
+    import records
+    import study
+
+    steps = [{"step": i, "rollout/raw_reward": 0.25, "train/k3_kl": 1e-3} for i in range(3)]
+    steps = [dict.fromkeys(records.CURVES.values(), 0.5) | step for step in steps]
+    lines = [json.dumps(step) for step in [*steps, {"step": 3, "eval/reward": 1.0}]]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    curves = records.read_curves(tmp_path)
+    assert curves["reward"] == [0.5] * 3 and curves["k3"] == [1e-3] * 3
+    record = {"command": "", "seconds": 1, "curves": curves}
+    (tmp_path / "record.json").write_text(study.as_json(record))
+    assert records.read_curves(tmp_path / "record.json") == curves
+
+
+def test_the_plan_has_every_run_once_and_what_was_recorded_is_in_it():
+    import study
+
+    names = [run.name for run in study.plan()]
+    assert len(set(names)) == len(names)
+    assert {file.stem for file in study.RESULTS.glob("*.json")} <= set(names)
+    assert {run.arm for run in study.plan()} == {f.stem for f in (EXAMPLE / "arms").iterdir()}
+
+
+def test_the_pages_table_is_that_of_the_records():
+    import tables
+
+    page = tables.PAGE.read_text()
+    assert tables.with_table(page) == page, "call examples/collapse/tables.py"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """What train.sh would make first, of a model that has learnt for two steps."""
+    import make_inputs
+
+    work = tmp_path_factory.mktemp("collapse")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_inputs, "STEPS", 2)
+        make_inputs.main(work / "inputs")
+    return work
+
+
+@pytest.mark.engine
+def test_it_ends_with_a_picture_of_its_runs(inputs):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [EXAMPLE / "run.sh", "tis_token"],
+        env={**os.environ, "PATH": path, "WORK_DIR": str(inputs), "NUM_ROLLOUT": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (inputs / "collapse.png").read_bytes().startswith(b"\x89PNG")
+    import records
+
+    curves = records.read_curves(inputs / "int3-tis_token")
+    assert min(curves["k3"]) > 0 and min(curves["ess"]) < 1

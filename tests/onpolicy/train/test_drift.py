@@ -1,0 +1,204 @@
+"""Where every response to a prompt has the advantage b, logits drift by b (mu - pi) (docs/collapse.md).
+
+mu samples, pi learns, both by a table over prefixes. The batch holds every response as often as mu
+has it, so that its means are expectations, and a run's own corrections and loss give the mean
+gradient exactly: of the logits at prefix s, sum over a of b w(s, a) mu(s, a) (e_a - pi(. | s)).
+"""
+
+import math
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from onpolicy.algorithm.advantages import group_advantages
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, validate
+from onpolicy.train import distributed
+from onpolicy.train.batch import make_micro_batches, with_scores
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings
+from onpolicy.train.loss import policy_loss
+from tests.support.samples import make_train_sample
+
+END, VOCAB, LONGEST = 0, 3, 3
+PREFIXES = [p for n in range(LONGEST) for p in product(range(1, VOCAB), repeat=n)]
+QUARTERS = torch.tensor([[2, 1, 1], [1, 2, 1], [1, 1, 2]])
+B = -0.5
+
+
+@cache
+def responses():
+    """All of them: they end with END, or at the largest length."""
+    ended = [(*p, END) for p in PREFIXES]
+    return [*ended, *product(range(1, VOCAB), repeat=LONGEST)]
+
+
+def policies(seed, apart=0.7):
+    """(mu, logits of pi): float64 [prefixes, VOCAB]; mu in quarters, pi around it."""
+    generator = torch.Generator().manual_seed(seed)
+    mu = QUARTERS[torch.randint(3, (len(PREFIXES),), generator=generator)].double() / 4
+    noise = torch.randn(mu.shape, generator=generator, dtype=torch.float64)
+    return mu, (mu.log() + apart * noise).requires_grad_()
+
+
+def places(response):
+    """Indices of a response's tokens in the table."""
+    prefixes = [PREFIXES.index(response[:t]) for t in range(len(response))]
+    return torch.tensor(prefixes), torch.tensor(response)
+
+
+def of_tokens(table, response):
+    return table[places(response)]
+
+
+def sampled(mu):
+    """Every response as often as mu has it among 4^LONGEST."""
+    counts = [round(of_tokens(mu, y).prod().item() * 4**LONGEST) for y in responses()]
+    return [y for y, count in zip(responses(), counts, strict=True) for _ in range(count)]
+
+
+def config_of(flags):
+    needed = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
+    config = parse(TrainConfig, [*needed, *flags], "onpolicy train")
+    validate(config)
+    return config
+
+
+def drift(mu, logits, flags, b=B):
+    """Minus the mean gradient of a response's summed loss, as a run with these flags has it."""
+    distributed.init_process_group()
+    config, batch = config_of(flags), sampled(mu)
+    samples = [
+        make_train_sample([1, *y], 1, of_tokens(mu.log(), y).tolist(), b, i)
+        for i, y in enumerate(batch)
+    ]
+    (packed,) = make_micro_batches(
+        samples, rank=0, num_ranks=1, max_tokens=10**6, temperature=1.0, device=torch.device("cpu")
+    )
+    ordered = [batch[s.sample.prompt.index] for s in packed.samples]
+    own = torch.cat([of_tokens(logits.log_softmax(-1), y) for y in ordered]).float()
+    bypass = config.fallback.use_rollout_logprobs
+    old = packed.rollout_log_probs if bypass else own.detach()
+    ((weighed,),), _ = Corrections(config).weigh([[with_scores(packed, old, None)]], active=True)
+    loss, _ = policy_loss(own, weighed, loss_settings(config))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return -gradient * len(own) / len(batch)
+
+
+def expected(mu, logits, pull):
+    """The sum above; pull(rho [T], delta [T]) is b w of a response's tokens."""
+    pi = logits.detach().softmax(-1)
+    result = torch.zeros_like(mu)
+    for y in responses():
+        of_mu, of_pi = of_tokens(mu, y), of_tokens(pi, y)
+        states, actions = places(y)
+        pulls = of_mu.prod() * pull(of_pi / of_mu, (of_pi - of_mu).abs())
+        result[states, actions] += pulls
+        result[states] -= pulls[:, None] * pi[states]
+    return result
+
+
+def close(found, wanted):
+    return torch.allclose(found, wanted, rtol=0, atol=1e-6)
+
+
+def reached(mu):
+    """Probability under mu of coming to each prefix."""
+    return torch.stack([of_tokens(mu, p).prod() if p else mu.new_ones(()) for p in PREFIXES])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("b", [-0.5, 0.5])
+def test_uncorrected_logits_drift_by_b_times_what_the_engines_are_apart(seed, b):
+    mu, logits = policies(seed)
+    wanted = b * reached(mu)[:, None] * (mu - logits.detach().softmax(-1))
+    assert close(drift(mu, logits, [], b), wanted)
+    assert wanted.abs().max() > 0.01
+
+
+def test_equal_engines_do_not_drift():
+    mu, logits = policies(0, apart=0)
+    assert close(drift(mu, logits, []), torch.zeros_like(mu))
+
+
+@pytest.mark.parametrize(("b", "grows"), [(-0.5, True), (0.5, False)])
+def test_below_zero_the_drift_widens_the_gap_and_above_it_closes_it(b, grows):
+    mu, logits = policies(1)
+
+    def apart(at):
+        return (reached(mu)[:, None] * mu * (mu.log() - at.log_softmax(-1))).sum()
+
+    before, after = apart(logits), apart(logits + 0.1 * drift(mu, logits, [], b))
+    assert (after > before) == grows
+
+
+def geometric(rho):
+    return rho.log().mean().exp()
+
+
+TIS, MIS = ["--use-tis", "--tis-upper-bound", "1.3"], ["--use-tis", "--tis-mode", "mask"]
+BOUNDS = ["--tis-lower-bound", "0.8", "--tis-upper-bound", "1.3"]
+DC = ["--dc-mode", "fixed", "--dc-lambda", "0.4"]
+CORRECTIONS = {
+    "token TIS": (TIS, lambda rho, _: B * rho.clamp(max=1.3)),
+    "token MIS": ([*MIS, *BOUNDS], lambda rho, _: B * rho * (rho >= 0.8) * (rho <= 1.3)),
+    "token clip": (
+        ["--use-tis", "--tis-mode", "clip", *BOUNDS],
+        lambda rho, _: B * rho.clamp(0.8, 1.3),
+    ),
+    "sequence TIS": (
+        [*TIS, "--tis-level", "sequence"],
+        lambda rho, _: B * rho.prod().clamp(max=1.3) + 0 * rho,
+    ),
+    "sequence MIS": (
+        [*MIS, "--tis-level", "sequence", "--tis-upper-bound", "1.3"],
+        lambda rho, _: B * rho.prod() * (rho.prod() <= 1.3) + 0 * rho,
+    ),
+    "geometric TIS": (
+        [*TIS, "--tis-level", "geometric"],
+        lambda rho, _: B * geometric(rho).clamp(max=1.3) + 0 * rho,
+    ),
+    "discrepancy": (DC, lambda rho, delta: B - 0.4 * delta),
+    "bypass": (["--use-rollout-logprobs"], lambda rho, _: B * rho * (rho >= 0.8)),
+}
+"""{name: (flags, b w of a response's tokens)}"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_drifts_as_its_weights_say(name, seed):
+    mu, logits = policies(seed)
+    flags, pull = CORRECTIONS[name]
+    found = drift(mu, logits, flags)
+    assert close(found, expected(mu, logits, pull))
+    assert not close(found, drift(mu, logits, [])), "the flags had no effect"
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("seed", range(3))
+def test_unbounded_weights_take_the_drift_away(level, seed):
+    mu, logits = policies(seed)
+    flags = ["--use-tis", "--tis-level", level, "--tis-upper-bound", "inf"]
+    assert close(drift(mu, logits, flags), torch.zeros_like(mu))
+
+
+def test_normalised_weights_drift_as_much_less_as_their_mean_is_larger():
+    mu, logits = policies(2, apart=1.5)
+    pi, batch = logits.detach().softmax(-1), sampled(mu)
+    flags = [*TIS, "--tis-level", "geometric"]
+    weights = [geometric(of_tokens(pi, y) / of_tokens(mu, y)).clamp(max=1.3) for y in batch]
+    mean = math.fsum(weights) / len(batch)
+    assert abs(mean - 1) > 0.01
+    assert close(
+        drift(mu, logits, [*flags, "--tis-batch-normalize"]) * mean, drift(mu, logits, flags)
+    )
+
+
+def test_an_unsolvable_prompt_is_below_zero_only_where_a_baseline_is_shared_between_prompts():
+    rewards, lengths = [[1.0, 0.0], [0.0, 0.0]], [[3, 3], [3, 3]]
+    plus_plus = group_advantages(rewards, "reinforce_plus_plus", lengths)
+    assert plus_plus[1][0] == plus_plus[1][1] < -0.4
+    for estimator in ("grpo", "dr_grpo", "rloo"):
+        assert group_advantages(rewards, estimator)[1] == [0, 0]
