@@ -81,7 +81,7 @@ def _serve(directory: Path) -> None:
 
     class Head(Node):
         def start_api_server(self, **_: object) -> None:
-            """Not at all: without its dashboard it counts usage, and it takes seconds to come."""
+            """Start none: without a dashboard it only counts usage, and Ray waits seconds for it."""
 
     on_memory, store = _object_store()
     parameters = RayParams(
