@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from onpolicy.taps.rows import by_row, digest, odd_numbers
 
 HEAD = "lm_head"
 """Where what no decoder module calls belongs: the output projection, and what follows it."""
+
+CHOSEN_EXPERTS = "chosen experts"
+"""A site beside each `topk`, of its indices alone: whether a router chose otherwise."""
 
 INPUTS = {
     "linear": slice(0, 1),
@@ -136,6 +139,11 @@ class Recorder:
             shape=tuple(inputs[0].shape),
         )
         self._pass.calls.append(call)
+        if name == "topk":
+            chosen = self._digest(out[1:], rows, scope)
+            self._pass.calls.append(
+                replace(call, site=(site[0], CHOSEN_EXPERTS, site[2]), outputs=chosen)
+            )
         self._catch(name, call, args, out)
         return out
 
