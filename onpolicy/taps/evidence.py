@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def _of_attention(args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, 
 
 
 def write_evidence(evidence: Evidence, directory: Path) -> None:
-    partial = directory / f".{FILE}"
+    partial = directory / f".{FILE}_{os.getpid()}"
     torch.save(asdict(evidence), partial)
     partial.replace(directory / FILE)
 
