@@ -10,6 +10,7 @@ Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class Taps:
         calls, self._passes = self.recorder.close(), self._passes + 1
         if rank():
             return
-        write_calls(calls, self.directory / f"{self._passes:08d}.pass")
+        write_calls(calls, self.directory / f"{self._passes:08d}_{os.getpid()}.pass")
         if self.recorder.evidence is not None and self.recorder.suspect is not None:
             write_evidence(self.recorder.evidence, self.directory)
             self.recorder.suspect = None

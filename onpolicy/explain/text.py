@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from onpolicy.taps.recorder import CHOSEN_EXPERTS
+
 Result = dict[str, Any]
 
 VERDICTS = {
@@ -42,6 +44,7 @@ def _lines(result: Result) -> Iterator[str]:
     yield from _of_source(source)
     if proof := result["proof"]:
         yield from _of_proof(proof)
+    yield from _flips(result["sites"])
     yield from _others(result["sites"], source)
 
 
@@ -58,8 +61,6 @@ def _of_source(source: Result) -> Iterator[str]:
         "not computed": f"The rollout engine never computed the {name}, {where}, after this prefix: it "
         "read another one from its cache.",
     }[source["cause"]]
-    if source["cause"] == "operator" and source["site"][1] == "topk":
-        yield "That is a router: the token went to other experts."
     if source["rollout_shape"]:
         yield (
             f"Shape of the call: {_shape(source['rollout_shape'])} in the rollout, "
@@ -83,8 +84,18 @@ def _of_proof(proof: Result) -> Iterator[str]:
     yield VERDICTS[proof["verdict"]]
 
 
+def _flips(sites: list[Result]) -> Iterator[str]:
+    for site in sites:
+        if site["site"][1] == CHOSEN_EXPERTS and site["outputs_differ"]:
+            yield (
+                f"The router {site['site'][0]} chose other experts for {site['outputs_differ']} of "
+                f"{site['rows']} rows."
+            )
+
+
 def _others(sites: list[Result], source: Result) -> Iterator[str]:
-    own = [s for s in sites if s["own"] and s["site"] != source["site"]]
+    others = [s for s in sites if s["site"] != source["site"] and s["site"][1] != CHOSEN_EXPERTS]
+    own = [s for s in others if s["own"]]
     if own:
         yield "Other operators that give other bits for equal inputs (rows):"
         yield from (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Evidence:
     rows: int
 
     shape: tuple[int, ...]
-    """Of the first argument, as it was called."""
+    """Of the first tensor among the arguments, as it was called."""
 
     def row_of_results(self) -> list[Tensor]:
         """What came out for the wanted row: [n] each."""
@@ -44,7 +45,7 @@ class Evidence:
     def of(operator: str, args: Sequence[Any], out: Any, row: int, rows: int) -> Evidence:
         """Of a call while it is made: a trainer's weights are gone when its forward pass has ended."""
         results = out if isinstance(out, tuple) else (out,)
-        shape = tuple(args[0].shape) if isinstance(args[0], Tensor) else ()
+        shape = next((tuple(a.shape) for a in args if isinstance(a, Tensor)), ())
         if operator in ATTENTION and len(args) > 3:
             return _of_attention(args, results[0], row, shape)
         return Evidence(
@@ -80,7 +81,7 @@ def _of_attention(args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, 
 
 
 def write_evidence(evidence: Evidence, directory: Path) -> None:
-    partial = directory / f".{FILE}"
+    partial = directory / f".{FILE}_{os.getpid()}"
     torch.save(asdict(evidence), partial)
     partial.replace(directory / FILE)
 

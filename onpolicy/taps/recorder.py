@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from onpolicy.taps.rows import by_row, digest, odd_numbers
 
 HEAD = "lm_head"
 """Where what no decoder module calls belongs: the output projection, and what follows it."""
+
+CHOSEN_EXPERTS = "chosen experts"
+"""A site beside each `topk`, of its indices alone: whether a router chose otherwise."""
 
 INPUTS = {
     "linear": slice(0, 1),
@@ -118,32 +121,30 @@ class Recorder:
         if self._pass is None:
             return right(*args, **kwargs)
         scope = self._scopes[-1] if self._scopes else _Scope(HEAD)
-        inputs = args[INPUTS[name]]
-        rows = self._rows(name, inputs[0], scope)
-        before, store = self._digest(inputs, rows, scope), None  # an operator may write in place
-        if name in ATTENTION:
-            store = _store_digest(*args[1:4])
+        given = args[INPUTS[name]]
+        keys = self._rows(name, given[0], scope)
+        inputs = self._digest(given, keys, scope)  # now: an operator may write over them
+        store = _store_digest(*args[1:4]) if name in ATTENTION else None
         out = right(*args, **kwargs)
-        outputs = out if isinstance(out, tuple) else (out,)
-        site = (scope.module, _common_name(name, args), scope.counts[name])
-        scope.counts[name] += 1
+        made = out if isinstance(out, tuple) else (out,)
         call = Call(
-            site=site,
-            keys=rows,
-            inputs=before,
-            outputs=self._digest(outputs, rows, scope),
+            site=(scope.module, _common_name(name, args), scope.counts[name]),
+            keys=keys,
+            inputs=inputs,
+            outputs=self._digest(made, keys, scope),
             store=store,
-            shape=tuple(inputs[0].shape),
+            shape=tuple(given[0].shape),
         )
-        self._pass.calls.append(call)
-        self._catch(name, call, args, out)
+        scope.counts[name] += 1
+        self._keep(call, name, args, out)
+        if name == "topk":
+            self._keep_choice(call, out[1], scope)
         return out
 
     def add(
         self, module: str, operator: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """Record what a module of an engine's own computed, without an operator of ours."""
-        assert self._pass is not None
         scope = _Scope(module)
         keys = self._rows(operator, outputs[0], scope)
         call = Call(
@@ -154,9 +155,7 @@ class Recorder:
             store=None,
             shape=tuple((inputs or outputs)[0].shape),
         )
-        self._pass.calls.append(call)
-        out = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        self._catch(operator, call, tuple(inputs), out)
+        self._keep(call, operator, tuple(inputs), tuple(outputs))
 
     @property
     def is_open(self) -> bool:
@@ -190,13 +189,23 @@ class Recorder:
         parts = digest(x) * odd_numbers(chosen)[order % chosen]
         return torch.zeros(count, dtype=torch.int64).index_add_(0, order // chosen, parts)
 
-    def _catch(self, name: str, call: Call, args: tuple[Any, ...], out: Any) -> None:
+    def _keep(self, call: Call, name: str, args: tuple[Any, ...], out: Any) -> None:
+        """Its digests; its tensors, too, if it is the suspect and the first such call."""
+        assert self._pass is not None
+        self._pass.calls.append(call)
         if self.suspect is None or self.evidence is not None or self.suspect[0] != call.site:
             return
         if bool((found := call.keys == self.suspect[1]).any()):
             row = int(found.nonzero()[0])
             self.evidence = Evidence.of(name, args, out, row, len(call.keys))
             self.objects = [None if isinstance(a, Tensor) else a for a in args]
+
+    def _keep_choice(self, topk: Call, indices: Tensor, scope: _Scope) -> None:
+        assert self._pass is not None
+        module, _, number = topk.site
+        chosen = self._digest((indices,), topk.keys, scope)
+        site = (module, CHOSEN_EXPERTS, number)
+        self._pass.calls.append(replace(topk, site=site, outputs=chosen))
 
 
 def _common_name(name: str, args: tuple[Any, ...]) -> str:

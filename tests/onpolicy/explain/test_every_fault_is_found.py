@@ -4,11 +4,14 @@ The trainer packs; the rollout reads prompts in chunks and decodes over pages, a
 tests/support/decode_loop.py.
 """
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from onpolicy.explain.source import count_sites, first_source
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.taps.recorder import CHOSEN_EXPERTS
 from onpolicy.taps.rows import prefix_keys
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
 from tests.support import faults
@@ -134,6 +137,19 @@ def test_a_fault_is_found_where_it_is(
     replace_in(monkeypatch, pair.policies[side], holder, operator, fault)
     name = "linear" if operator == "row_parallel_linear" else operator
     assert found(pair.source(side)) == ("operator", module, name)
+
+
+def test_a_router_that_chooses_otherwise_is_told_from_one_that_weighs_otherwise(pairs, monkeypatch):
+    pair, site = pairs["qwen3-moe"], ("layers.1.mlp.gate", CHOSEN_EXPERTS, 0)
+    flips = []
+    for fault in (faults.one_ulp_in_three_rows, faults.other_experts):
+        with monkeypatch.context() as broken:
+            replace_in(broken, pair.policies["trainer"], "layers.1.mlp", "topk", fault)
+            train = pair.record("trainer")
+        counts = {c.site: asdict(c) for c in count_sites(pair.whole_recording("rollout"), train)}
+        flips.append(counts[site]["outputs_differ"])
+        assert counts["layers.1.mlp.gate", "topk", 0]["own"] > 0
+    assert flips == [0, 1]
 
 
 def of_one_layer(right, layer, fault):
