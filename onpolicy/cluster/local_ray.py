@@ -83,6 +83,7 @@ def _serve(directory: Path) -> None:
         def start_api_server(self, **_: object) -> None:
             """Start none: without a dashboard it only counts usage, and Ray waits seconds for it."""
 
+    os.environ["TMPDIR"] = str(directory)  # of all that actors leave, too
     on_memory, store = _object_store()
     parameters = RayParams(
         temp_dir=str(directory),

@@ -53,10 +53,17 @@ class Footprint:
     def _left(self):
         running = [p for p in self.processes.values() if not is_gone(p)]
         return [
-            *(f"process {p.pid} {p.name()} {' '.join(p.cmdline())[:80]}" for p in running),
+            *filter(None, map(_told, running)),
             *(file for file in sorted(self.shared_memory) if Path(file).exists()),
             *(file.name for file in sorted(self.temporary.iterdir())),
         ]
+
+
+def _told(process):
+    try:
+        return f"process {process.pid} {process.name()} {' '.join(process.cmdline())[:80]}"
+    except psutil.Error:  # it has ended meanwhile
+        return ""
 
 
 def mapped_shared_memory(pid):

@@ -16,10 +16,11 @@ from onpolicy.algorithm.advantages import group_advantages
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
 from onpolicy.train import distributed
-from onpolicy.train.batch import make_micro_batches, with_scores
+from onpolicy.train.batch import with_scores
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.loss import policy_loss
+from tests.support.onpolicy_batches import make_micro_batches
 from tests.support.samples import make_train_sample
 
 END, VOCAB, LONGEST = 0, 3, 3
@@ -74,9 +75,7 @@ def drift(mu, logits, flags, b=B):
         make_train_sample([1, *y], 1, of_tokens(mu.log(), y).tolist(), b, i)
         for i, y in enumerate(batch)
     ]
-    (packed,) = make_micro_batches(
-        samples, rank=0, num_ranks=1, max_tokens=10**6, temperature=1.0, device=torch.device("cpu")
-    )
+    (packed,) = make_micro_batches(samples, max_tokens=10**6)
     ordered = [batch[s.sample.prompt.index] for s in packed.samples]
     own = torch.cat([of_tokens(logits.log_softmax(-1), y) for y in ordered]).float()
     bypass = config.fallback.use_rollout_logprobs
