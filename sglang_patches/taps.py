@@ -1,7 +1,7 @@
 """Records what this engine computes, row by row, for `onpolicy explain`; without it nothing is hooked.
 
 ONPOLICY_TAPS names a directory. Every forward pass leaves a file there (`onpolicy.taps.recording`).
-While the file `suspect` is there, which names one call, its tensors are written beside them, once.
+While the file `suspect` is there, which names one call, its tensors are written beside them.
 Rows are known by their prefixes. A prefix may come from the cache, so the key of every cache slot's
 token is remembered, and a sequence goes on from that of its last cached slot.
 Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py.
@@ -94,6 +94,6 @@ class Taps:
         if rank():
             return
         write_calls(calls, self.directory / f"{self._passes:08d}_{os.getpid()}.pass")
-        if self.recorder.evidence is not None and self.recorder.suspect is not None:
+        if self.recorder.evidence is not None:
             write_evidence(self.recorder.evidence, self.directory)
-            self.recorder.suspect = None
+            self.recorder.evidence = None

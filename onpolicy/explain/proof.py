@@ -125,7 +125,7 @@ def _held_differently(rollout: Evidence, train: Evidence) -> Verdict | None:
 
 def _seen(evidence: Evidence) -> list[Tensor]:
     """Keys and values up to the wanted row's own."""
-    after = evidence.rows - 1 - evidence.row
+    after = evidence.rows - 1 - evidence.where[0]
     return [x[: len(x) - after] for x in evidence.arguments[1:3]]
 
 
@@ -149,7 +149,7 @@ def _alone(evidence: Evidence, objects: Sequence[Any], operators: Operators) -> 
     ):  # of a module that is no operator of ours
         return None
     parts = out if isinstance(out, tuple) else (out,)
-    return [by_row(part.cpu(), evidence.rows)[evidence.row].reshape(-1) for part in parts]
+    return [by_row(part.cpu(), evidence.rows)[evidence.where].reshape(-1) for part in parts]
 
 
 def _filled(arguments: Sequence[Any], objects: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -31,7 +31,9 @@ class Evidence:
     results: list[Tensor]
     """One tensor, or each of those that came out."""
 
-    row: int
+    where: list[int]
+    """The rows of the wanted key, of `rows`: one, or in experts one for each that its token chose."""
+
     rows: int
 
     shape: tuple[int, ...]
@@ -39,20 +41,20 @@ class Evidence:
 
     def row_of_results(self) -> list[Tensor]:
         """What came out for the wanted row: [n] each."""
-        return [by_row(result, self.rows)[self.row].reshape(-1) for result in self.results]
+        return [by_row(result, self.rows)[self.where].reshape(-1) for result in self.results]
 
     @staticmethod
-    def of(operator: str, args: Sequence[Any], out: Any, row: int, rows: int) -> Evidence:
+    def of(operator: str, args: Sequence[Any], out: Any, where: list[int], rows: int) -> Evidence:
         """Of a call while it is made: a trainer's weights are gone when its forward pass has ended."""
         results = out if isinstance(out, tuple) else (out,)
         shape = next((tuple(a.shape) for a in args if isinstance(a, Tensor)), ())
         if operator in ATTENTION and len(args) > 3:
-            return _of_attention(args, results[0], row, shape)
+            return _of_attention(args, results[0], where[0], shape)
         return Evidence(
             operator=operator,
             arguments=[_kept(argument) for argument in args],
             results=[_kept(part) for part in results],
-            row=row,
+            where=where,
             rows=rows,
             shape=shape,
         )
@@ -74,7 +76,7 @@ def _of_attention(args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, 
         operator="attention",
         arguments=[*map(_kept, (q[queries], k[keys], v[keys])), told, *map(_kept, rest[:1])],
         results=[_kept(out[queries])],
-        row=row - first,
+        where=[row - first],
         rows=layout.query_lens[sequence],
         shape=shape,
     )

@@ -81,7 +81,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.suspect: tuple[Site, int] | None = None
-        """The call whose tensors are wanted: that site's first one with a row of that key."""
+        """The call whose tensors are wanted: that site's last one with a row of that key."""
 
         self.evidence: Evidence | None = None
         """Them."""
@@ -136,7 +136,7 @@ class Recorder:
             shape=tuple(given[0].shape),
         )
         scope.counts[name] += 1
-        self._keep(call, name, args, out)
+        self._keep(call, name, args, out, scope.expert_order)
         if name == "topk":
             self._keep_choice(call, out[1], scope)
         return out
@@ -189,15 +189,24 @@ class Recorder:
         parts = digest(x) * odd_numbers(chosen)[order % chosen]
         return torch.zeros(count, dtype=torch.int64).index_add_(0, order // chosen, parts)
 
-    def _keep(self, call: Call, name: str, args: tuple[Any, ...], out: Any) -> None:
-        """Its digests; its tensors, too, if it is the suspect and the first such call."""
+    def _keep(
+        self,
+        call: Call,
+        name: str,
+        args: tuple[Any, ...],
+        out: Any,
+        order: Tensor | None = None,
+    ) -> None:
+        """Its digests; its tensors, too, if it is the suspect: the last such call stays."""
         assert self._pass is not None
         self._pass.calls.append(call)
-        if self.suspect is None or self.evidence is not None or self.suspect[0] != call.site:
+        if self.suspect is None or self.suspect[0] != call.site:
             return
         if bool((found := call.keys == self.suspect[1]).any()):
-            row = int(found.nonzero()[0])
-            self.evidence = Evidence.of(name, args, out, row, len(call.keys))
+            where, rows = [int(found.nonzero()[-1])], len(call.keys)
+            if order is not None:
+                where, rows = _rows_of_token(order, where[0], len(order) // rows), len(order)
+            self.evidence = Evidence.of(name, args, out, where, rows)
             self.objects = [None if isinstance(a, Tensor) else a for a in args]
 
     def _keep_choice(self, topk: Call, indices: Tensor, scope: _Scope) -> None:
@@ -206,6 +215,13 @@ class Recorder:
         chosen = self._digest((indices,), topk.keys, scope)
         site = (module, CHOSEN_EXPERTS, number)
         self._pass.calls.append(replace(topk, site=site, outputs=chosen))
+
+
+def _rows_of_token(order: Tensor, token: int, chosen: int) -> list[int]:
+    """Where the rows of a token are that experts sorted, in the order in which it chose them."""
+    where = (order // chosen == token).nonzero()[:, 0]
+    rows: list[int] = where[order[where].argsort()].tolist()
+    return rows
 
 
 def _common_name(name: str, args: tuple[Any, ...]) -> str:

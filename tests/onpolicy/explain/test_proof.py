@@ -16,7 +16,7 @@ FEW, MANY = torch.cat([ROW, torch.randn(2, 24)]), torch.cat([torch.randn(40, 24)
 
 def linear(operators, x, row, weight=WEIGHT):
     args = (x, weight, None)
-    return Evidence.of("linear", args, operators.linear(*args), row, len(x))
+    return Evidence.of("linear", args, operators.linear(*args), [row], len(x))
 
 
 def test_an_operator_that_depends_on_the_batch():
@@ -63,7 +63,7 @@ def attention(operators, counts, sequence, k, paged=False, attend=None):
     name = "paged_attention" if paged else "attention"
     args = (q, k, v, layout, Scores(0.25), None)
     out = (attend or getattr(operators, name))(*args)
-    return Evidence.of(name, args, out, 0 if paged else ends[0] - 1, rows)
+    return Evidence.of(name, args, out, [0 if paged else ends[0] - 1], rows)
 
 
 def test_attention_is_run_over_its_own_sequence(tmp_path):
