@@ -118,9 +118,14 @@ def _held_differently(rollout: Evidence, train: Evidence) -> Verdict | None:
         return None if is_same else "other weights"
     first = INPUTS[train.operator].stop if train.operator in INPUTS else 0
     held = zip(rollout.arguments[first:], train.arguments[first:], strict=False)
-    tensors = [(a, b) for a, b in held if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    tensors = [(a, b) for a, b in held if _is_weight(a) and _is_weight(b)]
     is_same = all(a.shape != b.shape or _equal([a], [b]) for a, b in tensors)
     return None if is_same else "other weights"
+
+
+def _is_weight(argument: Any) -> bool:
+    """Not integers, which say the rows of each expert in this batch."""
+    return isinstance(argument, Tensor) and argument.is_floating_point()
 
 
 def _seen(evidence: Evidence) -> list[Tensor]:

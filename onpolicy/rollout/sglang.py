@@ -70,7 +70,7 @@ class SglangGroup(RolloutGroup):
             for url in urls
         ]
         self._server_of = dict(zip(self.clients, self.servers, strict=False))
-        self._given_back: dict[EngineClient, set[MemoryKind]] = {c: set() for c in self.clients}
+        self._given_back: dict[EngineClient, frozenset[MemoryKind]] = {}
 
     def launch(self) -> None:
         for server in self.servers:
@@ -250,7 +250,7 @@ class SglangGroup(RolloutGroup):
         self._restarts_left -= len(servers)
         for server in servers:
             logger.warning("starting %s again", server.url)
-            self._given_back[self._client_of(server)].clear()
+            self._given_back.pop(self._client_of(server), None)
             server.stop()
             server.start()
 
@@ -259,16 +259,16 @@ class SglangGroup(RolloutGroup):
 
     def release_memory(self) -> None:
         for client in self.clients:
-            if kinds := KINDS - self._given_back[client]:
+            if kinds := KINDS - self._given_back.get(client, frozenset()):
                 client.flush_cache()  # waits for a health check, in which SGLang's scheduler would end
                 client.post("/release_memory_occupation", {"tags": sorted(kinds)})
-                self._given_back[client] |= kinds
+                self._given_back[client] = KINDS
 
     def resume_memory(self, kind: MemoryKind) -> None:
-        for client in self.clients:
-            if kind in self._given_back[client]:
+        for client, kinds in self._given_back.items():
+            if kind in kinds:
                 client.post("/resume_memory_occupation", {"tags": [kind]})
-                self._given_back[client].remove(kind)
+                self._given_back[client] = kinds - {kind}
 
     def stop(self) -> None:
         self._stopped = True

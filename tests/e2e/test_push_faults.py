@@ -106,7 +106,7 @@ FAULTS = [
 def test_a_process_that_is_killed_during_a_push_costs_a_restart_and_no_bit(
     pair, expected, monkeypatch, tmp_path, way, engine, path, process
 ):
-    monkeypatch.setattr(pair, "_transport", make_transport(way, tmp_path / "w"))
+    monkeypatch.setattr(pair.trainer, "transport", make_transport(way, tmp_path / "w"))
     struck = strike(pair, monkeypatch, engine, path, process)
     pair.push_weights(str(next(versions)))
     assert struck.struck

@@ -42,6 +42,21 @@ def test_weights_that_differ_are_told_before_anything_else():
     assert proof.verdict == "other weights"
 
 
+def grouped(operators, of_experts):
+    """The first expert's first row is the same; its other rows, and the second expert's, are not."""
+    x = torch.cat([ROW, torch.randn(sum(of_experts) - 1, 24)])
+    offsets = torch.tensor([0, *of_experts]).cumsum(0)
+    weight = torch.stack([WEIGHT, 2 * WEIGHT])
+    args = (x, weight, offsets)
+    return Evidence.of("grouped_linear", args, operators.grouped_linear(*args), [0], len(x))
+
+
+def test_experts_with_other_numbers_of_rows_hold_the_same_weights():
+    right = CpuOperators(1)
+    proof = prove(grouped(right, [1, 3]), grouped(right, [5, 2]), (), right)
+    assert proof.verdict == "not reproduced" and proof.same_in_both
+
+
 def attention(operators, counts, sequence, k, paged=False, attend=None):
     """The last query of one sequence of a call; q and v are the same in every call."""
     generator = torch.Generator().manual_seed(1)
