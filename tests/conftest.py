@@ -7,6 +7,8 @@ from onpolicy.compat.process import prepare_process
 
 prepare_process()  # before torch is imported
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,16 @@ settings.load_profile("onpolicy")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long, as servers do, comes first, so that all workers end together."""
     items.sort(key=lambda item: not any(map(item.get_closest_marker, ("engine", "long"))))
+
+
+@pytest.fixture(autouse=True)
+def _log_levels_as_before() -> Iterator[None]:
+    """Commands that tests call in their own process set them, and so does Ray."""
+    loggers = [logging.getLogger(name) for name in ("", "onpolicy")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,11 @@ def main(argv: Sequence[str]) -> int:
 
     check_inputs(config)
     logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
-    bench = {"rollout": bench_rollout, "step": bench_step, "loop": bench_loop}[config.what]
-    put_out(bench(config), config.json)
+    try:
+        bench = {"rollout": bench_rollout, "step": bench_step, "loop": bench_loop}[config.what]
+        put_out(bench(config), config.json)
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 

@@ -325,14 +325,12 @@ def test_a_damaged_checkpoint_is_refused(make, tmp_path):
 def test_code_hidden_in_a_checkpoints_index_is_not_run(make, tmp_path):
     class Evil:
         def __reduce__(self):
-            return print, ("run!",)
+            return eval, ("1 + 1",)
 
     trainer = make()
     trainer.save(tmp_path)
     (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(
-        CheckpointError, match=r"names builtins.print, which is no part of an index"
-    ):
+    with pytest.raises(CheckpointError, match=r"names builtins.eval, which is no part of an index"):
         trainer.load(tmp_path)
 
 
