@@ -23,6 +23,22 @@ THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 TAPS_VARIABLE = "ONPOLICY_TAPS"
 """Environment variable with the directory that an engine records its passes in; unset: it does not."""
 
+TOKENS_VARIABLE = "ONPOLICY_TOKENS"
+"""Environment variable with the file of responses that an engine gives; unset: those it samples."""
+
+KINDS = (
+    "model",
+    "linear",
+    "attention",
+    "norm",
+    "rotary",
+    "activation",
+    "experts",
+    "log_probs",
+)
+"""Kinds of operators that a partial contract can name (`onpolicy/ops/partial.py`). `model`: the engine
+runs the trainer's modelling code, which the others are put into, so it comes with each of them."""
+
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 
@@ -100,10 +116,23 @@ class NumericsContract:
     model_definition: str = "transformers"
     """Whose modelling code both engines run."""
 
+    kinds: tuple[str, ...] = ()
+    """Of KINDS, in their order: those that a partial contract aligns; all else is each engine's own.
+    Empty: the contract is whole, and aligns everything or, with the backend `stock`, nothing."""
+
     @property
     def is_aligned(self) -> bool:
-        """Whether equality of bits is promised, and so checked."""
+        """Whether equality of bits is promised, and so checked. A partial contract promises nothing."""
+        return self.shares_model and not self.kinds
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether the engine runs the trainer's modelling code, on whichever operators."""
         return self.backend != "stock"
+
+    def aligns(self, kind: str) -> bool:
+        """Whether both engines run this kind of operator, one of KINDS, on the aligned ones."""
+        return self.shares_model and (not self.kinds or kind in self.kinds)
 
     @property
     def fingerprint(self) -> str:
@@ -118,7 +147,7 @@ class NumericsContract:
         """The inverse of `to_json`. Raises ContractError if the record is of another version."""
         try:
             record = json.loads(text)
-            shapes = record.pop("shapes")
+            shapes, record["kinds"] = record.pop("shapes"), tuple(record["kinds"])
             shapes["linear"] = tuple(map(tuple, shapes["linear"]))
             shapes["attention"] = tuple(AttentionShape(**kind) for kind in shapes["attention"])
             shapes["norm"] = tuple(shapes["norm"])

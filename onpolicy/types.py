@@ -21,6 +21,9 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """The longest allowed response was reached: the response is truncated."""
 
+    ABORT = "abort"
+    """The engine was interrupted: the response goes on with another request."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Prompt:

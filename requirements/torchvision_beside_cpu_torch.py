@@ -17,16 +17,16 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 class _BeforeOperatorsAreLookedUp:
     """Finds nothing itself; declares the operators when torchvision comes to need them."""
 
-    library = None
+    fragment = None
 
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision._meta_registrations":  # it has tried to load its library by now
-            import torch
+            from torch import library, ops
 
-            if not hasattr(torch.ops.torchvision, "nms"):
-                self.library = torch.library.Library("torchvision", "FRAGMENT")
+            if not hasattr(ops.torchvision, "nms"):
+                self.fragment = library.Library("torchvision", "FRAGMENT")
                 for operator in ("nms", "qnms"):
-                    self.library.define(f"{operator}{_SCHEMA}")
+                    self.fragment.define(f"{operator}{_SCHEMA}")
 
 
 sys.meta_path.insert(0, _BeforeOperatorsAreLookedUp())

@@ -42,8 +42,9 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         out = operators.row_parallel_linear(x, layer.weight, bias, row_parallel(contract))
         return out, apart
 
-    registry.hook(TARGET, apply, "replace")
-    registry.hook(ROW_TARGET, row_forward, "replace")
+    if contract.aligns("linear"):
+        registry.hook(TARGET, apply, "replace")
+        registry.hook(ROW_TARGET, row_forward, "replace")
     registry.hook(STYLE_TARGET, engine_style, "replace")
     registry.hook(HEADS_TARGET, _attend_with_own_heads, "around")
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import KINDS, NumericsContract
 from onpolicy.models.align import align_modules
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
+from onpolicy.ops.partial import aligned_side
 from sglang_patches import registry, versions
 from sglang_patches.tensor_parallel import row_parallel
 
@@ -25,10 +26,12 @@ LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 def install(operators: Operators, contract: NumericsContract) -> None:
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         registry.require_active()
-        align_modules(runner.model, operators, row_parallel(contract))
+        kinds = contract.kinds or KINDS
+        align_modules(runner.model, operators, row_parallel(contract), kinds)
         longest = versions.longest_prefill(runner.server_args)
-        registry.report["self_check"] = self_check(operators, contract, longest)
+        registry.report["self_check"] = self_check(aligned_side(operators), contract, longest)
         return result
 
-    registry.hook(NORM_TARGET, lambda rms_norm, hidden_size: rms_norm, "replace")
+    if contract.aligns("norm"):
+        registry.hook(NORM_TARGET, lambda rms_norm, hidden_size: rms_norm, "replace")
     registry.hook(LOAD_TARGET, after_load, "after")

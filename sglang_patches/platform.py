@@ -44,7 +44,7 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
 
             def __init__(self, *args: Any, **kwargs: Any):
                 contract = registry.contract()
-                if contract.is_aligned:
+                if contract.shares_model:
                     kwargs = {"v_head_dim": head_sizes(contract)[1], **kwargs}
                 super().__init__(*args, **kwargs)
 

@@ -12,9 +12,10 @@ from onpolicy.contract import (
     CONTRACT_VARIABLE,
     TAPS_VARIABLE,
     THREADS_VARIABLE,
+    TOKENS_VARIABLE,
     NumericsContract,
 )
-from onpolicy.ops import make_operators
+from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     backend_checks,
@@ -61,29 +62,41 @@ def load() -> None:
         cpu_sizes.install()
         routed_experts.install()
     taps = _taps()
-    if contract.is_aligned:
+    if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
-        if taps is not None:
-            operators = taps.behind(operators)
-        determinism.install(contract)
-        linear.install(operators, contract)
-        importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
-        layer_attention.install()
-        configurations.install()
-        backend_checks.install(contract)
+        _share_model(contract, operators if taps is None else taps.behind(operators))
+    if taps is not None:
+        taps.install(by_operators=contract.shares_model)
+    if (file := os.environ.get(TOKENS_VARIABLE)) is not None:
+        importlib.import_module("sglang_patches.given_tokens").install(Path(file))
+    registry.started(contract)
+
+
+def _share_model(contract: NumericsContract, operators: Operators) -> None:
+    """Have the engine run the trainer's modelling code, by the operators of the kinds that are aligned.
+
+    What they take the place of is looked for in the model last, when all is in it.
+    """
+    linear.install(operators, contract)
+    layer_attention.install()
+    configurations.install()
+    embedding.install()
+    head_sizes.install(contract)
+    if contract.aligns("linear"):
         lm_head.install(operators)
-        embedding.install()
+    if contract.aligns("attention"):
+        importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
+        backend_checks.install(contract)
+    if contract.aligns("experts"):
+        experts.install()
+    if contract.aligns("log_probs"):
+        determinism.install(contract)
         sampler.install(operators, contract)
         requests.install()
         request_seeds.install()
         parallel_samples.install()
-        experts.install()
-        head_sizes.install(contract)
-        trainers_model.install()
-        model.install(operators, contract)
-    if taps is not None:
-        taps.install(is_aligned=contract.is_aligned)
-    registry.started(contract)
+    trainers_model.install(contract)
+    model.install(operators, contract)
 
 
 def _taps() -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onpolicy.taps.recorder import HEAD, Recorder
+from onpolicy.taps.recorder import HEAD, Recorder, Scope
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -33,7 +33,7 @@ def _watch(name: str, module: Any, recorder: Recorder) -> None:
     kinds = {base.__name__ for base in type(module).__mro__}
     parent, _, own = name.rpartition(".")
     if own == "self_attn":
-        module.register_forward_pre_hook(lambda *_: recorder.enter(name))
+        module.register_forward_pre_hook(lambda *_: recorder.enter(Scope(module=name)))
         module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
     if "VocabParallelEmbedding" in kinds:
         _on_output(module, recorder, lambda args, out: ("embed_tokens", "embedding", (), (out,)))

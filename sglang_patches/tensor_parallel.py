@@ -32,6 +32,13 @@ def rank() -> int:
     return rank
 
 
+def wait_for_all_ranks() -> None:
+    """Collective."""
+    group = _group()
+    if group.world_size > 1:
+        dist.barrier(group.cpu_group)
+
+
 def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
     """The part of a whole tensor that the parameter `like` of a rank holds.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from onpolicy.contract import NumericsContract
 from onpolicy.models.empty import empty_causal_lm
 from sglang_patches import registry
 from sglang_patches.buffers import use_cpu_buffers
@@ -20,16 +21,16 @@ from sglang_patches.lm_head import use_logits_rule
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
-def install() -> None:
-    registry.hook(TARGET, _after_load, "after")
+def install(contract: NumericsContract) -> None:
+    def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+        decoder = runner.model.model
+        trainers = trainers_model(decoder.config)
+        use_cpu_buffers(decoder, trainers)
+        if contract.aligns("linear"):
+            use_logits_rule(runner.model.logits_processor, trainers)
+        return result
 
-
-def _after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    decoder = runner.model.model
-    trainers = trainers_model(decoder.config)
-    use_cpu_buffers(decoder, trainers)
-    use_logits_rule(runner.model.logits_processor, trainers)
-    return result
+    registry.hook(TARGET, after_load, "after")
 
 
 def trainers_model(config: PretrainedConfig) -> PreTrainedModel:

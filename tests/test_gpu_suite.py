@@ -203,14 +203,14 @@ def test_halves_of_hopper_are_tried_apart(monkeypatch):
     assert backends.obstacle("hopper", "test_gemm") is None
     for file in ("test_attention", "test_rows"):
         assert "sgl_kernel is missing" in backends.obstacle("hopper", file)
-    monkeypatch.setattr(gemm, "library", lambda: None)
+    monkeypatch.setattr(gemm, "loaded", lambda: None)
     operators = backends.make_for("hopper", "test_gemm", GPU)
     assert type(operators).attention is TritonOperators.attention
     assert type(operators).linear is HopperOperators.linear
     machine = Machine(packages={"triton": "3.6.0", "sgl_kernel": "0.4.5"}, **facts)
     assert backends.obstacle("hopper", "test_attention") is None
     assert "deep_gemm is missing" in backends.obstacle("hopper", "test_gemm")
-    monkeypatch.setattr(flash_attention, "library", lambda: None)
+    monkeypatch.setattr(flash_attention, "loaded", lambda: None)
     operators = backends.make_for("hopper", "test_attention", GPU)
     assert type(operators).attention is HopperOperators.attention
     assert type(operators).linear is TritonOperators.linear

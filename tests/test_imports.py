@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "report": GROUND | {"outputs"},
     "rollout": GROUND | {"models"},
     "rewards": GROUND,
-    "train": GROUND | {"algorithm", "compat", "ops", "models", "parity", "weights"},
+    "train": GROUND | {"algorithm", "compat", "ops", "models", "parity", "taps", "weights"},
 }
 """Rooms of onpolicy below the ones that compose; those may import anything."""
 

@@ -91,7 +91,7 @@ def _dense_flash_attention_3(
     """Without a page table, as stock trainers call it."""
     from onpolicy.ops.hopper import flash_attention
 
-    return flash_attention.library().flash_attn_varlen_func(
+    return flash_attention.loaded().flash_attn_varlen_func(
         q,
         k,
         v,

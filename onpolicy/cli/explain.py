@@ -25,8 +25,11 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
+    from onpolicy.explain.attribution import attribution_text
     from onpolicy.explain.text import told
+    from onpolicy.report.attribution import render_attribution
     from onpolicy.report.explanation import render
+    from onpolicy.run.attribution import attribute
     from onpolicy.run.explain import explain
     from onpolicy.run.explain_inputs import with_case
     from onpolicy.run.verify_inputs import check_inputs
@@ -35,19 +38,26 @@ def main(argv: Sequence[str]) -> int:
     config = with_case(config)
     check_inputs(config)
     distributed.init_process_group()
-    result = explain(config)
-    text = told(result)
+    if config.attribution:
+        result = attribute(config)
+        text = attribution_text(result["rows"])
+        page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
+    else:
+        result = explain(config)
+        text, page, differ = told(result), render, result["num_mismatched_tokens"]
     print(text)
     if config.json:
         write_output("--json", config.json, json.dumps(result, indent=2) + "\n")
     if config.html:
-        write_output("--html", config.html, render(result, text))
-    return 1 if result["num_mismatched_tokens"] else 0
+        write_output("--html", config.html, page(result, text))
+    return 1 if differ else 0
 
 
 def _validate(config: ExplainConfig) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
     validate(config)
+    if config.attribution:
+        _require_all_contracts(config)
     if config.html:
         require_writable("--html", config.html)
     if config.servers.rollout_server_url:
@@ -55,18 +65,34 @@ def _validate(config: ExplainConfig) -> None:
             f"--rollout-server-url={' '.join(config.servers.rollout_server_url)}: the server records "
             "what it computes, so it is started by this command. Leave the flag out."
         )
+    for name in ("megatron_tp", "megatron_pp", "megatron_cp", "megatron_ep"):
+        if (degree := getattr(config.megatron, name)) > 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={degree}: the trainer is recorded in this process, and is "
+                "one rank. Leave the flag out; `onpolicy verify` takes it."
+            )
     if config.cluster != ClusterConfig():
         raise ConfigError(
             "--ray-address, --actor-num-*: the trainer is recorded in this process, and is one rank. "
             "Leave them out."
         )
-    if (degree := tensor_parallel_size(config.sglang_args)) > 1:
-        raise ConfigError(
-            f"--sglang-tp-size={degree}: the ranks of a server hold parts of rows, which are not put "
-            "together here. Leave the flag out; `onpolicy verify` takes it."
-        )
-    if config.train_backend != "fsdp":
-        raise ConfigError(
-            f"--train-backend={config.train_backend}: only the modules of fsdp are recorded. Leave the "
-            "flag out; `onpolicy verify` takes it."
-        )
+
+
+def _require_all_contracts(config: ExplainConfig) -> None:
+    """--attribution goes through contracts from stock to aligned, some of them aligned in part."""
+    degree, own = (
+        tensor_parallel_size(config.sglang_args),
+        "it has contracts and prompts of its own",
+    )
+    rows = (
+        (f"--align={config.operators.align}", config.operators.align, own),
+        ("--no-true-on-policy-mode", not config.true_on_policy_mode, own),
+        (f"--case={config.case}", config.case, own),
+        (f"--train-backend={config.train_backend}", config.train_backend != "fsdp",
+         "only the modules of fsdp can be aligned in part"),
+        (f"--sglang-tp-size={degree}", degree > 1,
+         "only an engine of one rank can be aligned in part"),
+    )  # fmt: skip
+    for flag, is_given, rule in rows:
+        if is_given:
+            raise ConfigError(f"{flag} with --attribution: {rule}. Leave one of the two out.")

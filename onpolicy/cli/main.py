@@ -14,7 +14,7 @@ COMMANDS = {
     "train": "reinforcement learning with rollout and training engines that agree bit for bit",
     "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
     "explain": "name the operator and the layer that make the two engines differ",
-    "bench": "aligned and stock operators side by side: `bench rollout`, `bench step`",
+    "bench": "aligned and stock operators side by side: `bench rollout`, `step`, `loop`",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "report": "one HTML page with the curves of several runs over each other",
 }

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from onpolicy.cli.parse import parse
-from onpolicy.config import sglang_flags
+from onpolicy.config.addresses import require_ports
+from onpolicy.config.aligned import require_operators
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import ServeConfig
+from onpolicy.config.unread import refuse_unread
 from onpolicy.config.validate import (
     require_key_for_host,
-    require_mode_for_operators,
+    require_ray_address,
     require_secrets,
 )
 from onpolicy.outputs.console import configure_logging
@@ -21,24 +24,32 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the server, print how to use it, and keep it until interrupted."""
+    """Start the servers, print how to use them, and keep them until interrupted."""
     config = parse(ServeConfig, argv, "onpolicy serve")
     _validate(config)
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
+    from onpolicy.run.cluster import places_on_cluster
+    from onpolicy.run.placement import placement_of_servers
     from onpolicy.run.serve import checked_spec, serve
 
-    serve(config, checked_spec(config))
+    spec = checked_spec(config)
+    host = config.server.rollout_host
+    place = partial(placement_of_servers, config.engines, spec.tp_size, host, spec.contract)
+    with places_on_cluster(config.cluster, place, config.server.cpu_threads) as places:
+        serve(config, spec, places)
 
 
 def _validate(config: ServeConfig) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
     server = config.server
     require_ranges(config)
-    sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
+    require_operators(config.operators, config.sglang_args, mode=config.true_on_policy_mode)
+    require_ports(server.rollout_base_port, config.engines.rollout_num_engines)
+    require_ray_address(config.cluster)
     require_key_for_host(server.rollout_host, server.rollout_api_key)
     require_secrets(server.rollout_api_key, config.sglang_args)
-    require_mode_for_operators(config.operators.operators, aligned=config.true_on_policy_mode)
     config.count_row_parallel_blocks()
+    refuse_unread(config)
     require_directory("--run-dir", config.run_dir)

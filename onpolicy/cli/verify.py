@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from onpolicy.cli.parse import parse
 from onpolicy.cli.result import put_out, require_places
-from onpolicy.config import sglang_flags
 from onpolicy.config.addresses import require_urls
+from onpolicy.config.aligned import require_operators
 from onpolicy.config.ranges import require_ranges
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.config.unread import refuse_unread
 from onpolicy.config.validate import (
-    require_mode_for_operators,
+    require_cluster,
     require_secrets,
     require_servers,
 )
@@ -43,10 +43,15 @@ def main(argv: Sequence[str]) -> int:
 def validate(config: VerifyConfig) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
     require_ranges(config)
-    sglang_flags.validate(config.sglang_args, aligned=config.true_on_policy_mode)
-    require_mode_for_operators(config.operators.operators, aligned=config.true_on_policy_mode)
+    require_operators(
+        config.operators,
+        config.sglang_args,
+        mode=config.true_on_policy_mode,
+        train_backend=config.train_backend,
+    )
     require_servers(config.servers, config.weight_sync, config.sglang_args)
     require_urls(config.servers.rollout_server_url)
+    require_cluster(config.cluster)
     require_secrets(config.servers.rollout_api_key, config.sglang_args)
     refuse_unread(config)
     require_places(config.run_dir, config.json)

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onpolicy.cluster import environment
-from onpolicy.errors import ConfigError, EngineError, HostLostError, in_one_line
+from onpolicy.errors import ConfigError, EngineError, in_one_line
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer
 
 T = TypeVar("T")
+
+Elsewhere = Callable[[EngineSpec, EngineError], EngineSpec]
+"""(a server, why its host counts as gone) -> the same server on another host."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +73,21 @@ class PlacedServer(EngineServer):
     """A server on another host, seen from the controller.
 
     Where the host's actor is gone, its servers are too: they do not run, and starting one again starts
-    another actor there. Raises HostLostError if the host is gone.
+    another actor there; or, if the host is gone, starts the server where `elsewhere` says, which raises
+    HostLostError if that is nowhere.
     """
 
-    def __init__(self, spec: EngineSpec, port: int, log_file: Path):
+    def __init__(self, spec: EngineSpec, port: int, log_file: Path, elsewhere: Elsewhere):
         self.spec, self.log_file = spec, log_file.absolute()
-        self._host, self._number, self.port = _added(spec, port, self.log_file)
+        self._asked_port, self._elsewhere = port, elsewhere
+        self._seconds_in_vain = 0.0
+        self._add(port)
+
+    def _add(self, port: int) -> None:
+        """Take a number and a port at the actor of its host."""
+        self._host = _actor(self.spec.node)
+        call = self._host.add.remote(self.spec, port, self.log_file)
+        self._number, self.port = self._answer(call, START_SECONDS)
 
     def start(self) -> None:
         try:
@@ -89,17 +101,23 @@ class PlacedServer(EngineServer):
             self._add_again()
             self._call("start")
         except EngineError as error:
-            raise HostLostError(
-                f"{self.spec.host}: the host has left the cluster, or takes no actor ({error}) Resume "
-                "with --load, or let the run do so on the hosts that are left (--max-rank-restarts)."
-            ) from error
+            self._start_elsewhere(error)
+
+    def _start_elsewhere(self, error: EngineError) -> None:
+        lost, self.spec = self.spec.host, self._elsewhere(self.spec, error)
+        logger.warning(
+            "%s has left the cluster (known after %.1f s); its server starts on %s",
+            lost, self._seconds_in_vain, self.spec.host,
+        )  # fmt: skip
+        self.port, self._seconds_in_vain = self._asked_port, 0.0
+        self._start_anew()
 
     def _add_again(self) -> None:
         """At the same port, which the server that was there may hold until its guard has ended it."""
         deadline = time.monotonic() + CALL_SECONDS
         while True:
             try:
-                self._host, self._number, self.port = _added(self.spec, self.port, self.log_file)
+                self._add(self.port)
                 return
             except ConfigError:
                 if time.monotonic() > deadline:
@@ -125,7 +143,16 @@ class PlacedServer(EngineServer):
         )
 
     def _call(self, method: str, *args: Any) -> Any:
-        return _result(getattr(self._host, method).remote(self._number, *args), CALL_SECONDS)
+        return self._answer(getattr(self._host, method).remote(self._number, *args), CALL_SECONDS)
+
+    def _answer(self, call: Any, seconds: float) -> Any:
+        """`_result`; adds up how long it was waited for answers that did not come."""
+        asked = time.monotonic()
+        try:
+            return _result(call, seconds)
+        except EngineError:
+            self._seconds_in_vain += time.monotonic() - asked
+            raise
 
     def _asked(self, ask: Callable[[], T], otherwise: T) -> T:
         """What the host says; `otherwise` if there is nobody to ask."""
@@ -136,16 +163,13 @@ class PlacedServer(EngineServer):
             return otherwise
 
 
-def make_server(spec: EngineSpec, port: int, log_file: Path) -> EngineServer:
+def make_server(
+    spec: EngineSpec, port: int, log_file: Path, *, elsewhere: Elsewhere
+) -> EngineServer:
     """A server where its spec says, not started yet."""
-    return (PlacedServer if spec.node else EngineServer)(spec, port, log_file)
-
-
-def _added(spec: EngineSpec, port: int, log_file: Path) -> tuple[Any, int, int]:
-    """The actor of a server's host, and the server's number and port there."""
-    host = _actor(spec.node)
-    number, port = _result(host.add.remote(spec, port, log_file), START_SECONDS)
-    return host, number, port
+    if spec.node:
+        return PlacedServer(spec, port, log_file, elsewhere)
+    return EngineServer(spec, port, log_file)
 
 
 def _actor(node: str) -> Any:

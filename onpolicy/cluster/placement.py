@@ -8,8 +8,10 @@ out all cores.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from onpolicy.cluster.hosts import Host
 from onpolicy.config.groups import ClusterConfig, ServersConfig
@@ -46,6 +48,11 @@ class Placement:
         """Whether all of it is on the controller's own host."""
         return all(host.is_here for host in self.hosts)
 
+    @property
+    def device(self) -> str:
+        """What its processes compute on: `cuda` or `cpu`."""
+        return "cuda" if any(slot.devices for slot in (*self.trainer, *self.engines)) else "cpu"
+
     def describe(self) -> list[str]:
         """What is on each host, in a line for each."""
         return [f"{host}: {'; '.join(self._on(host))}" for host in self.hosts]
@@ -55,6 +62,12 @@ class Placement:
             for number, slot in enumerate(slots):
                 if slot.host == host:
                     yield f"{kind} {number} ({_resources(slot)})"
+
+
+NOTHING = Placement((), ())
+
+Place = tuple[Host, tuple[int, ...]]
+"""A host, and GPUs of it."""
 
 
 def _resources(slot: Slot) -> str:
@@ -76,71 +89,115 @@ def place(
     processes too. No engine is placed with --rollout-server-url. Raises ConfigError with the sum that
     does not fit.
     """
-    num_engines = 0 if servers.rollout_server_url else servers.rollout_num_engines
-    if device == "cuda":
-        return _on_gpus(cluster, servers.colocate, num_engines, gpus_per_engine, hosts)
-    return _on_cores(cluster, num_engines, gpus_per_engine, hosts)
+    ranks = (_ranks_on_gpus if device == "cuda" else _ranks_on_cores)(cluster, hosts)
+    number = 0 if servers.rollout_server_url else servers.rollout_num_engines
+    placement = Placement(ranks, ())
+    return place_engines(number, gpus_per_engine, device, hosts, placement, servers.colocate)
 
 
-def _on_gpus(
-    cluster: ClusterConfig, colocate: bool, num_engines: int, per_engine: int, hosts: Sequence[Host]
+def place_engines(
+    number: int,
+    gpus_per_engine: int,
+    device: str,
+    hosts: Sequence[Host],
+    placement: Placement = NOTHING,
+    colocate: bool = False,
 ) -> Placement:
+    """`placement` and so many engines more, on `hosts`. Raises ConfigError as `place` does."""
+    if device == "cuda":
+        places = _free_gpus(placement, gpus_per_engine, colocate, hosts)
+    else:
+        places = _least_used(placement, gpus_per_engine, hosts)
+    found = list(islice(places, number))
+    if len(found) < number:
+        number += len(placement.engines)
+        raise ConfigError(_sum(placement, colocate, number, gpus_per_engine, hosts))
+    there = Counter([slot.host for slot in placement.engines] + [host for host, _ in found])
+    engines = [Slot(h, gpus, _share(h, there[h] * gpus_per_engine)) for h, gpus in found]
+    return Placement(placement.trainer, (*placement.engines, *engines))
+
+
+def place_again(
+    placement: Placement, gpus_per_engine: int, hosts: Sequence[Host], colocate: bool = False
+) -> Placement:
+    """`placement` when `hosts` are left: engines of others take new slots there, and keep their numbers.
+
+    What is on a host that is left stays as it is. Raises ConfigError if the engines do not fit, or if
+    a host with ranks of the trainer is gone.
+    """
+    left = {host.name for host in hosts}
+    if any(slot.host.name not in left for slot in placement.trainer):
+        raise ConfigError("ranks of the trainer were there too.")
+    kept = tuple(slot for slot in placement.engines if slot.host.name in left)
+    number, whole = len(placement.engines) - len(kept), Placement(placement.trainer, kept)
+    placed = place_engines(number, gpus_per_engine, placement.device, hosts, whole, colocate)
+    new = iter(placed.engines[len(kept) :])
+    engines = (slot if slot.host.name in left else next(new) for slot in placement.engines)
+    return Placement(placement.trainer, tuple(engines))
+
+
+def _ranks_on_gpus(cluster: ClusterConfig, hosts: Sequence[Host]) -> tuple[Slot, ...]:
     if cluster.actor_num_ranks_per_node:
         raise ConfigError(
             f"--actor-num-ranks-per-node={cluster.actor_num_ranks_per_node}: with GPUs each rank of the "
             "trainer takes one. Give --actor-num-gpus-per-node."
         )
     ranks = cluster.ranks_per_node
-    of_trainer = _enough(cluster, hosts, lambda host: host.num_gpus >= ranks)
-    trainer = tuple(_gpu_slot(host, (gpu,), ranks) for host in of_trainer for gpu in range(ranks))
-    engines: list[Slot] = []
-    for host in hosts:
-        taken = ranks if host in of_trainer and not colocate else 0
-        here = range(taken, host.num_gpus - per_engine + 1, per_engine)
-        for first in list(here)[: num_engines - len(engines)]:
-            engines.append(_gpu_slot(host, tuple(range(first, first + per_engine)), len(here)))
-    if len(engines) < num_engines:
-        raise ConfigError(_gpu_sum(cluster, colocate, num_engines, per_engine, hosts))
-    return Placement(trainer, tuple(engines))
+    found = _enough(cluster, hosts, lambda host: host.num_gpus >= ranks)
+    return tuple(Slot(h, (gpu,), _share(h, ranks)) for h in found for gpu in range(ranks))
 
 
-def _gpu_slot(host: Host, devices: tuple[int, ...], num_on_host: int) -> Slot:
-    return Slot(host, devices, _share(host, num_on_host * len(devices)))
-
-
-def _gpu_sum(
-    cluster: ClusterConfig, colocate: bool, num_engines: int, per_engine: int, hosts: Sequence[Host]
-) -> str:
-    ranks, theirs = cluster.num_ranks, num_engines * per_engine
-    plus = "and, on the same GPUs," if colocate else "+"
-    total = max(ranks, theirs) if colocate else ranks + theirs
-    share = "" if colocate else ", or let them share GPUs (--colocate)"
-    return (
-        f"--rollout-num-engines={num_engines}: {ranks} trainer ranks {plus} {num_engines} servers x "
-        f"--sglang-tp-size {per_engine} = {total} GPUs, and there are {_listed(hosts)}; a server's GPUs "
-        f"are on one host. Start fewer ranks (--actor-num-gpus-per-node) or fewer servers{share}."
-    )
-
-
-def _on_cores(
-    cluster: ClusterConfig, num_engines: int, per_engine: int, hosts: Sequence[Host]
-) -> Placement:
+def _ranks_on_cores(cluster: ClusterConfig, hosts: Sequence[Host]) -> tuple[Slot, ...]:
     if cluster.actor_num_gpus_per_node:
         raise ConfigError(
             f"--actor-num-gpus-per-node={cluster.actor_num_gpus_per_node}: there are no GPUs here. Give "
             "--actor-num-ranks-per-node, the ranks that share a host's cores."
         )
     ranks = cluster.ranks_per_node
-    of_trainer = _enough(cluster, hosts, lambda host: host.num_cpus > 0)
-    trainer = tuple(Slot(h, (), _share(h, ranks)) for h in of_trainer for _ in range(ranks))
-    load = {host: ranks * (host in of_trainer) for host in hosts if host.num_cpus}
-    of_engines: list[Host] = []
-    for _ in range(num_engines):
-        least = min(load, key=lambda host: load[host])  # the first of those
-        load[least] += per_engine
-        of_engines.append(least)
-    counts = {host: of_engines.count(host) * per_engine for host in of_engines}
-    return Placement(trainer, tuple(Slot(h, (), _share(h, counts[h])) for h in of_engines))
+    found = _enough(cluster, hosts, lambda host: host.num_cpus > 0)
+    return tuple(Slot(host, (), _share(host, ranks)) for host in found for _ in range(ranks))
+
+
+def _free_gpus(
+    placement: Placement, per_engine: int, colocate: bool, hosts: Sequence[Host]
+) -> Iterator[Place]:
+    """GPUs for engines, one after another: neighbours on one host that nobody has."""
+    takers = placement.engines if colocate else (*placement.trainer, *placement.engines)
+    taken = {(slot.host.name, gpu) for slot in takers for gpu in slot.devices}
+    for host in hosts:
+        free: list[int] = []
+        for gpu in range(host.num_gpus):
+            free = [] if (host.name, gpu) in taken else [*free, gpu]
+            if len(free) == per_engine:
+                yield host, tuple(free)
+                free = []
+
+
+def _least_used(placement: Placement, per_engine: int, hosts: Sequence[Host]) -> Iterator[Place]:
+    """Hosts for engines, one after another: the first of those with the fewest processes."""
+    load = Counter(slot.host.name for slot in placement.trainer)
+    for slot in placement.engines:
+        load[slot.host.name] += per_engine
+    while suitable := [host for host in hosts if host.num_cpus]:
+        least = min(suitable, key=lambda host: load[host.name])
+        load[least.name] += per_engine
+        yield least, ()
+
+
+def _sum(
+    placement: Placement, colocate: bool, number: int, per_engine: int, hosts: Sequence[Host]
+) -> str:
+    ranks, theirs = len(placement.trainer), number * per_engine
+    total = max(ranks, theirs) if colocate else ranks + theirs
+    plus = "and, on the same GPUs," if colocate else "+"
+    share = "" if colocate else ", or let them share GPUs (--colocate)"
+    before = f"{ranks} trainer ranks {plus} " if ranks else ""
+    fewer = "fewer ranks (--actor-num-gpus-per-node) or " if ranks else ""
+    return (
+        f"--rollout-num-engines={number}: {before}{number} servers x --sglang-tp-size {per_engine} = "
+        f"{total} GPUs, and there are {_listed(hosts)}; a server's GPUs are on one host. Start "
+        f"{fewer}fewer servers{share if ranks else ''}."
+    )
 
 
 def _enough(

@@ -12,7 +12,7 @@ from typing import TypeVar
 from onpolicy.cluster import environment
 from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.local_ray import local_ray
-from onpolicy.config.groups import ClusterConfig
+from onpolicy.config.groups import HostsConfig
 from onpolicy.errors import ConfigError, in_one_line
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _POLL_SECONDS = 1.0
 
 
 @contextmanager
-def session(cluster: ClusterConfig) -> Iterator[tuple[Host, ...]]:
+def session(cluster: HostsConfig) -> Iterator[tuple[Host, ...]]:
     """Be in a cluster: the hosts that it has now, this one first.
 
     Actors that are made meanwhile end with it, and so does a cluster that was started for it. Raises
@@ -81,7 +81,7 @@ def _host(node: dict[str, object], here: str) -> Host:
     )
 
 
-def when_it_fits(place: Callable[[Sequence[Host]], T], cluster: ClusterConfig) -> T:
+def when_it_fits(place: Callable[[Sequence[Host]], T], cluster: HostsConfig) -> T:
     """What `place` makes of the cluster's hosts, as soon as they are enough for it.
 
     Raises the ConfigError that `place` raises: at once in a cluster of our own, which nobody joins,

@@ -15,13 +15,17 @@ FORM = "Give http://HOST:PORT, as `onpolicy serve` prints it."
 
 def validate(engine: EngineConfig) -> None:
     """Raise ConfigError for ports beyond the last one, and for URLs that name no server."""
-    port, servers = engine.rollout_base_port, engine.rollout_num_engines
+    require_ports(engine.rollout_base_port, engine.rollout_num_engines)
+    require_urls(engine.rollout_server_url)
+
+
+def require_ports(port: int, servers: int) -> None:
+    """Raise ConfigError if the last of some servers would listen beyond the last port."""
     if port and port + servers - 1 > LAST_PORT:
         raise ConfigError(
             f"--rollout-base-port={port}: the last of --rollout-num-engines {servers} ports would be "
             f"{port + servers - 1}, beyond {LAST_PORT}. Give a smaller port, or leave the flag out."
         )
-    require_urls(engine.rollout_server_url)
 
 
 def require_urls(urls: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ def _what_the_run_does(config: TrainConfig) -> list[_RuleBroken]:
     on_policy = aligned and not config.may_lag
     falls_back = config.parity_policy == "fallback"
     asked = corrections_asked_for(flags)
-    weight_format = config.engine.rollout_weight_format
+    weight_format, kinds = config.engine.rollout_weight_format, config.operators.align
     return [
         *((name, value, on_policy and not falls_back,
            "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
@@ -52,6 +52,14 @@ def _what_the_run_does(config: TrainConfig) -> list[_RuleBroken]:
         ("use_rollout_routing_replay", True, flags.use_rollout_routing_replay and aligned,
          "with --true-on-policy-mode both engines choose the same experts",
          _LEAVE_ONE_OUT),
+        ("rollout_weight_format", weight_format, bool(weight_format and kinds),
+         "with --align the servers hold the trainer's weights, bit for bit", _LEAVE_ONE_OUT),
+        ("use_rollout_routing_replay", True, flags.use_rollout_routing_replay and bool(kinds),
+         "with --align the engine runs the trainer's modelling code, whose choices of experts SGLang "
+         "does not record", _LEAVE_ONE_OUT),
+        ("mismatch_governor", True, governed and bool(kinds),
+         "its ladder goes from stock engines to aligned ones, and --align is neither",
+         _LEAVE_ONE_OUT),
         ("mismatch_governor", True, governed and bool(config.engine.rollout_server_url),
          "with --rollout-server-url it cannot start servers under another contract",
          _LEAVE_ONE_OUT),
@@ -66,8 +74,14 @@ def _lag(config: TrainConfig) -> list[_RuleBroken]:
     rollout, steps = config.rollout, config.rollout.num_rollout
     lag, segment = rollout.rollout_lag, rollout.rollout_segment_tokens
     longest, samples = rollout.rollout_max_response_len, rollout.n_samples_per_prompt
-    name, value = ("rollout_lag", lag) if lag else ("rollout_segment_tokens", segment)
+    ways = {
+        "rollout_lag": lag or None,
+        "rollout_segment_tokens": segment or None,
+        "rollout_schedule": rollout.rollout_schedule,
+    }
+    name, value = next((name, value) for name, value in ways.items() if value is not None)
     return [
+        *_free(config),
         ("rollout_lag", lag, lag >= steps > 0 and lag > 0,
          f"with --num-rollout={steps} all samples would be those of the first weights",
          f"Give at most {steps - 1}."),
@@ -82,9 +96,6 @@ def _lag(config: TrainConfig) -> list[_RuleBroken]:
          "the governor goes by how far the engines' log-probabilities are apart, and those of earlier "
          "weights are, whatever the engines run on",
          "Leave --mismatch-governor out."),
-        ("colocate", True, config.engine.colocate and lag > 0,
-         "servers give their memory back while the trainer computes, and with --rollout-lag they sample "
-         "meanwhile", _LEAVE_ONE_OUT),
         (name, value, config.may_lag and config.parity_policy == "fallback",
          "samples of earlier weights are corrected in any case, whether engines mismatch or not",
          "Leave --parity-policy out: a mismatch that the probe of each push finds ends the run."),
@@ -94,6 +105,31 @@ def _lag(config: TrainConfig) -> list[_RuleBroken]:
         ("dynamic_sampling", True, rollout.dynamic_sampling and config.algorithm.filter_equal_rewards,
          "draws others for the groups that --filter-equal-rewards leaves out",
          _LEAVE_ONE_OUT),
+    ]  # fmt: skip
+
+
+def _free(config: TrainConfig) -> list[_RuleBroken]:
+    """What contradicts a schedule that is the clock's."""
+    rollout, is_free = config.rollout, config.rollout.rollout_schedule == "free"
+    rules = {
+        "rollout_lag": rollout.rollout_lag,
+        "rollout_segment_tokens": rollout.rollout_segment_tokens,
+    }
+    return [
+        *((name, value, is_free and bool(value),
+           "with --rollout-schedule free the clock decides which weights a token comes from",
+           _LEAVE_ONE_OUT)
+          for name, value in rules.items()),
+        ("dynamic_sampling", True, is_free and rollout.dynamic_sampling,
+         "draws groups in the place of others by rule, and with --rollout-schedule free the clock "
+         "decides what is drawn", "Leave one of the two out; --filter-equal-rewards may stay."),
+        ("colocate", True, is_free and config.engine.colocate,
+         "servers give their memory back while the trainer computes, and with --rollout-schedule free "
+         "they sample meanwhile", _LEAVE_ONE_OUT),
+        ("replay", rollout.replay,
+         is_free and bool(rollout.replay) and not config.parity.true_on_policy_mode,
+         "without --true-on-policy-mode a token depends on the batch that it was sampled in, which no "
+         "journal repeats", "Replay a run of that mode."),
     ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ DECIDE_NO_RESULT = frozenset({
     "use_tensorboard", "use_wandb", "wandb_project", "wandb_group", "wandb_run_name",
     "log_samples", "log_samples_interval", "get_mismatch_metrics", "eval_interval",
     "custom_config_path", "dry_run", "trust_remote_code", "rm_workers", "rm_max_error_rate",
+    "replay",
     # how the engines are run
     "cpu_threads", "rollout_num_engines", "rollout_server_url", "rollout_api_key", "rollout_host",
     "rollout_base_port", "rollout_max_concurrency", "rollout_request_timeout",

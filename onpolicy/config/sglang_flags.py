@@ -160,13 +160,16 @@ def _value(
         raise ConfigError(f"{flag}: {error.message}. {remedy}") from error
 
 
-def validate(sglang_args: Sequence[str], aligned: bool) -> None:
-    """Refuse flags that onpolicy sets itself, and in an aligned run those that break the contract."""
+def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
+    """Refuse flags that onpolicy sets itself, and those that break a contract of aligned operators.
+
+    aligned_by: the flag that asks for such a contract; empty: there is none.
+    """
     for arg in sglang_args:
-        if aligned and _COMPILED_GRAPH in arg:
+        if aligned_by and _COMPILED_GRAPH in arg:
             raise ConfigError(
-                f"{arg} after {PREFIX}*: no {_COMPILED_GRAPH} with --true-on-policy-mode, because "
-                f"{_COMPILED}. Choose another backend, or run without --true-on-policy-mode."
+                f"{arg} after {PREFIX}*: no {_COMPILED_GRAPH} with {aligned_by}, because "
+                f"{_COMPILED}. Choose another backend, or run without {aligned_by}."
             )
         name = arg.removeprefix("--").split("=")[0]
         if not arg.startswith("--"):
@@ -175,8 +178,8 @@ def validate(sglang_args: Sequence[str], aligned: bool) -> None:
             raise ConfigError(
                 f"{PREFIX}{name}: both engines must agree on it, so onpolicy sets it. Use {_OURS[name]}."
             )
-        if aligned and (reason := _UNALIGNED.get(name)):
+        if aligned_by and (reason := _UNALIGNED.get(name)):
             raise ConfigError(
-                f"{PREFIX}{name}: not with --true-on-policy-mode, because {reason}. Leave it out, or "
-                "run without --true-on-policy-mode."
+                f"{PREFIX}{name}: not with {aligned_by}, because {reason}. Leave it out, or run "
+                f"without {aligned_by}."
             )

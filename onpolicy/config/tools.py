@@ -83,6 +83,10 @@ class ExplainConfig(VerifyConfig):
     max_new_tokens: Count = 24
     """Tokens sampled for every prompt."""
 
+    attribution: bool = False
+    """Measure instead how much of the mismatch each kind of operator causes: the same tokens with all
+    kinds aligned, with none, with each alone, and with all but each. Starts a server for every row."""
+
     case: str = ""
     """Replay the mismatch that a run left in this file (RUN_DIR/cases), in place of random prompts."""
 
@@ -116,6 +120,7 @@ class BenchConfig:
     model: groups.CheckpointConfig = field(default_factory=groups.CheckpointConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
     cpu: groups.CpuConfig = field(default_factory=groups.CpuConfig)
+    engines: groups.EngineCountConfig = field(default_factory=groups.EngineCountConfig)
     cluster: groups.ClusterConfig = field(default_factory=groups.ClusterConfig)
 
     repetitions: Count = 5
@@ -133,6 +138,11 @@ class BenchConfig:
 
     max_new_tokens: Count = 96
     """Tokens sampled for every prompt, or trained on in every sequence."""
+
+    longest_response: Annotated[int | None, at_least(1)] = None
+    """loop: measure schedules (lag 0, lag 1, segments, both, free) on aligned operators, instead of
+    aligned against stock. Each response has a length of its own, log-normal with the median
+    --max-new-tokens, and at most this one."""
 
     train_backend: Literal["fsdp", "megatron", "fsdp,megatron"] = "fsdp"
     """step and loop: the training engine; `bench step` measures two side by side, both on aligned
@@ -153,14 +163,18 @@ class BenchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Start one SGLang server under a contract and print how to connect to it.
+    """Start SGLang servers under a contract and print how to connect to them.
 
-    It serves runs with --rollout-server-url, and text: /v1/completions, /v1/chat/completions, /generate.
+    They serve runs with --rollout-server-url, and text: /v1/completions, /v1/chat/completions,
+    /generate. With --ray-address they are on the hosts of that cluster. All end when one does, and
+    with this command.
     """
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
     server: groups.ServerConfig = field(default_factory=groups.ServerConfig)
+    engines: groups.EngineCountConfig = field(default_factory=groups.EngineCountConfig)
+    cluster: groups.HostsConfig = field(default_factory=groups.HostsConfig)
 
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones."""
@@ -169,7 +183,7 @@ class ServeConfig:
     """Seeds the samples of requests that bring no seed, in the order in which they arrive."""
 
     run_dir: Directory = "runs/serve"
-    """Directory for the server's log."""
+    """Directory for the servers' logs."""
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""

@@ -82,7 +82,9 @@ class TrainConfig:
     @property
     def may_lag(self) -> bool:
         """Whether tokens may come from earlier weights than those that learn from them."""
-        return bool(self.rollout.rollout_lag or self.rollout.rollout_segment_tokens)
+        rollout = self.rollout
+        rules = rollout.rollout_lag or rollout.rollout_segment_tokens
+        return bool(rules) or rollout.rollout_schedule == "free"
 
     @property
     def open_groups(self) -> int:

@@ -28,9 +28,13 @@ class Reader(NamedTuple):
     reads: Callable[[Values], Any]
 
 
+def _is_free(values: Values) -> bool:
+    return bool(values["rollout_schedule"] == "free")
+
+
 def _weighs_lag(values: Values) -> bool:
     """What `Ladder` does where samples lag behind and nothing else is asked for."""
-    lags = values["rollout_lag"] or values["rollout_segment_tokens"]
+    lags = values["rollout_lag"] or values["rollout_segment_tokens"] or _is_free(values)
     others = ("use_rs", "dc_mode", "use_rollout_logprobs")
     return bool(lags) and values["rs_veto_threshold"] is None and not any(values[n] for n in others)
 
@@ -53,9 +57,10 @@ READERS = (
     Reader("dynamic_sampling_limit", "--dynamic-sampling", lambda v: v["dynamic_sampling"]),
     Reader(
         "over_sampling_batch_size",
-        "--dynamic-sampling or --rollout-segment-tokens",
-        lambda v: v["dynamic_sampling"] or v["rollout_segment_tokens"],
+        "--dynamic-sampling, --rollout-segment-tokens or --rollout-schedule free",
+        lambda v: v["dynamic_sampling"] or v["rollout_segment_tokens"] or _is_free(v),
     ),
+    Reader("max_staleness replay", "--rollout-schedule free", _is_free),
     Reader("max_rank_restarts", "--save and --save-interval", lambda v: v["save_interval"]),
     Reader("megatron_*", "--train-backend megatron", lambda v: "megatron" in v["train_backend"]),
     Reader("tis_level tis_mode tis_batch_normalize", "--use-tis", _weighs),
@@ -107,20 +112,23 @@ READERS = (
         lambda v: v["eval_interval"],
     ),
     Reader("keep_checkpoints", "--save", lambda v: v["save"]),
-    Reader("allow_changed_settings", "--load", lambda v: v["load"]),
+    Reader("allow_changed_settings", "--load or --replay", lambda v: v["load"] or v["replay"]),
     Reader("wandb_*", "--use-wandb", lambda v: v["use_wandb"]),
     Reader(
         "rollout_host rollout_base_port rollout_start_timeout rollout_max_restarts colocate "
         "rollout_num_gpus rollout_num_gpus_per_engine",
         "a run without --rollout-server-url, which starts its servers itself,",
-        lambda v: not v.get("rollout_server_url"),
+        lambda v: not v.get("rollout_server_url") and v.get("what") != "step",
     ),
     Reader("placement_timeout", "--ray-address", lambda v: v["ray_address"]),
     Reader("num_prompts", "bench rollout or loop", lambda v: v.get("what") != "step"),
+    Reader("longest_response", "bench loop", lambda v: v["what"] == "loop"),
     Reader("num_tokens", "bench step", lambda v: v["what"] == "step"),
     Reader("train_backend", "bench step or loop", lambda v: v.get("what") != "rollout"),
     Reader("n_samples_per_prompt", "bench loop", lambda v: v.get("what", "loop") == "loop"),
-    Reader("ray_address actor_num_*", "bench loop", lambda v: v.get("what", "loop") == "loop"),
+    Reader("align", "a command other than bench", lambda v: "what" not in v),
+    Reader("ray_address rollout_num_*", "bench rollout or loop", lambda v: v.get("what") != "step"),
+    Reader("actor_num_*", "bench loop", lambda v: v.get("what", "loop") == "loop"),
 )
 
 

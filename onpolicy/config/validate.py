@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onpolicy.config import addresses, corrections, groups, secrets, settings, sglang_flags
+from onpolicy.config.aligned import aligning_flag, require_operators
 from onpolicy.config.eval_sets import eval_sets
 from onpolicy.config.flags import spelled
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
@@ -26,9 +27,13 @@ def validate(config: TrainConfig) -> None:
     _require_order_of_sums(config)
     corrections.validate(config)
     settings.require_known(config.output.allow_changed_settings, config)
-    sglang_flags.validate(config.sglang_args, aligned=config.may_align)
+    require_operators(
+        config.operators,
+        config.sglang_args,
+        mode=config.may_align,
+        train_backend=config.trainer.train_backend,
+    )
     config.count_row_parallel_blocks()
-    require_mode_for_operators(config.operators.operators, aligned=config.may_align)
     refuse_unread(config)
 
 
@@ -85,15 +90,17 @@ def _require_sampling(config: TrainConfig) -> None:
             "Give 1.0, or another value in that range.",
         )
     neutral = {"rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
+    has_own_sampler = config.may_align or "log_probs" in config.operators.kinds
+    flag = aligning_flag(config.operators, mode=config.may_align)
     for name, value in neutral.items():
-        if config.may_align and getattr(rollout, name) != value:
+        if has_own_sampler and getattr(rollout, name) != value:
             _refuse(
                 name,
                 getattr(rollout, name),
-                "with --true-on-policy-mode a token is sampled from softmax(logits / temperature) and "
+                f"with {flag} a token is sampled from softmax(logits / temperature) and "
                 "from nothing else, since a filter makes the sampling distribution another one than "
                 "the policy that is trained",
-                f"Leave it at {value}, or run without --true-on-policy-mode.",
+                f"Leave it at {value}, or run without {flag}.",
             )
 
 
@@ -180,7 +187,7 @@ def require_servers(
 
 
 def require_cluster(cluster: groups.ClusterConfig) -> None:
-    """Raise ConfigError if ranks are counted twice, or the cluster is asked for as Ray's client does."""
+    """Raise ConfigError if ranks are counted twice, or for an address that is none."""
     gpus, ranks = cluster.actor_num_gpus_per_node, cluster.actor_num_ranks_per_node
     if gpus is not None and ranks is not None:
         _refuse(
@@ -189,6 +196,11 @@ def require_cluster(cluster: groups.ClusterConfig) -> None:
             f"with --actor-num-gpus-per-node={gpus} a host has a rank for each of those GPUs",
             "Leave one of the two out.",
         )
+    require_ray_address(cluster)
+
+
+def require_ray_address(cluster: groups.HostsConfig) -> None:
+    """Raise ConfigError if the cluster is asked for as Ray's client does."""
     if "://" in cluster.ray_address:
         _refuse(
             "ray_address",
@@ -203,17 +215,6 @@ def require_secrets(api_key: str, sglang_args: Sequence[str]) -> None:
     secrets.reveal("--rollout-api-key", api_key)
     for flag, value in secrets.split(sglang_args)[1].items():
         secrets.reveal(f"{sglang_flags.PREFIX}{flag[2:]}", value)
-
-
-def require_mode_for_operators(operators: str, aligned: bool) -> None:
-    """Raise ConfigError if aligned operators are chosen for engines that would not run them."""
-    if operators != "auto" and not aligned:
-        _refuse(
-            "operators",
-            operators,
-            "without --true-on-policy-mode each engine runs its own operators",
-            "Add the mode, or leave the flag out.",
-        )
 
 
 def require_key_for_host(host: str, api_key: str) -> None:

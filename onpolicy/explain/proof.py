@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from onpolicy.ops import AttentionLayout, Operators, Scores
 from onpolicy.parity.compare import ulp_distance
 from onpolicy.taps.evidence import Evidence
 from onpolicy.taps.recorder import INPUTS
-from onpolicy.taps.rows import by_row
 
 Verdict = Literal[
     "other weights",
@@ -77,22 +76,35 @@ def difference(rollout: Sequence[Tensor], train: Sequence[Tensor]) -> Difference
 
 
 def prove(
-    rollout: Evidence, train: Evidence, objects: Sequence[Any], operators: Operators
+    rollout: Mapping[int, Evidence],
+    train: Evidence,
+    objects: Sequence[Any],
+    operators: Operators,
+    rank: int = 0,
 ) -> Proof:
-    """Run the operator on both sides' arguments; `objects`: the trainer's own, for what was not kept."""
-    recorded = rollout.row_of_results(), train.row_of_results()
+    """Run the operator on both sides' arguments; `objects`: the trainer's own, for what was not kept.
+
+    rollout: by tensor-parallel ranks, of which `rank` differs.
+    """
+    theirs = _without_padding(_with_whole_input(rollout, train, rank), train)
+    recorded = theirs.row_of_results(), train.row_of_results()
     # An engine's own module says what it was given, and not what it holds.
-    held = train.arguments[len(rollout.arguments) :]
+    held = train.arguments[len(theirs.arguments) :]
     alone = [
-        _alone(replace(rollout, arguments=[*rollout.arguments, *held]), objects, operators),
+        _alone(replace(theirs, arguments=[*theirs.arguments, *held]), objects, operators),
         _alone(train, objects, operators),
     ]
+    if held and alone[0] is not None:
+        alone[0] = [
+            row if columns is None or len(row) == len(wanted) else row[columns]
+            for row, wanted, columns in zip(alone[0], recorded[0], train.columns, strict=True)
+        ]
     agrees = [None if a is None else _equal(a, b) for a, b in zip(alone, recorded, strict=True)]
     same = None if None in alone else _equal(alone[0] or [], alone[1] or [])
     return Proof(
-        verdict=_held_differently(rollout, train) or _verdict(agrees, same),
+        verdict=_held_differently(theirs, train, rank) or _verdict(agrees, same),
         difference=difference(*recorded),
-        rollout_shape=rollout.shape,
+        rollout_shape=theirs.shape,
         train_shape=train.shape,
         in_rollout_shape=agrees[0],
         in_train_shape=agrees[1],
@@ -108,19 +120,58 @@ def _verdict(agrees: list[bool | None], same: bool | None) -> Verdict:
     return "depends on the batch" if same is False else "not reproduced"
 
 
-def _held_differently(rollout: Evidence, train: Evidence) -> Verdict | None:
+def _with_whole_input(rollout: Mapping[int, Evidence], train: Evidence, rank: int) -> Evidence:
+    """Of `rank`; where ranks add up what each makes of a part of the input, with all parts of it."""
+    mine = rollout[rank]
+    if mine.operator not in ("linear", "row_parallel_linear"):
+        return mine
+    if mine.arguments[0].shape[-1] == train.arguments[0].shape[-1]:
+        return mine
+    parts = zip(*(evidence.arguments[:2] for evidence in rollout.values()), strict=True)
+    whole = [torch.cat(each, dim=-1) for each in parts]
+    arguments = [*whole, *mine.arguments[len(whole) :]]
+    return replace(mine, arguments=arguments, shape=tuple(whole[0].shape))
+
+
+def _without_padding(rollout: Evidence, train: Evidence) -> Evidence:
+    """The last rank's part of a vocabulary may have more columns than there are tokens."""
+    columns = [
+        None if own is None or len(own) == result.shape[-1] else torch.arange(len(own))
+        for own, result in zip(train.columns, rollout.results, strict=True)
+    ]
+    is_padded = rollout.operator == "linear"
+    return replace(rollout, columns=columns) if is_padded else rollout
+
+
+def _held_differently(rollout: Evidence, train: Evidence, rank: int) -> Verdict | None:
     """What has no rows: weights and biases, and the keys and values that attention sees."""
     if rollout.operator == "attention" and len(rollout.arguments) > 3:
         pairs = zip(_seen(rollout), _seen(train), strict=True)
-        return None if all(_equal([a], [b]) for a, b in pairs) else "other keys"
+        is_same = all(_equal([a], [_own_heads(b, a.shape[1], rank)]) for a, b in pairs)
+        return None if is_same else "other keys"
     if train.operator == "embedding":  # it looks rows up, and there is no other way to differ
         is_same = _equal(rollout.row_of_results(), train.row_of_results())
         return None if is_same else "other weights"
     first = INPUTS[train.operator].stop if train.operator in INPUTS else 0
     held = zip(rollout.arguments[first:], train.arguments[first:], strict=False)
     tensors = [(a, b) for a, b in held if _is_weight(a) and _is_weight(b)]
-    is_same = all(a.shape != b.shape or _equal([a], [b]) for a, b in tensors)
+    is_same = all(_is_part(a, b, train) for a, b in tensors)
     return None if is_same else "other weights"
+
+
+def _own_heads(x: Tensor, heads: int, rank: int) -> Tensor:
+    return x if x.shape[1] == heads else x[:, rank * heads : (rank + 1) * heads]
+
+
+def _is_part(mine: Tensor, whole: Tensor, train: Evidence) -> bool:
+    """Whether a weight is the trainer's, or that part of it which makes the rollout's columns."""
+    sizes = zip(mine.shape, whole.shape, strict=True)
+    axes = [axis for axis, (a, b) in enumerate(sizes) if a != b]
+    columns = train.columns[0]
+    if columns is not None and len(axes) == 1 and whole.shape[axes[0]] == train.width:
+        whole = whole.index_select(axes[0], columns)
+        mine = mine.narrow(axes[0], 0, min(len(columns), mine.shape[axes[0]]))
+    return mine.shape != whole.shape or _equal([mine], [whole])
 
 
 def _is_weight(argument: Any) -> bool:
@@ -154,7 +205,7 @@ def _alone(evidence: Evidence, objects: Sequence[Any], operators: Operators) -> 
     ):  # of a module that is no operator of ours
         return None
     parts = out if isinstance(out, tuple) else (out,)
-    return [by_row(part.cpu(), evidence.rows)[evidence.where].reshape(-1) for part in parts]
+    return evidence.row_of([part.cpu() for part in parts])
 
 
 def _filled(arguments: Sequence[Any], objects: Sequence[Any]) -> list[tuple[Any, Any]]:

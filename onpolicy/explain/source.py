@@ -7,8 +7,9 @@ which anything differs, at any position up to the token's, is therefore where it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -38,6 +39,10 @@ class Source:
     """Position in the sequence, prompt included, from 0."""
 
     key: int
+
+    ranks: tuple[int, ...]
+    """The rollout's tensor-parallel ranks on which it is so."""
+
     rollout_shape: tuple[int, ...]
     train_shape: tuple[int, ...]
 
@@ -49,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCounts:
-    """How many rows of a site both sides computed, and how many of them differ."""
+    """How many rows of a site both sides computed, and how many of them differ, on any rank."""
 
     site: Site
     rows: int
@@ -60,77 +65,118 @@ class SiteCounts:
     """Rows whose output differs though their inputs do not."""
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """A site's rows of some keys, as one rank of the rollout has them, and as the trainer has them."""
+
+    theirs: Rows
+    ours: Rows
+    keys: Numbers
+
+    @cached_property
+    def there(self) -> Numbers:
+        return self.theirs.find(self.keys)
+
+    @cached_property
+    def at(self) -> Numbers:
+        return self.ours.find(self.keys)
+
+    @property
+    def is_lost(self) -> Differ:
+        return (self.at >= 0) & (self.there < 0)
+
+    @cached_property
+    def both(self) -> Differ:
+        return (self.at >= 0) & (self.there >= 0)
+
+    @property
+    def inputs(self) -> Differ:
+        return self._differ(self.theirs.inputs, self.ours.inputs)
+
+    @property
+    def stores(self) -> Differ:
+        theirs, ours = self.theirs.store, self.ours.store
+        if theirs is None or ours is None:
+            return np.zeros(len(self.keys), dtype=bool)
+        return self._differ(theirs, ours)
+
+    @property
+    def outputs(self) -> Differ:
+        return self._differ(self.theirs.outputs, self.ours.outputs)
+
+    def _differ(self, theirs: Numbers, ours: Numbers) -> Differ:
+        differ: Differ = self.both & (theirs[self.there] != ours[self.at])
+        return differ
+
+
+def _by_rank(
+    theirs: dict[int, Rows], ours: dict[int, Rows], keys: Numbers | None = None
+) -> dict[int, _Rank]:
+    """On each rank that both recordings have; `keys`: all of the trainer's, if not given."""
+    return {
+        rank: _Rank(theirs[rank], rows, rows.keys if keys is None else keys)
+        for rank, rows in ours.items()
+        if rank in theirs
+    }
+
+
 def first_source(rollout: Recording, train: Recording, keys: Sequence[int]) -> Source | None:
     """Where the rows of one sequence part; `keys`: of the tokens before the one that differs."""
     wanted, before = np.array(keys), None
     for site, ours in train.items():
-        theirs = rollout.get(site)
-        if theirs is None:
-            continue
-        at, there = ours.find(wanted), theirs.find(wanted)
-        if (found := _first(site, before, theirs, ours, there, at, wanted)) is not None:
+        by_rank = _by_rank(rollout.get(site, {}), ours, wanted)
+        if (found := _first(site, before, by_rank)) is not None:
             return found
-        before = site
+        before = site if by_rank else before
     return None
 
 
-def _first(
-    site: Site,
-    before: Site | None,
-    theirs: Rows,
-    ours: Rows,
-    there: Numbers,
-    at: Numbers,
-    keys: Numbers,
-) -> Source | None:
-    is_lost = (at >= 0) & (there < 0) & (site[0] != HEAD)  # a prompt's tokens need no head
-    both = (at >= 0) & (there >= 0)
-    parts: list[tuple[Cause, Differ]] = [
-        ("not computed", is_lost),
-        ("between operators", both & (theirs.inputs[there] != ours.inputs[at])),
-        ("key/value cache", both & _stores_differ(theirs, ours, there, at)),
-        ("operator", both & (theirs.outputs[there] != ours.outputs[at])),
+def _first(site: Site, before: Site | None, by_rank: dict[int, _Rank]) -> Source | None:
+    # What a rank is given may be a part of what its result is made of, so all are asked each time.
+    parts: list[tuple[Cause, dict[int, Differ]]] = [
+        # A prompt's tokens need no head.
+        ("not computed", {r: x.is_lost & (site[0] != HEAD) for r, x in by_rank.items()}),
+        ("between operators", {r: x.inputs for r, x in by_rank.items()}),
+        ("key/value cache", {r: x.stores for r, x in by_rank.items()}),
+        ("operator", {r: x.outputs for r, x in by_rank.items()}),
     ]
     for cause, differ in parts:
-        if differ.any():
-            position = int(differ.argmax())
+        if positions := [int(d.argmax()) for d in differ.values() if d.any()]:
+            position = min(positions)
+            ranks = tuple(rank for rank, d in differ.items() if d[position])
+            x = by_rank[ranks[0]]
             return Source(
                 cause=cause,
                 site=site,
                 before=before,
                 position=position,
-                key=int(keys[position]),
-                rollout_shape=() if cause == "not computed" else _shape(theirs, there[position]),
-                train_shape=_shape(ours, at[position]),
+                key=int(x.keys[position]),
+                ranks=ranks,
+                rollout_shape=_shape(x.theirs, x.there[position]),
+                train_shape=_shape(x.ours, x.at[position]),
             )
     return None
 
 
 def _shape(rows: Rows, where: int) -> tuple[int, ...]:
-    return rows.shapes[int(rows.call[where])]
-
-
-def _stores_differ(theirs: Rows, ours: Rows, there: Numbers, at: Numbers) -> Differ:
-    if theirs.store is None or ours.store is None:
-        return np.zeros(len(at), dtype=bool)
-    differ: Differ = theirs.store[there] != ours.store[at]
-    return differ
+    return rows.shapes[int(rows.call[where])] if where >= 0 else ()
 
 
 def count_sites(rollout: Recording, train: Recording) -> Iterator[SiteCounts]:
     """Of every site that both sides have."""
     for site, ours in train.items():
-        if (theirs := rollout.get(site)) is None:
-            continue
-        there = theirs.find(ours.keys)
-        at = (there >= 0).nonzero()[0]
-        there = there[at]
-        given = (theirs.inputs[there] != ours.inputs[at]) | _stores_differ(theirs, ours, there, at)
-        made = theirs.outputs[there] != ours.outputs[at]
-        yield SiteCounts(
-            site=site,
-            rows=len(at),
-            inputs_differ=int(given.sum()),
-            outputs_differ=int(made.sum()),
-            own=int((made & ~given).sum()),
-        )
+        if by_rank := list(_by_rank(rollout.get(site, {}), ours).values()):
+            given = _any(x.inputs | x.stores for x in by_rank)
+            made = _any(x.outputs for x in by_rank)
+            yield SiteCounts(
+                site=site,
+                rows=int(_any(x.both for x in by_rank).sum()),
+                inputs_differ=int(given.sum()),
+                outputs_differ=int(made.sum()),
+                own=int((made & ~given).sum()),
+            )
+
+
+def _any(parts: Iterable[Differ]) -> Differ:
+    any_of_them: Differ = np.logical_or.reduce(list(parts))
+    return any_of_them

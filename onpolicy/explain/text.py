@@ -29,6 +29,8 @@ def _lines(result: Result) -> Iterator[str]:
         f"{result['num_mismatched_tokens']} of {result['num_compared_tokens']} tokens differ; k3 "
         f"{result['k3_kl_mean']:.2g}, largest difference {result['max_abs_diff']:.2g}"
     )
+    if result["only_in_one"]:
+        yield f"Not compared, as one side has no counterpart: {', '.join(result['only_in_one'])}."
     source = result["source"]
     if source is None:
         rows = sum(site["rows"] for site in result["sites"])
@@ -41,14 +43,14 @@ def _lines(result: Result) -> Iterator[str]:
         )
     else:
         yield f"No log-probability differs, but rows do, first in sequence {source['sequence']}."
-    yield from _of_source(source)
+    yield from _of_source(source, result["rollout_ranks"])
     if proof := result["proof"]:
         yield from _of_proof(proof)
     yield from _flips(result["sites"])
     yield from _others(result["sites"], source)
 
 
-def _of_source(source: Result) -> Iterator[str]:
+def _of_source(source: Result, ranks: int) -> Iterator[str]:
     name, where = source["name"], f"at position {source['position']} of the sequence"
     before = source["before"]
     last = f"{before[1]} of {before[0]}" if before else "nothing"
@@ -61,6 +63,10 @@ def _of_source(source: Result) -> Iterator[str]:
         "not computed": f"The rollout engine never computed the {name}, {where}, after this prefix: it "
         "read another one from its cache.",
     }[source["cause"]]
+    if ranks > 1:
+        own = source["ranks"]
+        which = "all ranks" if len(own) == ranks else "rank " + ", ".join(map(str, own)) + " alone"
+        yield f"So it is on {which} of the rollout's {ranks} tensor-parallel ranks."
     if source["rollout_shape"]:
         yield (
             f"Shape of the call: {_shape(source['rollout_shape'])} in the rollout, "

@@ -10,7 +10,9 @@ in this model alone, each only where the replacement is known to mean the same:
 - the rotary embedding that an attention module calls (`models/rotary.py`);
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
-Attention goes through transformers' attention interface (`models/attention.py`).
+Attention goes through transformers' attention interface (`models/attention.py`). Of a partial contract
+the trainer's modules are all replaced, by operators some of which are PyTorch's own; in the engine only
+those of the aligned kinds are, and the others stay SGLang's.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
+from onpolicy.contract import KINDS
 from onpolicy.models.embedding import is_known_embedding
 from onpolicy.models.experts import (
     AlignedExperts,
@@ -65,9 +68,12 @@ class AlignedActivation(nn.Module):
 
 
 def align_modules(
-    model: nn.Module, operators: Operators, row_parallel: RowParallel = WHOLE
+    model: nn.Module,
+    operators: Operators,
+    row_parallel: RowParallel = WHOLE,
+    kinds: Container[str] = KINDS,
 ) -> None:
-    """Replace, in place, every module of `model` that has an aligned counterpart.
+    """Replace, in place, every module of `model` that has an aligned counterpart of these kinds.
 
     `row_parallel` is how experts sum over their intermediate axis, and how those linears sum over K
     that the plan of a Hugging Face model shares out. (SGLang's model has linears of its own.)
@@ -78,14 +84,15 @@ def align_modules(
         if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedLayerNorm, AlignedActivation)):
             continue
         for name, child in list(parent.named_children()):
-            replacement = _aligned(child, operators, row_parallel, shared)
+            replacement = _aligned(child, operators, row_parallel, shared, kinds)
             if replacement is not None:
                 setattr(parent, name, replacement)
             if isinstance(replacement, AlignedExperts):
                 route_by_operators(parent, operators)
-            if is_gated_mlp(child):
+            if "activation" in kinds and is_gated_mlp(child):
                 gate_by_operators(child, operators)
-            rotate_by_operators(child, operators)
+            if "rotary" in kinds:
+                rotate_by_operators(child, operators)
 
 
 def _keep_stored_buffers_whole(model: nn.Module) -> None:
@@ -108,15 +115,20 @@ def replace_operators(model: nn.Module, operators: Operators) -> None:
 
 
 def _aligned(
-    module: nn.Module, operators: Operators, row_parallel: RowParallel, shared: set[nn.Linear]
+    module: nn.Module,
+    operators: Operators,
+    row_parallel: RowParallel,
+    shared: set[nn.Linear],
+    kinds: Container[str],
 ) -> nn.Module | None:
-    if type(module) is nn.Linear:
+    if "linear" in kinds and type(module) is nn.Linear:
         return AlignedLinear(module, operators, row_parallel if module in shared else WHOLE)
-    if (norm := aligned_norm(module, operators)) is not None:
+    if "norm" in kinds and (norm := aligned_norm(module, operators)) is not None:
         return norm
-    if type(module) in _ACTIVATIONS and not list(module.parameters()):
+    is_activation = type(module) in _ACTIVATIONS and not list(module.parameters())
+    if "activation" in kinds and is_activation:
         return AlignedActivation(module, operators)
-    if has_usual_experts(module):
+    if "experts" in kinds and has_usual_experts(module):
         return AlignedExperts(module, operators, row_parallel)
     return None
 

@@ -91,9 +91,12 @@ def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedCo
     return config
 
 
-def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
+def require_alignable(
+    facts: ModelFacts, max_context_len: int, aligned_by: str = "--true-on-policy-mode"
+) -> None:
     """Refuse what SGLang's transformers backend and the trainer cannot compute to the same bits.
 
+    aligned_by: the flag that asks for aligned operators.
     Raises ConfigError that names the property, its value and what is possible instead.
     """
     architecture = (getattr(facts.config, "architectures", None) or ["none"])[0]
@@ -103,7 +106,7 @@ def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
     for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
-            "--true-on-policy-mode."
+            f"{aligned_by}."
         )
 
 

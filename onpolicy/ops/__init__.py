@@ -3,9 +3,11 @@
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends import Demand, backend_of
+from onpolicy.ops.backends.stock import STOCK
 from onpolicy.ops.base import Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.machine import Machine
+from onpolicy.ops.partial import partly_aligned
 
 __all__ = ["AttentionLayout", "Operators", "PagedLayout", "Scores", "make_operators"]
 
@@ -23,4 +25,7 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
     )
     if problem := backend.refusal(demand, Machine.here()):
         raise ContractError(f"backend={contract.backend}: {problem}")
-    return backend.make(num_threads)
+    if not contract.kinds:
+        return backend.make(num_threads)
+    stock = STOCK.make(1)  # before the others, which say how many threads torch has
+    return partly_aligned(backend.make(num_threads), stock, contract.kinds)

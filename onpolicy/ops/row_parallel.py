@@ -42,6 +42,12 @@ class RowParallel:
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    @property
+    def first_block(self) -> int:
+        """Of this rank's, the number of the first among all ranks'."""
+        rank = 0 if self.group is None else self.group.rank()
+        return rank * (self.blocks // self.ranks)
+
     def blocks_of(self, size: int) -> int:
         """How many blocks this rank has of its `size` = K / ranks."""
         mine = self.blocks // self.ranks

@@ -1,7 +1,7 @@
 """The directory of a run: everything one needs to look at it later, or to repeat it.
 
 config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/  plots/
-[governor.jsonl  tensorboard/  wandb/  wandb_run_id]
+[governor.jsonl  rollouts.jsonl  tensorboard/  wandb/  wandb_run_id]
 
 One run writes there at a time. What it writes is there as a whole or not at all, but for logs; a
 disk that runs full ends the run with an error that says how to go on.
@@ -69,6 +69,7 @@ class RunDirectory:
             "--hf-checkpoint": config.model.hf_checkpoint,
             "--ref-checkpoint": config.algorithm.ref_checkpoint,
             "--prompt-data": config.data.prompt_data,
+            "--replay": config.rollout.replay,
         }
         if resumed is not None:
             needed |= {"--load": config.output.load, "--save": config.output.save}
@@ -81,6 +82,11 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """What the clock has decided of a run (`rollout_journal`)."""
+        return self.path / "rollouts.jsonl"
 
     @property
     def logs(self) -> Path:

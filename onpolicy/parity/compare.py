@@ -57,15 +57,34 @@ class ParityCounts:
             max_k3=max(self.max_k3, other.max_k3),
         )
 
+    @property
+    def mean_k3(self) -> float:
+        """0 if nothing was compared."""
+        return self.sum_k3 / max(self.num_compared, 1)
+
+    @property
+    def mean_abs_diff(self) -> float:
+        """0 if nothing was compared."""
+        return self.sum_abs_diff / max(self.num_compared, 1)
+
+    def report(self) -> dict[str, float]:
+        """What `onpolicy verify` and `explain` say of a comparison."""
+        return {
+            "num_compared_tokens": self.num_compared,
+            "num_mismatched_tokens": self.num_mismatched,
+            "max_abs_diff": self.max_abs_diff,
+            "max_ulp": self.max_ulp,
+            "k3_kl_mean": self.mean_k3,
+        }
+
     def metrics(self) -> dict[str, float]:
         """The metrics of a training step; see `onpolicy/outputs/meanings.py` for their meanings."""
-        tokens = max(self.num_compared, 1)
         return {
             "parity/num_compared_tokens": self.num_compared,
             "parity/num_mismatched_tokens": self.num_mismatched,
             "parity/max_ulp": self.max_ulp,
-            "train/train_rollout_logprob_abs_diff": self.sum_abs_diff / tokens,
-            "train/k3_kl": self.sum_k3 / tokens,
+            "train/train_rollout_logprob_abs_diff": self.mean_abs_diff,
+            "train/k3_kl": self.mean_k3,
         }
 
 

@@ -24,13 +24,17 @@ class EnginesRestartedError(Exception):
 class SamplingJob:
     """Requests, and the responses to them so far, whichever engines give them and die."""
 
+    is_interrupted = False
+    """Whether engines are to answer at once with what they have."""
+
     def __init__(self, requests: Sequence[Request]):
-        self.requests = tuple(requests)
+        self.requests = list(requests)
         self._completions: dict[int, Completion] = {}
 
-    def add(self, number: int, completion: Completion) -> None:
-        """Keep the response to request `number`, counted from 0."""
+    def add(self, number: int, completion: Completion) -> Sequence[int]:
+        """Keep the response to request `number`, counted from 0; the numbers of what it adds."""
         self._completions[number] = completion
+        return ()
 
     @property
     def num_done(self) -> int:
@@ -45,6 +49,40 @@ class SamplingJob:
     def completions(self) -> list[Completion]:
         """One response per request, in their order. Raises KeyError while one is missing."""
         return [self._completions[i] for i in range(len(self.requests))]
+
+
+OnAnswer = Callable[[int, Completion], Sequence[Request]]
+"""(number of the request, response) -> what is to be sampled besides, in the order of the arrivals."""
+
+
+class EndlessJob(SamplingJob):
+    """One that grows by what `on_answer` returns, until there is no more or it is interrupted.
+
+    A response that an engine gave up is an answer too: with finish reason `abort`, and maybe no token.
+    """
+
+    def __init__(self, requests: Sequence[Request], on_answer: OnAnswer):
+        super().__init__(requests)
+        self._on_answer = on_answer
+
+    def add(self, number: int, completion: Completion) -> Sequence[int]:
+        super().add(number, completion)
+        first = len(self.requests)
+        self.requests += self._on_answer(number, completion)
+        return range(first, len(self.requests))
+
+    def interrupt(self) -> None:
+        """Have the engines answer at once, and ask them nothing more. From any thread."""
+        self.is_interrupted = True
+
+    @property
+    def missing(self) -> list[int]:
+        return [] if self.is_interrupted else super().missing
+
+    @property
+    def completions(self) -> list[Completion]:
+        """What was answered, in the order of the requests."""
+        return [self._completions[i] for i in sorted(self._completions)]
 
 
 class RolloutGroup(ABC):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -44,10 +46,13 @@ class EngineClient:
         self.headers = _authorization(api_key)
         self.admin_headers = _authorization(admin_api_key or api_key)
 
-    async def generate(self, session: aiohttp.ClientSession, request: Request) -> Completion:
+    async def generate(
+        self, session: aiohttp.ClientSession, request: Request, takes_parts: bool = False
+    ) -> Completion:
         """Sample one response. Raises EngineLostError if the server stopped answering.
 
         A failed attempt is repeated with growing pauses: an equal request gives an equal response.
+        `takes_parts`: what the server gave up is returned as it is.
         """
         for attempt in range(_RETRIES):
             if attempt:
@@ -64,10 +69,24 @@ class EngineClient:
                 raise EngineLostError(f"{self.url} is gone ({error}).") from error
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 continue
-            if response.status >= 500 or _was_aborted(answer):
+            if response.status >= 500 or (_was_aborted(answer) and not takes_parts):
                 continue
             return _completion(answer, response.status, request, self.url)
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
+
+    async def abort(self, session: aiohttp.ClientSession) -> None:
+        """Have the server answer everything that it samples now, with what it has.
+
+        Says nothing of a server that does not answer: who waits for a response learns of that.
+        """
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with session.post(
+                f"{self.url}/abort_request",
+                json={"rid": "", "abort_all": True},
+                headers=self.admin_headers,
+                timeout=aiohttp.ClientTimeout(total=self.health_timeout / 3),
+            ):
+                pass
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Whether the server answers a health check, which runs a token through the model.
@@ -194,17 +213,32 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
             f"{url}: log_prob={log_probs[bad]} at response position {bad}. The weights have likely "
             "diverged; resume from an earlier checkpoint with a lower --lr."
         )
-    return Completion(
+    completion = Completion(
         response_ids=response_ids,
         rollout_log_probs=log_probs,
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         weight_version=str(meta.get("weight_version")),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
-        routed_experts=_routed_experts(meta, request, url),
+        routed_experts=_routed_experts(meta, request, url) if response_ids else None,
         spans=tuple(
             Span(version=str(span["version"]), start=int(span["start"]), end=int(span["end"]))
             for span in meta.get("weight_versions") or ()
         ),
+    )
+    return _without_last(completion) if _was_aborted(answer) else completion
+
+
+def _without_last(part: Completion) -> Completion:
+    """What is known to go on: whether the last token ends the response, an abort does not say."""
+    count = max(len(part.response_ids) - 1, 0)
+    spans = [replace(span, end=min(span.end, count)) for span in part.spans if span.start < count]
+    experts = part.routed_experts
+    return replace(
+        part,
+        response_ids=part.response_ids[:count],
+        rollout_log_probs=part.rollout_log_probs[:count],
+        routed_experts=None if experts is None else experts[:-1],
+        spans=tuple(spans),
     )
 
 

@@ -12,6 +12,7 @@ from onpolicy.contract import (
     CONTRACT_VARIABLE,
     TAPS_VARIABLE,
     THREADS_VARIABLE,
+    TOKENS_VARIABLE,
     NumericsContract,
 )
 from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
@@ -56,6 +57,9 @@ class EngineSpec:
     longest_sequence: int = 0
     """Tokens of the longest prompt and response that must fit the cache; 0: not known."""
 
+    number: int = 0
+    """Which of a command's engines it is, counted from 0."""
+
     node: str = ""
     """Where it is started: a host of the cluster by its node's id in Ray; empty: this host."""
 
@@ -73,6 +77,10 @@ class EngineSpec:
 
     taps: str = ""
     """Directory that the engine records its passes in, for `onpolicy explain`; "": it does not."""
+
+    tokens: str = ""
+    """File of the responses that the engine gives, for `onpolicy explain --attribution`, if it exists
+    when the engine starts; "": those it samples."""
 
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
@@ -125,14 +133,11 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--trust-remote-code")
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
-    if spec.contract.is_aligned:
-        flags += [
-            "--enable-deterministic-inference",
-            "--model-impl", "transformers",
-            "--sampling-backend", "pytorch",
-            # The cache keeps every key: windows are a rule on positions.
-            "--disable-hybrid-swa-memory",
-        ]  # fmt: skip
+    if spec.contract.shares_model:
+        # The cache keeps every key: windows are a rule on positions.
+        flags += ["--model-impl", "transformers", "--disable-hybrid-swa-memory"]
+    if spec.contract.aligns("log_probs"):
+        flags += ["--enable-deterministic-inference", "--sampling-backend", "pytorch"]
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 
 
@@ -156,7 +161,7 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
 
 def _gpu_flags(spec: EngineSpec) -> list[str]:
     flags = ["--device", "cuda", "--base-gpu-id", str(spec.first_gpu)]
-    if spec.contract.is_aligned:
+    if spec.contract.aligns("attention"):
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
     if spec.shares_gpus:
@@ -176,6 +181,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.taps:
         variables[TAPS_VARIABLE] = spec.taps
+    if spec.tokens:
+        variables[TOKENS_VARIABLE] = spec.tokens
     if not spec.contract.is_aligned:
         # A server's temporary files end with it, but not what it compiled for the next one.
         cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
@@ -185,7 +192,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         ranks = tensor_parallel_size(spec.sglang_args)
         if ranks > 1 and CORES_VARIABLE not in os.environ:
             variables[CORES_VARIABLE] = "|".join(_cores_of_ranks(ranks))
-        if spec.contract.is_aligned:
+        if spec.contract.shares_model:
             # SGLang compiles a few functions of integers, which takes seconds and a C++ compiler.
             variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables

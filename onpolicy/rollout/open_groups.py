@@ -38,6 +38,11 @@ class OpenGroup:
             return False
         return so_far.finish_reason == FinishReason.STOP or len(so_far.response_ids) == most
 
+    def add(self, i: int, more: Completion) -> None:
+        """What response `i` goes on with."""
+        so_far = self.completions[i]
+        self.completions[i] = more if so_far is None else joined(so_far, more)
+
     @property
     def unfinished(self) -> list[int]:
         """The responses that are not complete."""
@@ -69,20 +74,19 @@ class OpenGroups:
             slots += [(group, i) for i in group.unfinished]
         return slots[: self._width]
 
-    def request(self, slot: Slot) -> Request:
-        """What continues a response by a round."""
+    def request(self, slot: Slot, tokens: int | None = None) -> Request:
+        """What continues a response by a round, or by at most so many tokens."""
         group, i = slot
         whole, so_far = group.requests[i], group.completions[i]
         done = so_far.response_ids if so_far else []
         left = whole.params.max_new_tokens - len(done)
-        params = replace(whole.params, max_new_tokens=min(left, self._tokens))
+        params = replace(whole.params, max_new_tokens=min(left, tokens or self._tokens))
         return replace(whole, prompt_ids=whole.prompt_ids + done, params=params)
 
     def take(self, slots: Sequence[Slot], completions: Sequence[Completion]) -> list[OpenGroup]:
         """Add what was drawn in a round; the groups that are complete by it, which are open no more."""
         for (group, i), more in zip(slots, completions, strict=True):
-            so_far = group.completions[i]
-            group.completions[i] = more if so_far is None else joined(so_far, more)
+            group.add(i, more)
         complete = [group for group in self.groups if not group.unfinished]
         self.groups = [group for group in self.groups if group.unfinished]
         return complete

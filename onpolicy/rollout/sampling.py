@@ -83,7 +83,7 @@ def require_version(completion: Completion, version: str, *, by_token: bool = Fa
         raise EngineError(
             "weight_versions: the engine does not say which weights each token was sampled from, and "
             "samples are trained on under later ones. Use the newest supported SGLang, or leave "
-            "--rollout-lag and --rollout-segment-tokens out."
+            "--rollout-lag, --rollout-segment-tokens and --rollout-schedule out."
         )
     if spans and spans != (Span(version=version, start=0, end=length),):
         found = ", ".join(f"{span.start} to {span.end}: {span.version}" for span in spans)

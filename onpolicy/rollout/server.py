@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import requests
@@ -127,6 +127,19 @@ class EngineServer:
         """The last lines of the log."""
         with self.log_file.open(errors="replace") as log:
             return "".join(f"    {line}" for line in deque(log, lines)).rstrip()
+
+
+MakeServer = Callable[[EngineSpec, int, Path], EngineServer]
+
+
+def make_servers(
+    specs: Sequence[EngineSpec], base_port: int, logs: Path, make_server: MakeServer
+) -> list[EngineServer]:
+    """A server for each spec, not started yet; `base_port`: of the first, 0 takes free ones."""
+    return [
+        make_server(spec, base_port and base_port + i, logs / f"engine_{i}.log")
+        for i, spec in enumerate(specs)
+    ]
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -15,10 +15,17 @@ import aiohttp
 from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
-from onpolicy.rollout.base import EnginesRestartedError, MemoryKind, RolloutGroup, SamplingJob
+from onpolicy.rollout.base import (
+    EndlessJob,
+    EnginesRestartedError,
+    MemoryKind,
+    RolloutGroup,
+    SamplingJob,
+)
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.rollout.server import EngineServer
+from onpolicy.rollout.interruption import interrupt
+from onpolicy.rollout.server import EngineServer, MakeServer, make_servers
 from onpolicy.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -28,7 +35,6 @@ _HEALTH_PAUSE = 0.5
 
 KINDS: frozenset[MemoryKind] = frozenset(get_args(MemoryKind))
 
-MakeServer = Callable[[EngineSpec, int, Path], EngineServer]
 MakeClient = Callable[[str, str, float, float, str], EngineClient]
 
 
@@ -57,7 +63,8 @@ class SglangGroup(RolloutGroup):
         self._stopped = False
         self._end_sampling: Callable[[], object] = lambda: None
         if not config.rollout_server_url:
-            self.servers = _servers(config, specs, log_directory, make_server)
+            port = config.rollout_base_port
+            self.servers = make_servers(specs, port, log_directory, make_server)
         urls = config.rollout_server_url or [server.url for server in self.servers]
         self.clients = [
             make_client(
@@ -74,13 +81,18 @@ class SglangGroup(RolloutGroup):
 
     def launch(self) -> None:
         for server in self.servers:
-            server.start()
+            self._start(server)
             logger.info("starting an SGLang server; its log: %s", server.log_file)
         if self.config.colocate:
             # SGLang takes a part of what is free, so it measures before the trainer allocates.
             logger.info("waiting for the servers, which share GPUs with the trainer")
             for server in self.servers:
                 server.wait_until_healthy(self.config.rollout_start_timeout)
+
+    def _start(self, server: EngineServer) -> None:
+        """Start it; on another host, at another address, if its own has left the cluster."""
+        server.start()
+        self.clients[self.servers.index(server)].url = server.url
 
     def connect(self, self_check: dict[str, str]) -> None:
         self._self_check = self_check
@@ -150,26 +162,28 @@ class SglangGroup(RolloutGroup):
         ) -> EngineClient | None:
             workers = [asyncio.create_task(work(client, session)) for _ in range(limit)]
             watch = asyncio.create_task(self._watch(client, session))
+            interrupts = asyncio.create_task(interrupt(job, client, session))
             try:
                 await _first_failure_or_all(workers, watch)
             except EngineLostError as error:
                 logger.error("%s", error)
                 return client
             finally:
-                for task in (*workers, watch):
+                for task in (*workers, watch, interrupts):
                     task.cancel()
-                await asyncio.gather(*workers, watch, return_exceptions=True)
+                await asyncio.gather(*workers, watch, interrupts, return_exceptions=True)
             return None
 
         async def work(client: EngineClient, session: aiohttp.ClientSession) -> None:
-            while queue:
+            while queue and not job.is_interrupted:
                 i = queue.popleft()
                 try:
-                    completion = await client.generate(session, job.requests[i])
+                    takes_parts = isinstance(job, EndlessJob)
+                    completion = await client.generate(session, job.requests[i], takes_parts)
                 except BaseException:
                     queue.append(i)
                     raise
-                job.add(i, completion)
+                queue.extend(job.add(i, completion))
                 self.on_progress(job.num_done, len(completion.response_ids))
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -226,6 +240,8 @@ class SglangGroup(RolloutGroup):
                 f"{down}onpolicy did not start them, so it cannot start them again. Start them with "
                 "`onpolicy serve`, then this run again, with --load if it saves checkpoints."
             )
+        for client in lost:
+            self._given_back.pop(client, None)
         dead = servers
         while dead:
             self._start_again(dead, down)
@@ -250,12 +266,8 @@ class SglangGroup(RolloutGroup):
         self._restarts_left -= len(servers)
         for server in servers:
             logger.warning("starting %s again", server.url)
-            self._given_back.pop(self._client_of(server), None)
             server.stop()
-            server.start()
-
-    def _client_of(self, server: EngineServer) -> EngineClient:
-        return next(client for client, owned in self._server_of.items() if owned is server)
+            self._start(server)
 
     def release_memory(self) -> None:
         for client in self.clients:
@@ -276,22 +288,6 @@ class SglangGroup(RolloutGroup):
             self._end_sampling()
         for server in self.servers:
             server.stop()
-
-
-def _servers(
-    config: EngineConfig,
-    specs: Sequence[EngineSpec],
-    log_directory: Path,
-    make_server: MakeServer,
-) -> list[EngineServer]:
-    return [
-        make_server(
-            spec,
-            config.rollout_base_port and config.rollout_base_port + i,
-            log_directory / f"engine_{i}.log",
-        )
-        for i, spec in enumerate(specs)
-    ]
 
 
 async def _first_failure_or_all(

@@ -10,9 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
+from typing import Literal
 
 from onpolicy.errors import EngineError
 from onpolicy.run.engines import EnginePair
@@ -26,87 +30,118 @@ RollOut = Callable[[int, int, Generate], Rollout]
 """(step, version, what samples) -> the step's rollout; to be called in the order of the steps."""
 
 
-class Rollouts:
-    """Draws each step's rollout once, under the version that the schedule says."""
+class Drawing(ABC):
+    """A thread that draws, and what its owner does for it meanwhile."""
 
-    def __init__(self, schedule: Schedule, roll_out: RollOut, engines: EnginePair):
-        self.schedule, self._roll_out, self._engines = schedule, roll_out, engines
+    def __init__(self, engines: EnginePair):
+        self._engines = engines
         self.drawn: dict[int, Rollout] = {}
-        """Those that are not taken yet, by their steps."""
+        """Rollouts that are not taken yet, by their steps."""
 
         self._thread: threading.Thread | None = None
-        self._asked: SimpleQueue[Future[None] | None] = SimpleQueue()
+        self._messages: SimpleQueue[Future[None] | Literal["news", "ended"]] = SimpleQueue()
         self._error: BaseException | None = None
         self._seconds = 0.0
 
+    @abstractmethod
     def take(self, step: int) -> Rollout:
         """The rollout of a step. What else is drawn under the weights that the engines hold is begun."""
-        first, *later = [step, *(s for s in self.schedule.drawn_under(step) if s > step)]
-        if first not in self.drawn:
-            self._draw(first, self._engines.generate)
-        if later := [s for s in later if s not in self.drawn]:
-            self._thread = threading.Thread(target=self._draw_all, args=(later,), daemon=True)
-            self._thread.start()
-        return self.drawn.pop(first)
 
     def settle(self) -> float:
         """Wait until nothing is being drawn: the seconds that took drawing since the last time.
 
         Raises what drawing raised.
         """
-        if self._thread is not None:
-            self._serve()
+        while self._thread is not None:
+            self._hear()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _serve(self) -> None:
-        """Push the thread's version again whenever it asks for that, until it ends."""
-        while (asked := self._asked.get()) is not None:
+    def _hear(self) -> None:
+        """Wait for a message of the thread: push its version again if it asks for that."""
+        message = self._messages.get()
+        if message == "ended":
+            self._end()
+            if self._error is not None:
+                raise self._error
+        elif isinstance(message, Future):
             try:
                 self._engines.push_again()
             except BaseException as error:
-                asked.set_exception(error)
+                message.set_exception(error)
+                while self._messages.get() != "ended":
+                    pass
                 self._end()
                 raise
-            asked.set_result(None)
-        self._end()
-        if self._error is not None:
-            raise self._error
+            message.set_result(None)
 
     def close(self) -> None:
         """End what is being drawn, and the engines with it."""
         if self._thread is None:
             return
         self._engines.rollout.stop()
-        while (asked := self._asked.get()) is not None:
-            asked.set_exception(EngineError("the run has ended"))
+        while (message := self._messages.get()) != "ended":
+            if isinstance(message, Future):
+                message.set_exception(EngineError("the run has ended"))
         self._end()
 
     def _end(self) -> None:
         assert self._thread is not None
         self._thread.join()
-        self._thread, self._asked = None, SimpleQueue()
+        self._thread = None
 
-    def _draw_all(self, steps: Sequence[int]) -> None:
-        """In the thread."""
-        try:
-            for step in steps:
-                self._draw(step, self._generate)
-        except BaseException as error:
-            logger.debug("drawing ahead failed", exc_info=True)
-            self._error = error
-        finally:
-            self._asked.put(None)
+    def _begin(self, draw: Callable[[], object]) -> None:
+        """Let the thread draw."""
 
-    def _draw(self, step: int, generate: Generate) -> None:
+        def run() -> None:
+            try:
+                with self._measured():
+                    draw()
+            except BaseException as error:
+                logger.debug("drawing beside the trainer failed", exc_info=True)
+                self._error = error
+            finally:
+                self._messages.put("ended")
+
+        self._messages = SimpleQueue()
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
         started = time.perf_counter()
-        self.drawn[step] = self._roll_out(step, self.schedule.version_of(step), generate)
+        yield
         self._seconds += time.perf_counter() - started
 
-    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self._engines.generate(requests, self._have_pushed_again)
-
-    def _have_pushed_again(self) -> None:
+    def _push_again(self) -> None:
+        """In the thread: have it done."""
         done: Future[None] = Future()
-        self._asked.put(done)
+        self._messages.put(done)
         done.result()
+
+
+class Rollouts(Drawing):
+    """Draws each step's rollout once, under the version that the schedule says."""
+
+    def __init__(self, schedule: Schedule, roll_out: RollOut, engines: EnginePair):
+        super().__init__(engines)
+        self.schedule, self._roll_out = schedule, roll_out
+
+    def take(self, step: int) -> Rollout:
+        first, *later = [step, *(s for s in self.schedule.drawn_under(step) if s > step)]
+        if first not in self.drawn:
+            with self._measured():
+                self._draw(first, self._engines.generate)
+        if later := [s for s in later if s not in self.drawn]:
+            self._begin(partial(self._draw_all, later))
+        return self.drawn.pop(first)
+
+    def _draw_all(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self._draw(step, self._generate)
+
+    def _draw(self, step: int, generate: Generate) -> None:
+        self.drawn[step] = self._roll_out(step, self.schedule.version_of(step), generate)
+
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self._engines.generate(requests, self._push_again)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.aligned import aligning_flag
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import operator_shapes
@@ -26,27 +29,44 @@ logger = logging.getLogger(__name__)
 def contract_for(
     config: TrainConfig | ServeConfig, hf_config: PretrainedConfig, *, aligned: bool
 ) -> NumericsContract:
-    """The contract of a model on this machine, on aligned operators or on stock ones.
+    """The contract of a model on this machine: on aligned operators, or on stock ones but for --align.
 
     Raises ConfigError if the model, the machine or the environment cannot keep it.
     """
     model, blocks = config.model, config.count_row_parallel_blocks()
     facts = ModelFacts(hf_config, model.trust_remote_code)
-    if aligned:
-        require_alignable(facts, hf_config.max_position_embeddings)
-        require_exact(os.environ)
+    aligned_by = aligning_flag(config.operators, mode=aligned)
+    if aligned_by:
+        require_alignable(facts, hf_config.max_position_embeddings, aligned_by)
+        require_exact(os.environ, aligned_by)
     shapes = operator_shapes(facts, blocks)
+    kinds = () if aligned else config.operators.kinds
     backend = "stock"
-    if aligned:
+    if aligned_by:
+        require_attention(shapes, kinds)
         tp_size = tensor_parallel_size(config.sglang_args)
         require_shardable(facts, shapes, tp_size=tp_size, blocks=blocks)
         asked = config.operators.operators
         backend = choose_backend(asked, model.dtype, shapes, blocks, Machine.here())
         logger.info("aligned operators: %s, %s", backend, model.dtype)
+        if kinds:
+            logger.info("aligned kinds: %s; parity is measured, not promised", ", ".join(kinds))
     return NumericsContract(
         backend=backend,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=model.dtype,
         shapes=shapes,
         row_parallel_blocks=blocks,
+        kinds=kinds,
     )
+
+
+def require_attention(shapes: OperatorShapes, kinds: Sequence[str]) -> None:
+    """Raise ConfigError for a partial contract that leaves attention to SGLang where transformers' code
+    asks for what SGLang's own is not known to compute."""
+    is_plain = all(k.window is None and not k.softcap and not k.sinks for k in shapes.attention)
+    if kinds and "attention" not in kinds and not is_plain:
+        raise ConfigError(
+            f"--align={','.join(kinds)}: the model's attention has windows, a soft cap or sinks, which "
+            "SGLang's own attention does not take from transformers' code. Add attention to the list."
+        )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from onpolicy.cluster.engine_host import make_server
-from onpolicy.cluster.placement import Placement, Slot
+from onpolicy.cluster.placement import Placement
+from onpolicy.cluster.places import Places
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineConfig, ServerConfig
 from onpolicy.config.secrets import reveal
@@ -29,27 +31,23 @@ def make_rollout_group(
     contract: NumericsContract,
     logs: Path,
     longest_sequence: int = 0,
-    placement: Placement | None = None,
+    places: Places | None = None,
     taps: str = "",
+    tokens: str = "",
 ) -> RolloutGroup:
-    """The rollout's servers, not started yet; without a placement all on this host. They record their
-    passes in the directory `taps`, if one is given."""
-    spec = replace(rollout_spec(config, hf_config, contract, longest_sequence), taps=taps)
-    placement = placement or placement_here(config, contract)
-    specs = [placed(spec, slot, placement, config.engine) for slot in placement.engines]
-    return SglangGroup(config.engine, specs or [spec], logs, make_server=make_server)
+    """The rollout's servers, not started yet; without places all on this host. They record their
+    passes in the directory `taps`, if one is given, and answer with what the file `tokens` says."""
+    spec = rollout_spec(config, hf_config, contract, longest_sequence)
+    places = places or places_in(placement_here(config, contract), config)
+    specs = places.specs(replace(spec, taps=taps, tokens=tokens)) or [spec]
+    make = partial(make_server, elsewhere=places.elsewhere)
+    return SglangGroup(config.engine, specs, logs, make_server=make)
 
 
-def placed(spec: EngineSpec, slot: Slot, placement: Placement, engine: EngineConfig) -> EngineSpec:
-    """What the engine in a slot is. It listens for this host alone if the whole run is here, and else
-    where the other hosts reach it."""
-    return replace(
-        spec,
-        node="" if slot.host.is_here else slot.host.name,
-        host=spec.host if placement.is_here else slot.host.address,
-        first_gpu=slot.devices[0] if slot.devices else 0,
-        num_threads=engine.cpu_threads or slot.cpu_threads,
-    )
+def places_in(placement: Placement, config: TrainConfig) -> Places:
+    """The places of a run's engines."""
+    engine = config.engine
+    return Places(placement, cpu_threads=engine.cpu_threads, colocate=engine.colocate)
 
 
 def rollout_spec(

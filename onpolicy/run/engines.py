@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
@@ -126,17 +127,37 @@ class EnginePair:
     def generate(
         self, requests: Sequence[Request], push_again: Callable[[], None] | None = None
     ) -> list[Completion]:
-        """Sample responses; servers that die on the way get the current weights again.
+        """Sample responses, as `work` does."""
+        return self.work(SamplingJob(requests), push_again)
+
+    def work(
+        self, job: SamplingJob, push_again: Callable[[], None] | None = None
+    ) -> list[Completion]:
+        """Have a job done; servers that die on the way get the current weights again.
 
         `push_again`: has that done, where the caller's thread is not the one that calls the trainer.
         """
-        job = SamplingJob(requests)
         while True:
             self.rollout.on_progress = self.on_progress
             try:
                 return self.rollout.generate(job)
             except EnginesRestartedError:
                 (push_again or self.push_again)()
+
+    def score(
+        self, requests: Sequence[Request], completions: Sequence[Completion], temperature: float
+    ) -> list[Tensor]:
+        """The trainer's log-probabilities of what was answered: float32 [R] of each response.
+
+        Packed in the opposite order, so that no row has the neighbours that it was sampled beside.
+        """
+        answers = list(zip(requests, completions, strict=True))[::-1]
+        scores = self.trainer.log_probs(
+            [request.prompt_ids + completion.response_ids for request, completion in answers],
+            [len(request.prompt_ids) for request, _ in answers],
+            temperature,
+        )
+        return scores[::-1]
 
     def stop(self) -> None:
         """End the servers, and the ranks of the trainer."""

@@ -22,7 +22,6 @@ from onpolicy.contract import NumericsContract
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import Source, count_sites, first_source
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import PolicyModel
 from onpolicy.ops import make_operators
 from onpolicy.outputs.directory import versions
 from onpolicy.parity import ParityCounts, compare_log_probs
@@ -32,11 +31,11 @@ from onpolicy.run.engine_specs import make_rollout_group
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.verify import requests_of
 from onpolicy.run.verify_inputs import longest_prompt, make_prompts, make_train_config
-from onpolicy.taps.door import recording
-from onpolicy.taps.evidence import FILE, read_evidence
+from onpolicy.taps.evidence import clear_evidence, read_evidence
 from onpolicy.taps.recorder import HEAD, Recorder, Site
 from onpolicy.taps.recording import SUSPECT, Recording, read_calls
 from onpolicy.taps.rows import prefix_keys
+from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.types import Completion, Request
 
 logger = logging.getLogger(__name__)
@@ -102,12 +101,14 @@ class Microscope:
         """Sample, score, compare; and if something differs, find out where it began."""
         completions = self._sample()
         rollout = Recording.of(read_calls(self.directory))
+        self.recorder.shares, self.recorder.ranks = rollout.shares(), rollout.ranks
         log_probs, train = self._score(completions)
         compared = _compare(completions, log_probs)
         found = self._source(rollout, train, completions, compared)
         sites = [asdict(counts) for counts in count_sites(rollout, train)]
         result = {**_numbers(compared), "first_token": None, "source": None, "proof": None}
-        result["only_in_one"] = sorted({f"{s[1]} of {s[0]}" for s in set(rollout) ^ set(train)})
+        result["only_in_one"] = _only_in_one(rollout, train)
+        result["rollout_ranks"] = rollout.ranks
         if found is not None:
             number, token, source = found
             if token is not None:
@@ -127,17 +128,11 @@ class Microscope:
         return self.engines.generate(self.requests)
 
     def _score(self, completions: Sequence[Completion]) -> tuple[list[torch.Tensor], Recording]:
-        """By the trainer, packed, in the opposite order."""
         logger.info("scoring them with the trainer, recorded")
-        pairs = list(zip(self.requests, completions, strict=True))[::-1]
-        model: PolicyModel = self.engines.trainer.model  # type: ignore[attr-defined]
-        with recording(model, self.recorder) as passes:
-            scores = self.engines.trainer.log_probs(
-                [request.prompt_ids + completion.response_ids for request, completion in pairs],
-                [len(request.prompt_ids) for request, _ in pairs],
-                self.temperature,
-            )
-        return scores[::-1], Recording.of(passes)
+        trainer: PolicyTrainer = self.engines.trainer  # type: ignore[assignment]
+        with trainer.recording(self.recorder) as passes:
+            scores = self.engines.score(self.requests, completions, self.temperature)
+        return scores, Recording.of(passes)
 
     def _source(
         self,
@@ -166,17 +161,26 @@ class Microscope:
         if source.cause in ("not computed", "between operators") or source.site == LOG_SOFTMAX:
             return None
         logger.info("running the tokens again, to keep the tensors of the %s", source.name)
-        (self.directory / FILE).unlink(missing_ok=True)
+        clear_evidence(self.directory)
         wanted = json.dumps({"site": source.site, "key": source.key})
         (self.directory / SUSPECT).write_text(wanted)
-        self.recorder.suspect, self.recorder.evidence = (source.site, source.key), None
+        recorder, rank = self.recorder, source.ranks[0]
+        recorder.suspect, recorder.evidence = (source.site, source.key, rank), None
         self._sample()
         self._score(completions)
-        theirs, ours = read_evidence(self.directory), self.recorder.evidence
-        if theirs is None or ours is None:
+        theirs = read_evidence(self.directory)
+        if rank not in theirs or recorder.evidence is None:
             return None
         operators = make_operators(self.engines.contract)
-        return asdict(prove(theirs, ours, self.recorder.objects, operators))
+        proof = prove(theirs, recorder.evidence, recorder.objects, operators, rank)
+        return asdict(proof)
+
+
+def _only_in_one(rollout: Recording, train: Recording) -> list[str]:
+    """Sites that one side lacks, or of which a rank has what is no part of the trainer's."""
+    sites = set(rollout) ^ set(train)
+    sites |= {site for site in set(rollout) & set(train) if rollout[site].keys() - train[site]}
+    return sorted({f"{operator} of {module}" for module, operator, _ in sites})
 
 
 def _compare(
@@ -197,14 +201,7 @@ def _by_position(
 
 
 def _numbers(compared: Sequence[tuple[ParityCounts, int | None]]) -> Result:
-    counts = sum((counts for counts, _ in compared), ParityCounts())
-    return {
-        "num_compared_tokens": counts.num_compared,
-        "num_mismatched_tokens": counts.num_mismatched,
-        "max_abs_diff": counts.max_abs_diff,
-        "max_ulp": counts.max_ulp,
-        "k3_kl_mean": counts.sum_k3 / max(counts.num_compared, 1),
-    }
+    return sum((counts for counts, _ in compared), ParityCounts()).report()
 
 
 def _token(
@@ -233,6 +230,7 @@ def _of_log_softmax(keys: Sequence[int]) -> Source:
         before=(HEAD, "linear", 0),
         position=len(keys) - 1,
         key=keys[-1],
+        ranks=(0,),
         rollout_shape=(),
         train_shape=(),
     )

@@ -26,13 +26,17 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
         return config
     case = read_case(Path(config.case))
     contract = case["contract"]
+    kinds = contract.get("kinds") or ()
+    is_aligned = contract["backend"] != "stock" and not kinds
+    blocks = contract["row_parallel_blocks"] if is_aligned else 0
     return replace(
         config,
+        operators=replace(config.operators, row_parallel_blocks=blocks, align=",".join(kinds)),
         temperature=case["params"]["temperature"],
         max_prompt_len=max(8, len(case["prompt_ids"])),
         max_new_tokens=len(case["response_ids"]),
         model=replace(config.model, dtype=contract["dtype"]),
-        true_on_policy_mode=contract["backend"] != "stock",
+        true_on_policy_mode=is_aligned,
     )
 
 

@@ -14,6 +14,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.outputs.directory import check_sinks
+from onpolicy.outputs.rollout_journal import RolloutJournal
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompts import PromptSource, load_prompts
@@ -31,6 +32,7 @@ from onpolicy.run.ladder import Ladder
 from onpolicy.run.memory import ModelSize, require_run_fits
 from onpolicy.run.placement import placement_here
 from onpolicy.run.push_checks import require_transport
+from onpolicy.run.replay_checks import read_replayed
 from onpolicy.run.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
@@ -55,6 +57,9 @@ class Inputs:
     """The prompts of each evaluation set, by its name; the name of a single set may be empty."""
 
     stop_token_ids: tuple[int, ...]
+
+    replayed: RolloutJournal | None = None
+    """What --replay repeats."""
 
     def longest_sequence(self, config: TrainConfig) -> int:
         """Tokens of the longest prompt and response that the run may ask an engine for."""
@@ -99,11 +104,11 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
                 for name, file in eval_sets(config.eval.eval_prompt_data).items()
             },
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
+            replayed=read_replayed(config, prompts),
         )
         require_weights(config, hf_config)
-        if not (
-            config.cluster.ray_address or config.dry_run
-        ):  # a cluster is asked when a run begins
+        # A cluster is asked when a run begins.
+        if not (config.cluster.ray_address or config.dry_run):
             placement_here(config, ladder.contract)
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust)

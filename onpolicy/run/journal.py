@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 
 from fallback_correction.governor import Move
 from onpolicy.config import TrainConfig
+from onpolicy.outputs import rollout_journal
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import Sink
 from onpolicy.outputs.plot import plot_run
@@ -61,8 +62,13 @@ class Journal:
         """`num_done` of them are there; the latest has `num_tokens`."""
         self._progress.on_response(num_done, num_tokens)
 
-    def on_rollout(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """A rollout is sampled and scored."""
+    def on_rollout(self, step: int, groups: Sequence[SampleGroup], weights: str = "") -> None:
+        """A rollout is sampled and scored. `weights`: the digest of those that are to learn from it,
+        where the clock has decided what it is."""
+        if weights:
+            with self._directory.writing():
+                record = rollout_journal.record_of(step, weights, groups)
+                rollout_journal.add(self._directory.rollouts, record)
         if step == self._first_step:
             logger.info("%s", self._samples.describe(groups[0].samples[0]))
 

@@ -9,9 +9,10 @@ import torch
 from transformers import PretrainedConfig
 
 from onpolicy.cluster.hosts import Host, this_host
-from onpolicy.cluster.placement import Placement, place
+from onpolicy.cluster.placement import Placement, place, place_engines
 from onpolicy.cluster.session import session
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import EngineCountConfig, ServerConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -25,16 +26,33 @@ def placement_of(
     config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
 ) -> Placement:
     """Where each rank and each engine of a run is. Raises ConfigError with the sum that does not fit."""
-    engine, per_engine = config.engine, tensor_parallel_size(config.sglang_args)
-    asked = engine.rollout_num_gpus or engine.rollout_num_gpus_per_engine
-    if asked and contract.device == "cpu":
+    per_engine = tensor_parallel_size(config.sglang_args)
+    _require_gpus_if_counted(config.engine, contract)
+    placement = place(config.cluster, config.engine, per_engine, contract.device, hosts)
+    require_reach(config, placement)
+    return placement
+
+
+def placement_of_servers(
+    count: EngineCountConfig,
+    per_engine: int,
+    rollout_host: str,
+    contract: NumericsContract,
+    hosts: Sequence[Host],
+) -> Placement:
+    """Where each server of a command without a trainer is; raises as `placement_of` does."""
+    _require_gpus_if_counted(count, contract)
+    placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
+    _require_addresses_of_hosts(rollout_host, placement)
+    return placement
+
+
+def _require_gpus_if_counted(count: EngineCountConfig, contract: NumericsContract) -> None:
+    if contract.device == "cpu" and (count.rollout_num_gpus or count.rollout_num_gpus_per_engine):
         raise ConfigError(
             "--rollout-num-gpus, --rollout-num-gpus-per-engine: there are no GPUs here. Give "
             "--rollout-num-engines, the servers that share the hosts' cores, and --sglang-tp-size."
         )
-    placement = place(config.cluster, engine, per_engine, contract.device, hosts)
-    require_reach(config, placement)
-    return placement
 
 
 def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement:
@@ -59,17 +77,21 @@ def require_reach(config: TrainConfig, placement: Placement) -> None:
     one host is given for several."""
     if placement.is_here:
         return
-    if config.engine.rollout_host != type(config.engine)().rollout_host:
-        raise ConfigError(
-            f"--rollout-host={config.engine.rollout_host}: the run takes other hosts than this one, and "
-            "each engine listens on its own host's address in the cluster. Leave the flag out."
-        )
+    _require_addresses_of_hosts(config.engine.rollout_host, placement)
     home = placement.trainer[0].host
     far = [i for i, slot in enumerate(placement.engines) if slot.host != home]
     if far and config.sync.weight_sync == "ipc":
         raise ConfigError(
             f"--weight-sync=ipc: a GPU's memory can be opened on its own host, {home}, and engine "
             f"{far[0]} is on {placement.engines[far[0]].host}. Choose --weight-sync tensor."
+        )
+
+
+def _require_addresses_of_hosts(rollout_host: str, placement: Placement) -> None:
+    if rollout_host != ServerConfig().rollout_host and not placement.is_here:
+        raise ConfigError(
+            f"--rollout-host={rollout_host}: other hosts than this one are taken, and each server "
+            "listens on its own host's address in the cluster. Leave the flag out."
         )
 
 

@@ -59,18 +59,14 @@ class Probe:
             "probe/num_compared_tokens": total.num_compared,
             "probe/num_mismatched_tokens": total.num_mismatched,
             "probe/max_ulp": total.max_ulp,
-            "probe/k3": total.sum_k3 / max(total.num_compared, 1),
+            "probe/k3": total.mean_k3,
         }
 
     def _counts(
         self, requests: Sequence[Request], completions: Sequence[Completion]
     ) -> ParityCounts:
-        answers = [(r.prompt_ids, c) for r, c in zip(requests, completions, strict=True)]
-        scores = self._engines.trainer.log_probs(
-            [prompt_ids + c.response_ids for prompt_ids, c in answers],
-            [len(prompt_ids) for prompt_ids, _ in answers],
-            self.config.rollout.rollout_temperature,
-        )
+        temperature = self.config.rollout.rollout_temperature
+        scores = self._engines.score(requests, completions, temperature)
         counts = [
             compare_log_probs(score, torch.tensor(c.rollout_log_probs, dtype=torch.float32))[0]
             for score, c in zip(scores, completions, strict=True)

@@ -15,12 +15,13 @@ from onpolicy.config import TrainConfig, settings
 from onpolicy.config.groups import RewardConfig
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
+from onpolicy.outputs.rollout_journal import begin as begin_journal
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
 from onpolicy.run import saving
-from onpolicy.run.ahead import Rollouts
 from onpolicy.run.cases import make_case, write_case
+from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.journal import Journal
@@ -29,7 +30,6 @@ from onpolicy.run.probe import Probe
 from onpolicy.run.sampler import Sampler
 from onpolicy.run.saving.rollouts import FILE as ROLLOUTS
 from onpolicy.run.saving.rollouts import read_rollouts, write_rollouts
-from onpolicy.run.schedule import Schedule
 from onpolicy.run.train_samples import make_train_samples, worth_training
 from onpolicy.types import RunSummary, RunTotals, Sample, SampleGroup
 from onpolicy.weights.transports.disk import remove_leftovers
@@ -59,6 +59,7 @@ class Run:
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
+        self._is_free = config.rollout.rollout_schedule == "free"
         self._on_exit = ExitStack()
 
     def __enter__(self) -> Self:
@@ -137,13 +138,15 @@ class Run:
 
     def _begin_rollouts(self, resumed: saving.Checkpoint | None) -> None:
         """What a checkpoint holds of rollouts is taken over, unless the run goes on as another."""
-        rollout = self.config.rollout
-        schedule = Schedule(
-            lag=rollout.rollout_lag, first=self.first_step, last=rollout.num_rollout
-        )
-        self.rollouts = Rollouts(schedule, self.sampler.roll_out, self.engines)
+        self.sampler.open.next_number = self.first_step * self.config.rollout.rollout_batch_size
+        if self._is_free:
+            prompts = saving.digest_prompts(self.inputs.prompts.prompts)
+            with self._directory.writing():
+                begin_journal(
+                    self._directory.rollouts, self.first_step, self.config.to_dict(), prompts
+                )
+        self.rollouts = make_drawing(self.sampler, self.engines, self.first_step)
         self._on_exit.callback(self.rollouts.close)
-        self.sampler.open.next_number = self.first_step * rollout.rollout_batch_size
         if resumed is not None and self._is_the_same_run(resumed):
             read_rollouts(resumed.directory, self.sampler, self.rollouts)
 
@@ -182,7 +185,8 @@ class Run:
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         """The sampled and scored prompts of a step; what the schedule draws beside it is begun."""
         rollout = self.rollouts.take(step)
-        self.journal.on_rollout(step, rollout.groups)
+        weights = self.engines.weight_digest if self._is_free else ""
+        self.journal.on_rollout(step, rollout.groups, weights)
         return rollout.groups, rollout.metrics
 
     def evaluate_if_due(self, step: int) -> None:
@@ -207,13 +211,13 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
-        self.engines.make_room()
         self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
         kept = worth_training(groups, algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
+        self.engines.make_room()
         samples = make_train_samples(kept, algorithm, step if self.config.may_lag else None)
         num_steps = min(self.config.steps_per_rollout, len(samples))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)

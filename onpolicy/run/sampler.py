@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from onpolicy.config import TrainConfig
 from onpolicy.errors import TrainingError
 from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.free_groups import FreeGroups, Staleness
 from onpolicy.rollout.open_groups import OpenGroup, OpenGroups
 from onpolicy.rollout.sampling import group_samples, make_group, make_requests, require_version
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
@@ -51,15 +52,29 @@ class Sampler:
         on_requests: Callable[[int], None],
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
-        self._scorer, self._on_requests = scorer, on_requests
-        rollout = config.rollout
-        self.open = OpenGroups(
-            self.open_group,
-            config.open_groups * rollout.n_samples_per_prompt,
-            rollout.rollout_segment_tokens or rollout.rollout_max_response_len,
-        )
+        self._scorer, self.on_requests = scorer, on_requests
+        self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
+
+    def _open_groups(self) -> OpenGroups:
+        rollout = self.config.rollout
+        width = self.config.open_groups * rollout.n_samples_per_prompt
+        longest = rollout.rollout_max_response_len
+        if rollout.rollout_schedule != "free":
+            return OpenGroups(self.open_group, width, rollout.rollout_segment_tokens or longest)
+        size = rollout.rollout_batch_size
+        staleness = Staleness(most=rollout.max_staleness, batch=size)
+        return FreeGroups(self.open_group, width, longest, staleness, rollout.num_rollout * size)
+
+    def finish(self, complete: Sequence[OpenGroup], tokens: int, seconds: float) -> Rollout:
+        """Of complete groups, in their order: scored, and nothing left out.
+
+        `tokens`, `seconds`: what was drawn since the last rollout, and how long that took.
+        """
+        groups, metrics = self._scored(complete)
+        metrics["perf/rollout_tokens_per_second"] = tokens / seconds if seconds else 0.0
+        return Rollout(groups=groups, metrics={**rollout_metrics(groups), **metrics})
 
     def roll_out(self, step: int, version: int, generate: Generate) -> Rollout:
         """Draw the groups of a step: the oldest that are complete, in rounds until there are enough.
@@ -82,7 +97,7 @@ class Sampler:
     def _draw_round(self, version: int, generate: Generate, found: Metrics) -> None:
         started = time.perf_counter()
         slots = self.open.next_round()
-        self._on_requests(len(slots))
+        self.on_requests(len(slots))
         completions = generate([self.open.request(slot) for slot in slots])
         sampled = time.perf_counter()
         for completion in completions:
@@ -97,18 +112,22 @@ class Sampler:
         """Score groups, and keep those that are worth it."""
         if not complete:
             return {}
-        groups, metrics = self._score(
-            [group.prompt for group in complete],
-            [c for group in complete for c in group.completions if c is not None],
-        )
-        for group, drawn in zip(groups, complete, strict=True):
-            group.number = drawn.number
+        groups, metrics = self._scored(complete)
         if self.config.rollout.dynamic_sampling:
             found = len(groups)
             groups = [group for group in groups if has_signal(group)]
             metrics["rollout/num_resampled_groups"] = float(found - len(groups))
         self.ready = sorted([*self.ready, *groups], key=lambda group: group.number)
         return metrics
+
+    def _scored(self, complete: Sequence[OpenGroup]) -> tuple[list[SampleGroup], Metrics]:
+        groups, metrics = self._score(
+            [group.prompt for group in complete],
+            [c for group in complete for c in group.completions if c is not None],
+        )
+        for group, drawn in zip(groups, complete, strict=True):
+            group.number = drawn.number
+        return groups, metrics
 
     def _require_signal(self, step: int, num_dropped: float) -> None:
         rollout = self.config.rollout
@@ -146,7 +165,7 @@ class Sampler:
         prompts, count = self.inputs.eval_sets[name], evaluation.n_samples_per_eval_prompt
         seed_key = ["eval", name] if name else ["eval"]
         requests = make_requests(prompts, count, params, self.config.seed, *seed_key)
-        self._on_requests(len(requests))
+        self.on_requests(len(requests))
         completions = self.engines.generate(requests)
         for completion in completions:
             require_version(completion, self.engines.weight_version)

@@ -70,11 +70,7 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
         phases.close()
         engines.stop()
     return {
-        "num_compared_tokens": counts.num_compared,
-        "num_mismatched_tokens": counts.num_mismatched,
-        "max_abs_diff": counts.max_abs_diff,
-        "max_ulp": counts.max_ulp,
-        "k3_kl_mean": counts.sum_k3 / max(counts.num_compared, 1),
+        **counts.report(),
         "k3_kl_max": counts.max_k3,
         "num_cached_tokens": num_cached,
         "versions": versions(),

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.policy import PackedTokens, PolicyModel
-from onpolicy.ops import Operators
-from onpolicy.taps.recorder import INPUTS, Call, Recorder
+from onpolicy.ops import AttentionLayout, Operators
+from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.taps.recorder import INPUTS, Call, Recorder, Scope
 from onpolicy.taps.rows import prefix_keys
 
 
@@ -43,23 +44,33 @@ def scopes(decoder: Any, recorder: Recorder) -> Iterator[None]:
             if name:
                 for handle in _scope_hooks(module, name, recorder):
                     stack.callback(handle.remove)
-        handle = decoder.get_input_embeddings().register_forward_hook(_embedding_hook(recorder))
+        handle = decoder.get_input_embeddings().register_forward_hook(record_embedding(recorder))
         stack.callback(handle.remove)
         yield
 
 
 def _scope_hooks(module: nn.Module, name: str, recorder: Recorder) -> Iterator[Any]:
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        chosen = None
+        scope = Scope(module=name)
         if isinstance(module, AlignedExperts):
             chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        recorder.enter(name, chosen)
+            scope = experts_scope(name, chosen, module.row_parallel)
+            scope.has_halves = module.own_gate is None
+        recorder.enter(scope)
 
     yield module.register_forward_pre_hook(enter, with_kwargs=True)
     yield module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
 
 
-def _embedding_hook(recorder: Recorder) -> Callable[[nn.Module, Any, Tensor], None]:
+def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel) -> Scope:
+    """Of a module that sorts its rows by the experts that each token chose: int64 [T, k]."""
+    order = chosen.detach().reshape(-1).cpu().sort(stable=True)[1]
+    return Scope(module=name, expert_order=order, first_block=row_parallel.first_block)
+
+
+def record_embedding(recorder: Recorder) -> Callable[[nn.Module, Any, Tensor], None]:
+    """A forward hook of the input embedding."""
+
     def record(_: nn.Module, args: Any, out: Tensor) -> None:
         if recorder.is_open:
             recorder.add("embed_tokens", "embedding", (), (out,))
@@ -85,7 +96,8 @@ def recording(model: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call
     passes: list[list[Call]] = []
 
     def begin(_: nn.Module, args: tuple[PackedTokens]) -> None:
-        recorder.open(packed_keys(args[0]), args[0].rows)
+        batch = args[0]
+        recorder.open(packed_keys(batch.tokens, batch.layout), batch.rows)
 
     with behind_operators(model, recorder), ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(begin).remove)
@@ -94,7 +106,7 @@ def recording(model: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call
         yield passes
 
 
-def packed_keys(batch: PackedTokens) -> Tensor:
+def packed_keys(tokens: Tensor, layout: AttentionLayout) -> Tensor:
     """int64 [T]: of whole sequences laid end to end."""
-    sequences = batch.tokens.cpu().split(list(batch.layout.query_lens))
+    sequences = tokens.cpu().split(list(layout.query_lens))
     return torch.tensor([key for tokens in sequences for key in prefix_keys(tokens.tolist())])

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout
+from onpolicy.taps.parts import cut
 from onpolicy.taps.rows import by_row
 
-FILE = "evidence.pt"
+SUFFIX = ".evidence"
 
 ATTENTION = {"attention", "paged_attention"}
 
@@ -39,17 +40,37 @@ class Evidence:
     shape: tuple[int, ...]
     """Of the first tensor among the arguments, as it was called."""
 
+    columns: list[Tensor | None]
+    """int64: of each result, the columns that the other side has; None: all."""
+
     def row_of_results(self) -> list[Tensor]:
         """What came out for the wanted row: [n] each."""
-        return [by_row(result, self.rows)[self.where].reshape(-1) for result in self.results]
+        return self.row_of(self.results)
+
+    def row_of(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """The wanted row of this call's results, or of others in their shapes."""
+        pairs = zip(results, self.columns, strict=True)
+        return [cut(self._rows(result), columns).reshape(-1) for result, columns in pairs]
+
+    @property
+    def width(self) -> int:
+        """Columns of a row of the first result, the other side's or not."""
+        return self._rows(self.results[0]).shape[1]
+
+    def _rows(self, result: Tensor) -> Tensor:
+        return by_row(result, self.rows)[self.where].reshape(len(self.where), -1)
 
     @staticmethod
-    def of(operator: str, args: Sequence[Any], out: Any, where: list[int], rows: int) -> Evidence:
+    def of(
+        operator: str, args: Sequence[Any], out: Any, where: list[int], rows: int,
+        columns: Sequence[Tensor | None] = (),
+    ) -> Evidence:  # fmt: skip
         """Of a call while it is made: a trainer's weights are gone when its forward pass has ended."""
         results = out if isinstance(out, tuple) else (out,)
         shape = next((tuple(a.shape) for a in args if isinstance(a, Tensor)), ())
+        wanted = list(columns) or [None] * len(results)
         if operator in ATTENTION and len(args) > 3:
-            return _of_attention(args, results[0], where[0], shape)
+            return _of_attention(args, results[0], where[0], shape, wanted)
         return Evidence(
             operator=operator,
             arguments=[_kept(argument) for argument in args],
@@ -57,10 +78,13 @@ class Evidence:
             where=where,
             rows=rows,
             shape=shape,
+            columns=wanted,
         )
 
 
-def _of_attention(args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, ...]) -> Evidence:
+def _of_attention(
+    args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, ...], columns: list[Tensor | None]
+) -> Evidence:
     q, k, v, layout, scores, *rest = args
     if isinstance(layout, PagedLayout):
         k, v, layout = k.flatten(0, 1), v.flatten(0, 1), layout.by_rows()
@@ -79,19 +103,28 @@ def _of_attention(args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, 
         where=[row - first],
         rows=layout.query_lens[sequence],
         shape=shape,
+        columns=columns,
     )
 
 
-def write_evidence(evidence: Evidence, directory: Path) -> None:
-    partial = directory / f".{FILE}_{os.getpid()}"
+def write_evidence(evidence: Evidence, directory: Path, rank: int = 0) -> None:
+    partial = directory / f"{os.getpid()}.partial"
     torch.save(asdict(evidence), partial)
-    partial.replace(directory / FILE)
+    partial.replace(directory / f"{rank}{SUFFIX}")
 
 
-def read_evidence(directory: Path) -> Evidence | None:
-    """None if the call has not come."""
-    file = directory / FILE
-    return Evidence(**torch.load(file)) if file.exists() else None
+def read_evidence(directory: Path) -> dict[int, Evidence]:
+    """By rank; nothing if the call has not come, or ranks of different engines made it last."""
+    files = sorted(directory.glob(f"*{SUFFIX}"))
+    found = {int(file.stem): Evidence(**torch.load(file)) for file in files}
+    calls = {(evidence.rows, *evidence.where) for evidence in found.values()}
+    return found if len(calls) == 1 else {}
+
+
+def clear_evidence(directory: Path) -> None:
+    """Of all ranks."""
+    for file in directory.glob(f"*{SUFFIX}"):
+        file.unlink()
 
 
 def _kept(argument: Any) -> Any:

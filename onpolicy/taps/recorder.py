@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout
 from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.taps.digests import Store, Tensors
 from onpolicy.taps.evidence import ATTENTION, Evidence
-from onpolicy.taps.rows import by_row, digest, odd_numbers
+from onpolicy.taps.parts import Part, Widths
 
 HEAD = "lm_head"
 """Where what no decoder module calls belongs: the output projection, and what follows it."""
@@ -47,6 +46,10 @@ class Call:
     """One call of an operator; all tensors int64 [n], n: rows of it that have a key."""
 
     site: Site
+
+    rank: int
+    """The rollout's tensor-parallel rank that computed it, or that has this part of it."""
+
     keys: Tensor
     inputs: Tensor
     outputs: Tensor
@@ -54,18 +57,36 @@ class Call:
     store: Tensor | None
     """Of attention: a digest of the keys and values that each row's token sees."""
 
+    widths: Widths
     shape: tuple[int, ...]
     """Of the first argument."""
 
 
-@dataclass(slots=True)
-class _Scope:
+@dataclass(slots=True, kw_only=True)
+class Scope:
+    """A module that is running."""
+
     module: str
+    """Its Hugging Face name."""
+
+    fused: Mapping[str, Tensor | None] | None = None
+    """The modules that it computes at once, and int64: each one's columns of its result."""
 
     expert_order: Tensor | None = None
     """int64 [T * k]: in experts, the (token, choice) of each row."""
 
+    first_block: int = 0
+    """In experts, the first of this rank's blocks of the sum over their intermediate axis."""
+
+    has_halves: bool = False
+    """In experts, whether what they compute first is gate and up, side by side."""
+
     counts: Counter[str] = field(default_factory=Counter)
+
+    def number(self, name: str) -> int:
+        """Which of its calls of an operator this is, on all ranks together."""
+        is_block = name == "grouped_partial_linear" and self.counts
+        return self.counts[name] + (self.first_block if is_block else 0)
 
 
 @dataclass(slots=True)
@@ -76,12 +97,56 @@ class _Pass:
     head_done: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A site of a call that is being made: its part, and the digests of what that was given."""
+
+    site: Site
+    part: Part
+    inputs: Tensor
+    store: Tensor | None
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A call that has been made."""
+
+    name: str
+    args: tuple[Any, ...]
+    out: Any
+    keys: Tensor
+
+    given: Widths
+    """Of inputs, keys and values."""
+
+    expert_order: Tensor | None = None
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        return self.out if isinstance(self.out, tuple) else (self.out,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        tensors = (x for x in (*self.args, *self.results) if isinstance(x, Tensor))
+        return tuple(next(tensors).shape)
+
+
 class Recorder:
     """Records while a pass is open; a call outside of one costs a comparison."""
 
-    def __init__(self) -> None:
-        self.suspect: tuple[Site, int] | None = None
-        """The call whose tensors are wanted: that site's last one with a row of that key."""
+    def __init__(self, rank: int = 0) -> None:
+        """rank: the tensor-parallel rank of the rollout that this process is."""
+        self.rank = rank
+
+        self.shares: Mapping[Site, Mapping[int, Widths]] = {}
+        """Of a trainer: what each rank of the rollout has of a site, if there are several."""
+
+        self.ranks = 1
+        """Of the rollout."""
+
+        self.suspect: tuple[Site, int, int] | None = None
+        """The call whose tensors are wanted: that site's last one with a row of that key, and the
+        rank."""
 
         self.evidence: Evidence | None = None
         """Them."""
@@ -90,7 +155,7 @@ class Recorder:
         """The call's arguments that are no tensors, each in its place: functions, ranks, layouts."""
 
         self._pass: _Pass | None = None
-        self._scopes: list[_Scope] = []
+        self._scopes: list[Scope] = []
 
     def open(self, keys: Tensor, head_rows: Tensor) -> None:
         """A forward pass begins: int64 [T], the keys of its rows, and those that go on to the head."""
@@ -102,13 +167,10 @@ class Recorder:
         self._pass = None
         return calls
 
-    def enter(self, module: str, chosen: Tensor | None = None) -> None:
-        """A module begins; chosen: int64 [T, k], the experts that it sorts its rows by, if it does."""
+    def enter(self, scope: Scope) -> None:
+        """A module begins."""
         if self._pass is not None:
-            order = (
-                None if chosen is None else chosen.detach().reshape(-1).cpu().sort(stable=True)[1]
-            )
-            self._scopes.append(_Scope(module, order))
+            self._scopes.append(scope)
 
     def leave(self) -> None:
         if self._pass is not None and self._scopes:
@@ -120,42 +182,28 @@ class Recorder:
         """What `right` returns, recorded as the operator `name`."""
         if self._pass is None:
             return right(*args, **kwargs)
-        scope = self._scopes[-1] if self._scopes else _Scope(HEAD)
+        scope = self._scopes[-1] if self._scopes else Scope(module=HEAD)
         given = args[INPUTS[name]]
         keys = self._rows(name, given[0], scope)
-        inputs = self._digest(given, keys, scope)  # now: an operator may write over them
-        store = _store_digest(*args[1:4]) if name in ATTENTION else None
+        inputs = Tensors(given, len(keys), scope.expert_order)
+        store = Store(*args[1:4]) if name in ATTENTION else None
+        operator = _common_name(name, args)
+        sites = self._begin(scope, operator, inputs, store)  # now: it may write over its input
         out = right(*args, **kwargs)
-        made = out if isinstance(out, tuple) else (out,)
-        call = Call(
-            site=(scope.module, _common_name(name, args), scope.counts[name]),
-            keys=keys,
-            inputs=inputs,
-            outputs=self._digest(made, keys, scope),
-            store=store,
-            shape=tuple(given[0].shape),
-        )
-        scope.counts[name] += 1
-        self._keep(call, name, args, out, scope.expert_order)
-        if name == "topk":
-            self._keep_choice(call, out[1], scope)
+        widths = inputs.widths, store.widths if store else ()
+        self._end(sites, _Ended(name, args, out, keys, widths, scope.expert_order))
+        scope.counts[operator] += 1
         return out
 
     def add(
         self, module: str, operator: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """Record what a module of an engine's own computed, without an operator of ours."""
-        scope = _Scope(module)
+        scope = Scope(module=module)
         keys = self._rows(operator, outputs[0], scope)
-        call = Call(
-            site=(module, operator, 0),
-            keys=keys,
-            inputs=self._digest(inputs, keys, scope) if inputs else keys,
-            outputs=self._digest(outputs, keys, scope),
-            store=None,
-            shape=tuple((inputs or outputs)[0].shape),
-        )
-        self._keep(call, operator, tuple(inputs), tuple(outputs))
+        given = Tensors(inputs, len(keys))
+        sites = self._begin(scope, operator, given, None)
+        self._end(sites, _Ended(operator, tuple(inputs), tuple(outputs), keys, (given.widths, ())))
 
     @property
     def is_open(self) -> bool:
@@ -166,7 +214,7 @@ class Recorder:
         """The one that is running."""
         return self._scopes[-1].module if self._scopes else HEAD
 
-    def _rows(self, name: str, x: Tensor, scope: _Scope) -> Tensor:
+    def _rows(self, name: str, x: Tensor, scope: Scope) -> Tensor:
         """The keys of a call's rows."""
         assert self._pass is not None
         if scope.module != HEAD:
@@ -175,46 +223,63 @@ class Recorder:
         self._pass.head_done[name] += count
         return self._pass.keys[self._pass.head_rows[done : done + count]]
 
-    def _digest(self, tensors: Sequence[Tensor], keys: Tensor, scope: _Scope) -> Tensor:
-        total = torch.zeros(len(keys), dtype=torch.int64)
-        for number, x in enumerate(tensors):
-            total = total * 0x5851F42D4C957F2D + self._digest_rows(x, len(keys), scope) + number
-        return total
+    def _begin(
+        self, scope: Scope, operator: str, inputs: Tensors, store: Store | None
+    ) -> list[_Begun]:
+        found: list[_Begun] = []
+        pieces = 2 if scope.has_halves and not scope.counts else 1
+        for module, fused in (scope.fused or {scope.module: None}).items():
+            site = module, operator, scope.number(operator)
+            for rank, widths in self.shares.get(site, {self.rank: None}).items():
+                part = Part(rank=rank, ranks=self.ranks, widths=widths, fused=fused, pieces=pieces)
+                try:
+                    given = inputs.digest(part.of_input)
+                    seen = store.digest(part.of_store) if store and part.has_store else None
+                except LookupError:  # so it is missing in one of the recordings, which is said
+                    continue
+                found.append(_Begun(site, part, given, seen))
+        return found
 
-    def _digest_rows(self, x: Tensor, count: int, scope: _Scope) -> Tensor:
-        order = scope.expert_order
-        if order is None or len(x) != len(order):
-            return digest(by_row(x, count))
-        chosen = len(order) // count
-        parts = digest(x) * odd_numbers(chosen)[order % chosen]
-        return torch.zeros(count, dtype=torch.int64).index_add_(0, order // chosen, parts)
-
-    def _keep(
-        self,
-        call: Call,
-        name: str,
-        args: tuple[Any, ...],
-        out: Any,
-        order: Tensor | None = None,
-    ) -> None:
-        """Its digests; its tensors, too, if it is the suspect: the last such call stays."""
+    def _end(self, sites: Sequence[_Begun], ended: _Ended) -> None:
         assert self._pass is not None
-        self._pass.calls.append(call)
-        if self.suspect is None or self.suspect[0] != call.site:
+        made = Tensors(ended.results, len(ended.keys), ended.expert_order)
+        for begun in sites:
+            columns = begun.part.of_result
+            try:
+                outputs = made.digest(columns)
+            except LookupError:
+                continue
+            call = Call(
+                site=begun.site,
+                rank=begun.part.rank,
+                keys=ended.keys,
+                inputs=begun.inputs,
+                outputs=outputs,
+                store=begun.store,
+                widths=(*ended.given, made.widths),
+                shape=ended.shape,
+            )
+            self._pass.calls.append(call)
+            if ended.name == "topk":
+                self._pass.calls.append(_choice(call, ended.results[1]))
+            self._keep(call, ended, [columns(*pair) for pair in enumerate(made.widths)])
+
+    def _keep(self, call: Call, ended: _Ended, columns: list[Tensor | None]) -> None:
+        """Its tensors, if it is the suspect: the last such call stays."""
+        if self.suspect is None or (call.site, call.rank) != (self.suspect[0], self.suspect[2]):
             return
         if bool((found := call.keys == self.suspect[1]).any()):
             where, rows = [int(found.nonzero()[-1])], len(call.keys)
-            if order is not None:
+            if (order := ended.expert_order) is not None:
                 where, rows = _rows_of_token(order, where[0], len(order) // rows), len(order)
-            self.evidence = Evidence.of(name, args, out, where, rows)
-            self.objects = [None if isinstance(a, Tensor) else a for a in args]
+            self.evidence = Evidence.of(ended.name, ended.args, ended.out, where, rows, columns)
+            self.objects = [None if isinstance(a, Tensor) else a for a in ended.args]
 
-    def _keep_choice(self, topk: Call, indices: Tensor, scope: _Scope) -> None:
-        assert self._pass is not None
-        module, _, number = topk.site
-        chosen = self._digest((indices,), topk.keys, scope)
-        site = (module, CHOSEN_EXPERTS, number)
-        self._pass.calls.append(replace(topk, site=site, outputs=chosen))
+
+def _choice(topk: Call, indices: Tensor) -> Call:
+    module, _, number = topk.site
+    chosen = Tensors((indices,), len(topk.keys)).digest(lambda *_: None)
+    return replace(topk, site=(module, CHOSEN_EXPERTS, number), outputs=chosen)
 
 
 def _rows_of_token(order: Tensor, token: int, chosen: int) -> list[int]:
@@ -230,15 +295,3 @@ def _common_name(name: str, args: tuple[Any, ...]) -> str:
         return "attention"
     is_whole = any(isinstance(a, RowParallel) and a.blocks == 1 for a in args)
     return "linear" if name == "row_parallel_linear" and is_whole else name
-
-
-def _store_digest(k: Tensor, v: Tensor, layout: AttentionLayout | PagedLayout) -> Tensor:
-    """int64 [T]: of the keys and values of all positions up to each query's own."""
-    if isinstance(layout, PagedLayout):
-        k, v, layout = k.flatten(0, 1), v.flatten(0, 1), layout.by_rows()
-    lens = layout.key_lens
-    rows = torch.cat([where[:n] for where, n in zip(layout.key_rows, lens, strict=True)])
-    each = digest(k[rows]) * 0x2545F4914F6CDD1D + digest(v[rows])
-    odd = odd_numbers(max(lens))
-    sums = [(part * odd[: len(part)]).cumsum(0) for part in each.split(list(lens))]
-    return torch.cat([s[len(s) - n :] for s, n in zip(sums, layout.query_lens, strict=True)])

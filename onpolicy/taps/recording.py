@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from onpolicy.taps.parts import Widths
 from onpolicy.taps.recorder import Call, Site
 
 Numbers = NDArray[np.int64]
@@ -33,6 +34,9 @@ class Rows:
 
     shapes: list[tuple[int, ...]]
     """Shapes of the first argument of each call."""
+
+    widths: Widths
+    """Of the last call."""
 
     def find(self, keys: Numbers) -> Numbers:
         """Where each of `keys` is, -1 if it is not there."""
@@ -60,19 +64,39 @@ class Rows:
             store=column(stores) if stores else None,
             call=number[::-1][first],
             shapes=[call.shape for call in calls],
+            widths=calls[-1].widths,
         )
 
 
-class Recording(dict[Site, Rows]):
-    """Sites in the order in which a forward pass first came to them."""
+class Recording(dict[Site, dict[int, Rows]]):
+    """Sites in the order in which a forward pass first came to them: of each rank its rows."""
 
     @staticmethod
     def of(passes: Iterable[Sequence[Call]]) -> Recording:
-        by_site: dict[Site, list[Call]] = {}
+        found: dict[Site, dict[int, list[Call]]] = {}
         for calls in passes:
             for call in calls:
-                by_site.setdefault(call.site, []).append(call)
-        return Recording({site: Rows.of(calls) for site, calls in by_site.items()})
+                found.setdefault(call.site, {}).setdefault(call.rank, []).append(call)
+        return Recording(
+            {
+                site: {rank: Rows.of(calls) for rank, calls in by_rank.items()}
+                for site, by_rank in found.items()
+            }
+        )
+
+    @property
+    def ranks(self) -> int:
+        """The tensor-parallel ranks of the engine that was recorded."""
+        return 1 + max((rank for by_rank in self.values() for rank in by_rank), default=0)
+
+    def shares(self) -> dict[Site, dict[int, Widths]]:
+        """What each rank has of every site; nothing where there is one rank, which has all."""
+        if self.ranks == 1:
+            return {}
+        return {
+            site: {rank: rows.widths for rank, rows in by_rank.items()}
+            for site, by_rank in self.items()
+        }
 
 
 def write_calls(calls: Sequence[Call], file: Path) -> None:

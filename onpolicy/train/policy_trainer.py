@@ -7,6 +7,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +25,8 @@ from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
+from onpolicy.ops.partial import aligned_side
+from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
 from onpolicy.train.batch import (
     PackedBatch,
@@ -67,11 +70,12 @@ class PolicyTrainer(WeightOutlet):
         self.contract = contract
         self.operators = make_operators(contract, self.num_threads)
         self.self_check = {}
-        if contract.is_aligned:
+        if contract.shares_model:
             logger.info("checking the trainer's operators at the model's shapes")
             longest = self.config.trainer.max_tokens_per_gpu
-            self.self_check = self_check(self.operators, contract, longest)
-            check_gradients(self.operators, contract)
+            aligned = aligned_side(self.operators)
+            self.self_check = self_check(aligned, contract, longest)
+            check_gradients(aligned, contract)
 
     @abstractmethod
     def _put_operators(self, operators: Operators) -> None:
@@ -106,6 +110,10 @@ class PolicyTrainer(WeightOutlet):
     @abstractmethod
     def _read_tensors(self, directory: Path) -> None:
         """Read back, in place, what `_write_tensors` wrote."""
+
+    @abstractmethod
+    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+        """Record every forward pass meanwhile; yields what grows by the calls of each."""
 
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         if contract != self.contract:

@@ -1,5 +1,6 @@
 """Runs whose engines sample ahead of the trainer, on real servers: the schedule decides every bit."""
 
+import json
 import signal
 
 import psutil
@@ -70,3 +71,38 @@ def test_a_run_that_is_killed_and_resumed_trains_on_what_it_had_drawn(start, pla
     output = finish(start(tmp_path, *argv))
     assert "resumed from" in output
     assert run_hash(output) == plain(mode)[1]
+
+
+FREE = (
+    "--rollout-schedule", "free", "--rollout-max-response-len", "120", "--max-staleness", "3",
+    "--over-sampling-batch-size", "1",
+)  # fmt: skip
+"""Four responses at a time, so that some are being drawn at every push."""
+
+
+def journal_of(directory):
+    return directory / "run" / "rollouts.jsonl"
+
+
+def steps_of(file):
+    return [line for line in map(json.loads, file.read_text().splitlines()) if "groups" in line]
+
+
+def test_a_free_run_that_is_interrupted_killed_and_resumed_is_repeated_to_the_bit(start, tmp_path):
+    ran, again, save = tmp_path / "ran", tmp_path / "again", tmp_path / "save"
+    argv = [*FREE, "--save", str(save), "--save-interval", "1", "--load", str(save)]
+    process = start(ran, *argv)
+    wait_for(lambda: (save / "step_000002").is_dir() or process.poll() is not None)
+    process.kill()
+    process.wait()
+    wanted = run_hash(finish(start(ran, *argv)))
+    steps = steps_of(journal_of(ran))
+    spans = [s["spans"] for step in steps for group in step["groups"] for s in group["samples"]]
+    assert len(steps) == ROLLOUTS and any(len(found) > 1 for found in spans)
+    replay = ("--replay", str(journal_of(ran)), "--rollout-num-engines", "2")
+    assert run_hash(finish(start(again, *FREE, *replay))) == wanted
+    assert steps_of(journal_of(again)) == steps
+    for directory in (ran, again):
+        for record in metrics_of(directory):
+            assert record["probe/num_mismatched_tokens"] == 0
+            assert record["parity/num_mismatched_tokens"] == 0

@@ -82,28 +82,59 @@ def test_a_killed_controller_leaves_no_process_on_any_host(start, cluster, tmp_p
     wait_for(lambda: all(map(is_gone, ours)), 60)
 
 
-def a_host_is_lost(start, directory, cluster, *argv):
-    """A run that is under way when a host with one of its engines ends."""
+def a_host_is_lost(start, directory, cluster, number, *argv, under_way=metrics_of):
+    """A run that is under way, as `under_way` tells of its directory, when a host ends."""
     process = start(directory, "--ray-address", cluster.address, *argv)
-    wait_for(lambda: metrics_of(directory) or process.poll() is not None)
+    wait_for(lambda: under_way(directory) or process.poll() is not None)
     assert process.poll() is None, process.stdout.read()[-3000:]
-    (guard,) = guards_below(cluster.pids[1])
-    cluster.kill(1)
-    wait_for(lambda: is_gone(guard), 60)
+    there = below(cluster.pids[number])
+    cluster.kill(number)
+    wait_for(lambda: all(map(is_gone, there)), 60)
     return process
 
 
-def test_a_lost_host_ends_the_run_in_seconds_and_in_plain_words(start, tmp_path):
+def has_saved(directory):
+    return (directory / "ckpt" / "step_000001").exists()
+
+
+LAG = ("--rollout-lag", "1")
+
+
+@pytest.mark.parametrize("lag", [(), LAG], ids=["", "lag 1"])
+def test_engines_of_a_lost_host_start_elsewhere_and_the_run_goes_on_to_the_same_bits(
+    start, here, tmp_path, lag
+):
+    """They get the current weights; those that sample ahead get the weights before."""
+    expected = here[1]
+    if lag:
+        expected = run_hash(finish(start(tmp_path / "undisturbed", *lag)))
+    with raylets(3) as cluster:
+        argv = ["--rollout-num-engines", "2", *lag]
+        output = finish(a_host_is_lost(start, tmp_path, cluster, 1, *argv))
+    seen = re.search(
+        r"127\.0\.0\.3 has left the cluster \(known after .* s\); its server starts on \S+", output
+    )
+    print(seen and seen[0])
+    assert seen, output[-3000:]
+    assert "the run begins" not in output
+    assert run_hash(output) == expected
+    assert summary(output)["tokens mismatched"] == "0"
+
+
+def test_a_lost_host_with_a_rank_ends_the_run_in_seconds_and_in_plain_words(start, tmp_path):
     with raylets(2) as cluster:
-        output = finish(a_host_is_lost(start, tmp_path, cluster, "--num-rollout", "1000"), code=1)
-    assert "HostLostError: 127.0.0.3: the host has left the cluster" in output
+        argv = ["--num-rollout", "1000", "--actor-num-nodes", "2", "--rollout-num-engines", "2"]
+        output = finish(a_host_is_lost(start, tmp_path, cluster, 1, *argv), code=1)
+    assert re.search(r"(HostLost|TrainerLost)Error: .*--load.*--max-rank-restarts", output)
     assert "Traceback" not in output
 
 
-def test_a_run_that_loses_a_host_goes_on_without_it_to_the_same_bits(start, here, tmp_path):
-    with raylets(2) as cluster:
-        argv = [*saves(tmp_path), "--max-rank-restarts", "1"]
-        output = finish(a_host_is_lost(start, tmp_path, cluster, *argv))
+def test_a_run_that_loses_a_host_with_a_rank_goes_on_without_it_to_the_same_bits(
+    start, here, tmp_path
+):
+    with raylets(3) as cluster:
+        argv = [*saves(tmp_path), "--max-rank-restarts", "1", "--actor-num-nodes", "2"]
+        output = finish(a_host_is_lost(start, tmp_path, cluster, 1, *argv, under_way=has_saved))
     assert "the run begins from the last checkpoint" in output
     assert run_hash(output) == here[1]
     assert exported_weights(tmp_path / "ckpt") == exported_weights(here[0] / "ckpt")

@@ -1,6 +1,8 @@
 """`onpolicy explain` on a real server: chunked prefill, cached prefixes, batched decode."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -117,3 +119,27 @@ def test_stock_engines_are_explained_by_a_command(checkpoint, tmp_path, capsys):
     assert names == {"embedding", "rms_norm", "linear", "rotary", "attention", "gated"}
     assert (result["source"] is None) <= (result["num_mismatched_tokens"] == 0)
     assert "tokens differ" in capsys.readouterr().out
+
+
+def test_megatron_and_two_ranks_of_a_rollout_are_explained_by_a_command(tmp_path):
+    """Between aligned engines; what is broken in them is found in tests/onpolicy/explain."""
+    pytest.importorskip("megatron.core")
+    file = tmp_path / "result.json"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "onpolicy.cli", "explain", "--train-backend", "megatron",
+            "--hf-checkpoint", str(make_checkpoint(tmp_path / "model", "qwen3-moe")),
+            "--sglang-tp-size", "2", "--row-parallel-blocks", "2", "--num-prompts", "4",
+            "--max-new-tokens", "8", "--json", str(file), "--run-dir", str(tmp_path / "run"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(file.read_text())
+    assert (result["num_mismatched_tokens"], result["num_compared_tokens"]) == (0, 32)
+    assert result["source"] is None and result["only_in_one"] == []
+    sites = {tuple(site["site"][:2]): site for site in result["sites"]}
+    assert {("layers.1.self_attn.v_proj", "linear"), ("lm_head", "linear")} < set(sites)
+    assert all(s["inputs_differ"] == s["outputs_differ"] == 0 < s["rows"] for s in sites.values())

@@ -142,4 +142,4 @@ def test_serve_shows_a_file_with_its_key_and_not_the_key(checkpoint, tmp_path):
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert footprint.left(PATIENCE) == [] and not Path(file).exists()
-    assert key not in "".join(printed) + (tmp_path / "engine.log").read_text()
+    assert key not in "".join(printed) + (tmp_path / "engine_0.log").read_text()

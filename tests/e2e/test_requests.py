@@ -19,6 +19,9 @@ from tests.support.engines_fixture import make_engines
 pytestmark = pytest.mark.engine
 
 VOCABULARY = 137
+PATIENCE = 120
+"""Seconds for one answer: some values are for as many tokens as a server can hold."""
+
 PARAMS = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
 
 
@@ -49,7 +52,7 @@ def server(request):
 def ask(server, **body):
     body = {"input_ids": [5, 6, 7], "sampling_params": PARAMS, "return_logprob": True, **body}
     headers = {"Authorization": f"Bearer {server.spec.api_key}"}
-    return requests.post(f"{server.url}/generate", json=body, headers=headers, timeout=30)
+    return requests.post(f"{server.url}/generate", json=body, headers=headers, timeout=PATIENCE)
 
 
 def sample(server, **params):

@@ -3,15 +3,19 @@
 import base64
 import itertools
 import pickle
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 
 from onpolicy.errors import WeightSyncError
+from onpolicy.explain.text import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
+from onpolicy.run.engine_specs import make_rollout_group
+from onpolicy.run.explain import Microscope
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -23,11 +27,23 @@ versions = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoint, tmp_path_factory):
-    """A server of two ranks and a trainer in float32."""
+def taps(tmp_path_factory):
+    return tmp_path_factory.mktemp("taps")
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint, taps, tmp_path_factory):
+    """A server of two ranks, which are recorded, and a trainer in float32."""
     directory = tmp_path_factory.mktemp("tp")
-    with running(make_engines(checkpoint, directory, tp_size=2)) as pair:
+    recorded = partial(make_rollout_group, taps=str(taps))
+    with running(make_engines(checkpoint, directory, tp_size=2, make_rollout=recorded)) as pair:
         yield pair
+
+
+@pytest.fixture
+def microscope(engines, taps):
+    requests = make_requests(6, seed=6, max_new_tokens=12, temperature=0.7)
+    return Microscope(engines, taps, requests, 0.7)
 
 
 def count_mismatches(engines, seed):
@@ -74,10 +90,13 @@ def test_a_trainer_that_rounds_the_parts_of_a_sum_differs(engines, monkeypatch):
 
 
 class LastRankGetsAnotherBit:
-    """A client whose pushes give the last rank one weight that differs in its last bit."""
+    """A client whose pushes give the last rank one weight that differs, in its part of a tensor.
 
-    def __init__(self, client):
-        self.client = client
+    By default the first tensor of each bucket, in the last bit.
+    """
+
+    def __init__(self, client, wanted=None, bit=0):
+        self.client, self.wanted, self.bit = client, wanted, bit
 
     def __getattr__(self, name):
         return getattr(self.client, name)
@@ -85,19 +104,52 @@ class LastRankGetsAnotherBit:
     def post(self, path, body, num_bytes=0):
         if payloads := body.get("serialized_named_tensors"):
             named = pickle.loads(base64.b64decode(payloads[-1]))
-            name, tensor = named[0]
-            tensor = tensor.clone().share_memory_()
-            tensor.view(torch.int32).view(-1)[7] ^= 1
-            other = ForkingPickler.dumps([(name, tensor), *named[1:]])
-            payloads = [*payloads[:-1], base64.b64encode(other).decode()]
+            names = [name for name, _ in named]
+            changed = names.index(self.wanted) if self.wanted in names else 0
+            if self.wanted in (None, names[changed]):
+                name, tensor = named[changed]
+                tensor = tensor.clone().share_memory_()
+                tensor.view(torch.int32).view(-1)[-7] ^= 1 << self.bit
+                named[changed] = name, tensor
+            payloads = [*payloads[:-1], base64.b64encode(ForkingPickler.dumps(named)).decode()]
             body = {**body, "serialized_named_tensors": payloads}
         return self.client.post(path, body, num_bytes)
 
 
-def test_a_rank_that_got_other_weights_stops_the_run(engines):
+def push_badly(engines, **how):
     buckets = engines.trainer.weight_buckets(1 << 20)
-    clients = [LastRankGetsAnotherBit(client) for client in engines.rollout.clients]
+    clients = [LastRankGetsAnotherBit(client, **how) for client in engines.rollout.clients]
+    engines.weight_version = str(next(versions))
     with pytest.raises(WeightSyncError, match=r"weights=ranks differ: \['\w{16}', '\w{16}'\]"):
-        push_weights(buckets, clients, SharedMemoryTransport(), str(next(versions)))
+        push_weights(buckets, clients, SharedMemoryTransport(), engines.weight_version)
+
+
+def test_a_rank_that_got_other_weights_stops_the_run(engines):
+    push_badly(engines)
     engines.push_weights(str(next(versions)))
     assert count_mismatches(engines, seed=32) == 0
+
+
+def test_between_both_ranks_and_the_trainer_no_row_differs(microscope):
+    result = microscope.look()
+    assert result["num_mismatched_tokens"] == 0 < result["num_compared_tokens"]
+    assert result["source"] is None and result["only_in_one"] == []
+    assert result["rollout_ranks"] == 2
+    sites = {(site["site"][0], site["site"][1]): site for site in result["sites"]}
+    assert all(s["inputs_differ"] == s["outputs_differ"] == 0 < s["rows"] for s in sites.values())
+    assert {("embed_tokens", "embedding"), ("norm", "rms_norm"), ("lm_head", "linear")} < set(sites)
+    rows = {site["rows"] for name, site in sites.items() if name[0] != "lm_head"}
+    assert len(rows) == 1  # every operator has computed every token, on either rank
+
+
+def test_a_weight_that_one_rank_did_not_get_is_named_and_proven(engines, microscope):
+    module = "layers.1.mlp.up_proj"
+    push_badly(engines, wanted=f"model.{module}.weight", bit=20)
+    result = microscope.look()
+    engines.push_weights(str(next(versions)))
+    source = result["source"]
+    assert (source["cause"], source["site"]) == ("operator", (module, "linear", 0))
+    assert source["ranks"] == (1,)
+    assert result["proof"]["verdict"] == "other weights"
+    assert result["proof"]["difference"]["different"] == 1
+    assert "rank 1 alone of the rollout's 2 tensor-parallel ranks" in told(result)

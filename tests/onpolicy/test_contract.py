@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
+from onpolicy.contract import KINDS, AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ContractError
 
 ATTENTION = AttentionShape(heads=2, kv_heads=1, head_dim=4, value_dim=4)
@@ -20,6 +20,7 @@ def test_json_keeps_every_field():
         {"backend": "stock"},
         {"dtype": "float32"},
         {"log_prob": "log(softmax)"},
+        {"kinds": ("model", "linear")},
         {
             "shapes": dataclasses.replace(
                 SHAPES, attention=(dataclasses.replace(ATTENTION, window=8),)
@@ -32,9 +33,21 @@ def test_fingerprint_depends_on_every_field(change):
     assert dataclasses.replace(CONTRACT, **change).fingerprint != CONTRACT.fingerprint
 
 
-def test_only_the_stock_backend_promises_nothing():
+def test_of_whole_contracts_only_the_stock_one_promises_nothing():
     assert CONTRACT.is_aligned
     assert not dataclasses.replace(CONTRACT, backend="stock").is_aligned
+
+
+def test_a_partial_contract_aligns_its_kinds_and_promises_nothing():
+    stock = dataclasses.replace(CONTRACT, backend="stock")
+    every = dataclasses.replace(CONTRACT, kinds=KINDS)
+    part = dataclasses.replace(CONTRACT, kinds=("model", "attention"))
+    assert NumericsContract.from_json(part.to_json()) == part
+    assert all(CONTRACT.aligns(kind) and every.aligns(kind) for kind in KINDS)
+    assert not any(stock.aligns(kind) for kind in KINDS)
+    assert [kind for kind in KINDS if part.aligns(kind)] == ["model", "attention"]
+    assert not part.is_aligned and not every.is_aligned
+    assert [c.shares_model for c in (CONTRACT, every, part, stock)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"backend": "cpu"}'])

@@ -100,7 +100,7 @@ def test_triton_computes_it_by_its_own_kernel(monkeypatch):
 
 def test_hopper_calls_flash_attention_3_with_all_that_sglang_gives_it(monkeypatch):
     calls = []
-    monkeypatch.setattr(flash_attention, "library", lambda: flash_attn(calls))
+    monkeypatch.setattr(flash_attention, "loaded", lambda: flash_attn(calls))
     operators = HopperOperators.__new__(HopperOperators)  # without loading the libraries
     schedule = torch.zeros(2, dtype=torch.int32)
     call = given(scheduler_metadata=schedule, out=torch.zeros(3, 4, 4))

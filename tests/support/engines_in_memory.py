@@ -51,6 +51,7 @@ class Memory:
         self.weights, self.version = make_weights(), "default"
         self.prefixes: dict[tuple[float, ...], Tensor] = {}
         self.in_session = self.hangs = self.flips_a_bit = False
+        self.aborts = 0
         self.given_back: set[str] = set()
         self._received = WeightDigest()
 
@@ -167,13 +168,16 @@ class Engine:
                 raise EngineLostError(f"{self.url}: no answer.")
             yield memory
 
-    async def generate(self, session: aiohttp.ClientSession, request: Request) -> Completion:
+    async def generate(
+        self, session: aiohttp.ClientSession, request: Request, takes_parts: bool = False
+    ) -> Completion:
         if max(request.prompt_ids) >= VOCAB_SIZE:
             raise ContractError(f"{self.url}/generate refused a request (HTTP 400)")
         with self._call(waits=True) as memory:
             prefix = (request.params.temperature, *request.prompt_ids)
             assert not memory.given_back
             num_cached = len(request.prompt_ids) * (prefix in memory.prefixes)
+            aborts, aborted = memory.aborts, False
         response: list[int] = []
         log_probs: list[float] = []
         params = request.params
@@ -186,19 +190,26 @@ class Engine:
                 await asyncio.sleep(1.0)
             if self.memory is not memory:
                 raise EngineLostError(f"{self.url} is gone.")
+            if aborted := takes_parts and memory.aborts > aborts:
+                break
             token, log_prob = memory.next_token(request, response)
             response.append(token)
             log_probs.append(log_prob)
         stopped = bool({*response[-1:]} & {*ends})
         self.answered[repr(request)] += 1
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         return Completion(
             response_ids=response,
             rollout_log_probs=log_probs,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            finish_reason=FinishReason.ABORT if aborted else reason,
             weight_version=memory.version,
             num_cached_tokens=num_cached,
             spans=(Span(version=memory.version, start=0, end=len(response)),),
         )
+
+    async def abort(self, session: aiohttp.ClientSession) -> None:
+        if self.memory is not None:
+            self.memory.aborts += 1
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         if self.memory is None:

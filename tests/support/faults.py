@@ -29,6 +29,17 @@ def one_ulp_in_three_rows(right: Operator) -> Operator:
     return broken
 
 
+def one_ulp_in_the_last_column(right: Operator) -> Operator:
+    """Of every row of a call."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs).clone()
+        out[..., -1] = next_up(out[..., -1])
+        return out
+
+    return broken
+
+
 def rounded_in_between(right: Operator) -> Operator:
     """What goes in is rounded to bfloat16 on its way."""
 

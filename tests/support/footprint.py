@@ -26,7 +26,7 @@ class Footprint:
         self._watcher.start()
 
     def _watch(self):
-        while not self._ended.wait(0.05):
+        while not self._ended.wait(0.25):
             self._look()
 
     def _look(self):

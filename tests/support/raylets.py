@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +17,13 @@ from onpolicy.system import guard
 from tests.support.train_runs import ROOT
 
 READY = "cluster: "
-HEALTH = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 3,
-}
 STORE = 80 << 20
+
+
+def documented():
+    """What docs/clusters.md gives to the head of a cluster as --system-config."""
+    text = (ROOT / "docs/clusters.md").read_text()
+    return json.loads(re.search(r"--system-config='(\{.*?\})'", text, re.DOTALL)[1])
 
 
 class Raylets:
@@ -76,7 +77,7 @@ def serve(count, cores, directory):
             "temp_dir": str(directory),
         }
 
-    head = {**node(0), "session_name": "ray", "_system_config": SYSTEM | HEALTH}
+    head = {**node(0), "session_name": "ray", "_system_config": SYSTEM | documented()}
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     nodes = [cluster.head_node, *(cluster.add_node(**node(i)) for i in range(1, count))]
     pids = [n.all_processes["raylet"][0].process.pid for n in nodes]

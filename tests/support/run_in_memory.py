@@ -15,6 +15,7 @@ from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.prompts import PromptSource
 from onpolicy.run.inputs import Inputs
 from onpolicy.run.ladder import Ladder
+from onpolicy.run.replay_checks import read_replayed
 from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
 from onpolicy.types import Prompt, RunSummary, Sample
@@ -80,6 +81,7 @@ def make_inputs(config: TrainConfig, eval_sets: dict[str, list[Prompt]]) -> Inpu
         prompts=PromptSource(PROMPTS, config.seed, shuffle=True),
         eval_sets=eval_sets,
         stop_token_ids=(END,),
+        replayed=read_replayed(config, PROMPTS),
     )
 
 

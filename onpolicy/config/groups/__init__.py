@@ -7,7 +7,7 @@ fields as flags, under the prefix that stands beside it (`config.flags`).
 """
 
 from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
-from onpolicy.config.groups.cluster import ClusterConfig
+from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
 from onpolicy.config.groups.outputs import EvalConfig, OutputConfig
@@ -16,6 +16,7 @@ from onpolicy.config.groups.reward import RewardConfig
 from onpolicy.config.groups.rollout import (
     CpuConfig,
     EngineConfig,
+    EngineCountConfig,
     RolloutConfig,
     ServerConfig,
     ServersConfig,
@@ -31,9 +32,11 @@ __all__ = [
     "CpuConfig",
     "DataConfig",
     "EngineConfig",
+    "EngineCountConfig",
     "EvalConfig",
     "FallbackConfig",
     "GovernorFlags",
+    "HostsConfig",
     "LossAggregation",
     "MegatronConfig",
     "ModelConfig",

@@ -10,7 +10,7 @@ from onpolicy.config.kinds import Count, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class HostsConfig:
     ray_address: str = ""
     """Join the Ray cluster at this address (host:port, or auto for the one on this host) instead of
     starting one on this host that ends with the run."""
@@ -18,6 +18,9 @@ class ClusterConfig:
     placement_timeout: Seconds = 300.0
     """Seconds to wait for hosts of the cluster that the run needs and that have not joined it yet."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig(HostsConfig):
     actor_num_nodes: Count = 1
     """Hosts that ranks of the trainer run on."""
 

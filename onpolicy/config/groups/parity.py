@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from fallback_correction.ranges import Rule
+from onpolicy.contract import KINDS
+
+KNOWN_KINDS = Rule(
+    lambda x: not x or set(x.split(",")) <= set(KINDS),
+    f"must be kinds of operators with commas between them, of {', '.join(KINDS)}. Give some of them.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +34,15 @@ class OperatorsConfig:
     """Aligned operators. On a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16) or
     triton (A100 to H200, also float32). On a CPU: cpu (products in float32, the same bits on any) or
     onednn (products by the CPU's bfloat16 instructions). auto: hopper where it can, else triton; cpu."""
+
+    align: Annotated[str, KNOWN_KINDS] = ""
+    """Align these kinds alone, as in linear,attention, and leave all else to each engine: model (the
+    code between operators, which comes with every other kind), linear, attention, norm, rotary,
+    activation, experts, log_probs. Parity is measured then, and not promised. For fsdp, without
+    --true-on-policy-mode."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of --align, in the order of KINDS; empty without it."""
+        asked = {"model", *self.align.split(",")} if self.align else set()
+        return tuple(kind for kind in KINDS if kind in asked)

@@ -53,6 +53,20 @@ class RolloutConfig:
     """Draw responses in rounds of at most so many tokens each; those that are not complete when a step
     has its groups go on under the next weights. 0: whole responses, a step's all under one version."""
 
+    rollout_schedule: Literal["rule", "free"] = "rule"
+    """What decides which samples a step gets, and from which weights each token comes. rule: the flags
+    above. free: the clock; the engines always draw, pushes interrupt them, and groups that are complete
+    first are trained on first. What the clock has decided is written down for --replay."""
+
+    max_staleness: Count = 2
+    """With --rollout-schedule free: pushes between the weights of a group's oldest token and those that
+    learn from it, at most. No group begins for which that could not be, and a step waits for those that
+    would be older in the next."""
+
+    replay: str = ""
+    """Repeat a run of --rollout-schedule free to the bit: its rollouts.jsonl. Everything else is given
+    as it was to that run."""
+
     dynamic_sampling: bool = False
     """Draw groups in the place of those whose rewards are all equal, until a rollout has all its groups
     (DAPO, arXiv 2503.14476)."""
@@ -88,7 +102,7 @@ class ServerConfig(KeyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServersConfig(KeyConfig):
+class EngineCountConfig:
     rollout_num_engines: Engines = 1
     """SGLang servers to start. Where there are no GPUs they share the cores of the hosts."""
 
@@ -98,6 +112,9 @@ class ServersConfig(KeyConfig):
     rollout_num_gpus_per_engine: Annotated[int | None, at_least(1)] = None
     """On GPUs: GPUs of each server, its tensor-parallel ranks; the same as --sglang-tp-size."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class ServersConfig(KeyConfig, EngineCountConfig):
     rollout_server_url: tuple[str, ...] = ()
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
 

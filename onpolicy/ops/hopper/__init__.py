@@ -25,7 +25,7 @@ class DeepGemmLinears(TritonOperators):
 
     def __init__(self) -> None:
         super().__init__()
-        gemm.library()
+        gemm.loaded()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not gemm.fits(weight):
@@ -53,7 +53,7 @@ class FlashAttention(TritonOperators):
 
     def __init__(self) -> None:
         super().__init__()
-        flash_attention.library()
+        flash_attention.loaded()
 
     def attention(
         self,

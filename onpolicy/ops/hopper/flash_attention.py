@@ -22,7 +22,7 @@ from onpolicy.ops.layouts import PagedLayout, Scores
 
 
 @cache
-def library() -> ModuleType:
+def loaded() -> ModuleType:
     """The module `sgl_kernel.flash_attn`. Raises ContractError."""
     try:
         from sgl_kernel import flash_attn
@@ -52,7 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scores: Scores) -> tu
 
     The second is the log of the softmax's normaliser. bfloat16, no autograd.
     """
-    out, lse, *_ = library().flash_attn_with_kvcache(
+    out, lse, *_ = loaded().flash_attn_with_kvcache(
         q=q,
         k_cache=k[:, None],
         v_cache=v[:, None],
@@ -81,7 +81,7 @@ def over_pages(
     `scheduler_metadata` and `cu_seqlens_k_new`.
     """
     buffer = {} if out is None else {"out": out}
-    result: Tensor = library().flash_attn_with_kvcache(
+    result: Tensor = loaded().flash_attn_with_kvcache(
         q=q,
         k_cache=k,
         v_cache=v,

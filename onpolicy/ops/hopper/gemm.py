@@ -27,7 +27,7 @@ ALIGNMENT = 8
 
 
 @cache
-def library() -> ModuleType:
+def loaded() -> ModuleType:
     """The module `deep_gemm`, set to its batch-invariant kernels. Raises ContractError."""
     try:
         import deep_gemm
@@ -69,7 +69,7 @@ def multiply(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     out = x.new_empty(len(x), len(weight), dtype=out_dtype)
     by_row = weight.stride(1) == 1
     columns = readable(weight) if by_row else readable(weight.t()).t()
-    library().bf16_gemm_nt(readable(x), columns, out)
+    loaded().bf16_gemm_nt(readable(x), columns, out)
     return out
 
 

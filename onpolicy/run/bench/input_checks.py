@@ -13,6 +13,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.run.bench.schedules import schedules
 from onpolicy.run.bench.setting import backends, make_train_config, setting
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
@@ -29,10 +30,13 @@ from onpolicy.run.memory import (
 def check_inputs(config: BenchConfig) -> None:
     """Raise ConfigError for whatever an engine could not run; starts nothing."""
     hf_config = load_config(config.model.hf_checkpoint)
-    length, context = config.prompt_len + config.max_new_tokens, hf_config.max_position_embeddings
+    name, sampled = "--max-new-tokens", config.max_new_tokens
+    if config.longest_response is not None:
+        name, sampled = "--longest-response", config.longest_response
+    length, context = config.prompt_len + sampled, hf_config.max_position_embeddings
     if length + CONTEXT_MARGIN > context:
         raise ConfigError(
-            f"--max-new-tokens={config.max_new_tokens}: with --prompt-len {config.prompt_len} and "
+            f"{name}={sampled}: with --prompt-len {config.prompt_len} and "
             f"{CONTEXT_MARGIN} tokens that SGLang keeps free it does not fit the model's context of "
             f"{context}. Lower one of the two."
         )
@@ -46,9 +50,13 @@ def check_inputs(config: BenchConfig) -> None:
             f"--n-samples-per-prompt={config.n_samples_per_prompt}: an advantage is what a response is "
             "better than others to its prompt, so a step takes at least 2. Give more."
         )
+    if config.what == "loop" and len(backends(config)) > 1:
+        raise ConfigError(
+            f"--train-backend={config.train_backend}: a step is of one engine. Give fsdp or megatron."
+        )
     for backend in backends(config):
         check_layout(make_train_config(config, "aligned", backend))
-    train_config, contract = setting(config, hf_config, "aligned")
+    train_config, contract = setting(config, hf_config, "aligned", backends(config)[0])
     spec = rollout_spec(train_config, hf_config, contract, length)
     with FlagCheck(spec) as flags:
         require_fit(config.model.hf_checkpoint, hf_config)
@@ -59,14 +67,17 @@ def check_inputs(config: BenchConfig) -> None:
 def _processes(
     config: BenchConfig, train_config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec
 ) -> list[ProcessMemory]:
-    """Both sides are there at once: two servers, two trainers, or both."""
-    size = ModelSize.of(hf_config)
+    """All are there at once: servers, trainers, or both, of each thing that is measured."""
+    size, count = ModelSize.of(hf_config), 2
+    if config.longest_response is not None:
+        count = len(schedules(config))
     processes = []
     if config.what != "step":
         require_cache(spec)
-        processes.append(server_memory(spec, size, hf_config, servers=2))
+        servers = count * config.engines.rollout_num_engines
+        processes.append(server_memory(spec, size, hf_config, servers))
     if config.what != "rollout":
         ranks = config.cluster.num_ranks
         trainer = trainer_memory(train_config, hf_config, spec, size, ranks=ranks)
-        processes.append(replace(trainer, count=2 * trainer.count))
+        processes.append(replace(trainer, count=count * trainer.count))
     return processes

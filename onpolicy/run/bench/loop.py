@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,11 +15,12 @@ from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.sampling import group_samples, make_requests, require_version
 from onpolicy.run.bench.alternate import alternate
-from onpolicy.run.bench.setting import KINDS, setting, settings
+from onpolicy.run.bench.requests import random_prompts, sampling_params
+from onpolicy.run.bench.setting import KINDS, backends, setting, settings
 from onpolicy.run.cluster import MakeEngines, on_cluster
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.train_samples import make_train_samples
-from onpolicy.types import Completion, Prompt, SampleGroup, SamplingParams
+from onpolicy.types import Completion, Prompt, SampleGroup
 
 LEARNING_RATE = 1e-6
 
@@ -34,7 +34,11 @@ def bench_loop(config: BenchConfig) -> dict[str, Any]:
     samples once more, and weighs them by token (--use-tis).
     """
     hf_config = load_config(config.model.hf_checkpoint)
-    with on_cluster(*setting(config, hf_config, "aligned")) as make_engines, ExitStack() as on_exit:
+    backend = backends(config)[0]
+    with (
+        on_cluster(*setting(config, hf_config, "aligned", backend)) as make_engines,
+        ExitStack() as on_exit,
+    ):
         loops = {
             kind: on_exit.enter_context(started_loop(config, hf_config, kind, make_engines))
             for kind in KINDS
@@ -49,18 +53,13 @@ class Loop:
     """The two engines of one kind, and the same step again and again."""
 
     def __init__(self, config: BenchConfig, vocab_size: int, engines: EnginePair):
-        rng, self.engines, self._num_steps = random.Random(0), engines, 0
+        self.engines, self._num_steps = engines, 0
         self._algorithm = engines.config.algorithm
         self._prompts = [
-            Prompt(index=i, prompt_ids=_some(rng, vocab_size, config.prompt_len), label="", text="")
-            for i in range(config.num_prompts)
+            Prompt(index=i, prompt_ids=prompt_ids, label="", text="")
+            for i, prompt_ids in enumerate(random_prompts(config, vocab_size))
         ]
-        self._params = SamplingParams(
-            temperature=1.0,
-            max_new_tokens=config.max_new_tokens,
-            stop_token_ids=(),
-            ignore_eos=True,
-        )
+        self._params = sampling_params(config)
         self._seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
 
     def step(self) -> float:
@@ -93,7 +92,7 @@ class Loop:
         texts = [""] * len(completions)
         groups = group_samples(self._prompts, completions, texts)
         for sample in (sample for group in groups for sample in group.samples):
-            sample.reward = _reward(sample.completion)
+            sample.reward = even_share(sample.completion)
         return groups
 
     def median_seconds(self) -> dict[str, float]:
@@ -109,7 +108,7 @@ def started_loop(
     make_engines: MakeEngines = EnginePair,
 ) -> Iterator[Loop]:
     """Engines of one kind with the checkpoint's weights in both; they end afterwards."""
-    train_config, contract = setting(config, hf_config, kind)
+    train_config, contract = setting(config, hf_config, kind, backends(config)[0])
     engines = make_engines(
         train_config,
         hf_config,
@@ -126,11 +125,7 @@ def started_loop(
         engines.stop()
 
 
-def _some(rng: random.Random, vocab_size: int, count: int) -> list[int]:
-    return [rng.randrange(vocab_size) for _ in range(count)]
-
-
-def _reward(completion: Completion) -> float:
+def even_share(completion: Completion) -> float:
     """The share of even tokens: a signal that random weights have."""
     evens: Sequence[bool] = [token % 2 == 0 for token in completion.response_ids]
     return sum(evens) / len(evens)

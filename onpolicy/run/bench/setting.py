@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +43,7 @@ def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp")
         engine=groups.EngineConfig(
             cpu_threads=config.cpu.cpu_threads,
             rollout_max_concurrency=min(MAX_CONCURRENCY, prompts * samples),
+            **asdict(config.engines),
         ),
         cluster=config.cluster,
         trainer=groups.TrainerConfig(
@@ -75,6 +77,7 @@ def settings(config: BenchConfig) -> dict[str, Any]:
         "num_prompts": config.num_prompts,
         "prompt_len": config.prompt_len,
         "max_new_tokens": config.max_new_tokens,
+        "rollout_num_engines": config.engines.rollout_num_engines,
         "cpu_threads": config.cpu.cpu_threads or share_of_cores(1),
         "versions": versions(),
     }

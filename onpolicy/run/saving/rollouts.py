@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onpolicy.rollout.open_groups import OpenGroup
-from onpolicy.run.ahead import Rollouts
+from onpolicy.run.ahead import Drawing
 from onpolicy.run.sampler import Rollout, Sampler
 from onpolicy.types import Completion, FinishReason, Prompt, Sample, SampleGroup, Span
 
 FILE = "rollouts.json"
 
 
-def write_rollouts(directory: Path, sampler: Sampler, rollouts: Rollouts) -> None:
+def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
     """Into a checkpoint that is being written; nothing is being drawn meanwhile."""
     record = {
         "next_number": sampler.open.next_number,
@@ -37,7 +37,7 @@ def write_rollouts(directory: Path, sampler: Sampler, rollouts: Rollouts) -> Non
     (directory / FILE).write_text(json.dumps(record))
 
 
-def read_rollouts(directory: Path, sampler: Sampler, rollouts: Rollouts) -> None:
+def read_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
     """From a checkpoint whose digests were compared; it may be of a run that draws nothing ahead."""
     file = directory / FILE
     if not file.exists():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onpolicy.config import TrainConfig
-from onpolicy.errors import CheckpointError
+from onpolicy.errors import CheckpointError, TrainerLostError
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
     STATE,
@@ -38,7 +38,8 @@ def save(
 
     `write_rollouts` writes what was drawn and not trained on yet.
 
-    Raises CheckpointError, leaving earlier ones as they are.
+    Raises CheckpointError, leaving earlier ones as they are; so does the loss of a rank meanwhile,
+    which stays a TrainerLostError, since a run may go on without it.
     """
     root = Path(config.output.save)
     final = root / name_of(state.rollouts_done)
@@ -49,6 +50,9 @@ def save(
         engines.trainer.export(partial / "hf")
         write_rollouts(partial)
         _commit(config, state, partial, final)
+    except TrainerLostError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _not_written(root, final.name, error) from error

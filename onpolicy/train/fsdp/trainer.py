@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from onpolicy.models.align import replace_operators
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import Operators
+from onpolicy.taps.door import recording
+from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
 from onpolicy.train.activations import recomputes_activations
 from onpolicy.train.batch import WeighedBatch
@@ -113,6 +116,9 @@ class FsdpTrainer(PolicyTrainer):
     def _step_optimizer(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+        return recording(self.model, recorder)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         return gather_buckets(self.model, self.dtype, max_bytes)

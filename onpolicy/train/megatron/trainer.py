@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -15,6 +16,7 @@ from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
+from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.loss import policy_loss
@@ -30,6 +32,7 @@ from onpolicy.train.megatron.optimizer import (
 )
 from onpolicy.train.megatron.schedule import accumulate_gradients, score
 from onpolicy.train.megatron.state import read_tensors, write_tensors
+from onpolicy.train.megatron.taps import recording
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -131,6 +134,9 @@ class MegatronTrainer(PolicyTrainer):
     def _step_optimizer(self) -> None:
         self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()
+
+    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+        return recording(self.model, recorder)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, max_bytes)

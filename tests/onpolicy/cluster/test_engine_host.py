@@ -59,7 +59,7 @@ class Actor:
 @pytest.fixture
 def actors(monkeypatch):
     """The actors by their host; one that is taken out has died, a host without a key is gone."""
-    found = {"b": Actor()}
+    found = {"b": Actor(), "c": Actor()}
 
     def result(call, seconds):
         try:
@@ -80,10 +80,17 @@ def actors(monkeypatch):
     return found
 
 
+def on(node):
+    return SimpleNamespace(node=node, host=f"10.0.0.{ord(node) - ord('`')}")
+
+
+def nowhere(spec, error):
+    raise HostLostError(f"{spec.host}: {error}")
+
+
 @pytest.fixture
 def server(actors):
-    spec = SimpleNamespace(node="b", host="10.0.0.2")
-    return PlacedServer(spec, 0, LOG)
+    return PlacedServer(on("b"), 0, LOG, nowhere)
 
 
 def kill_actor(actors):
@@ -111,19 +118,48 @@ def test_servers_whose_actor_died_do_not_run_and_start_again_at_their_port(serve
     assert server.is_running and server.port == port and actors["b"] is not None
 
 
-def test_on_a_host_that_is_gone_nothing_can_be_started(server, actors):
-    kill_actor(actors)
-    del actors["b"]
+def lose_host(actors, node):
+    actors.pop(node).host = None
+
+
+def test_a_server_whose_host_is_gone_starts_on_the_next_one_that_takes_it(actors):
+    """At a port of its own there; and it is told of each host that is gone, once."""
+    actors["d"] = Actor()
+    told = []
+
+    def elsewhere(spec, error):
+        told.append((spec.node, str(error)))
+        return on({"b": "c", "c": "d"}[spec.node])
+
+    server = PlacedServer(on("b"), 0, LOG, elsewhere)
+    server.port = 20002  # a free one, which is not asked for there
+    server.start()
+    lose_host(actors, "b")
+    lose_host(actors, "c")
     assert not server.is_running
-    with pytest.raises(
-        HostLostError, match=r"10\.0\.0\.2: the host has left .*--max-rank-restarts"
-    ):
+    server.start()
+    assert server.is_running and server.url == "http://10.0.0.4:20001"
+    assert told == [("b", "gone"), ("c", "gone")]
+
+
+def test_a_port_that_was_asked_for_is_asked_for_on_the_next_host_too(actors):
+    server = PlacedServer(on("b"), 20007, LOG, lambda spec, error: on("c"))
+    server.start()
+    lose_host(actors, "b")
+    server.start()
+    assert server.url == "http://10.0.0.3:20007"
+
+
+def test_where_there_is_no_other_host_the_loss_is_said(server, actors):
+    lose_host(actors, "b")
+    with pytest.raises(HostLostError, match=r"10\.0\.0\.2: gone"):
         server.start()
 
 
 def test_a_server_is_the_controllers_own_where_its_spec_names_no_host(actors):
-    assert isinstance(make_server(SimpleNamespace(node="b", host="h"), 0, LOG), PlacedServer)
-    assert isinstance(make_server(SimpleNamespace(node="", host="h"), 0, LOG), Server)
+    here = SimpleNamespace(node="", host="h")
+    assert isinstance(make_server(on("b"), 0, LOG, elsewhere=nowhere), PlacedServer)
+    assert isinstance(make_server(here, 0, LOG, elsewhere=nowhere), Server)
 
 
 def test_what_needs_the_process_is_asked_of_the_host():

@@ -3,7 +3,7 @@
 import pytest
 
 from onpolicy.cluster.hosts import Host
-from onpolicy.cluster.placement import place
+from onpolicy.cluster.placement import place, place_again, place_engines
 from onpolicy.config.groups import ClusterConfig, EngineConfig
 from onpolicy.errors import ConfigError
 
@@ -124,3 +124,73 @@ def test_a_placement_is_described_host_by_host():
     ]
     on_cores = place(ClusterConfig(), EngineConfig(), 1, "cpu", hosts(0, 0))
     assert on_cores.describe()[1] == "b (10.0.0.1): engine 0 (8 threads)"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "engines", "per_engine", "colocate", "left", "before", "after"),
+    [
+        ([1, 4, 4], 2, 2, False, "ac", ["b0,1", "b2,3"], ["c0,1", "c2,3"]),
+        ([4, 2, 2], 3, 2, False, "ac", ["a1,2", "b0,1", "c0,1"], None),
+        ([4, 1, 1], 5, 1, False, "ab", ["a1", "a2", "a3", "b0", "c0"], None),
+        ([2, 2, 4], 2, 2, False, "acd", ["b0,1", "c0,1"], ["c2,3", "c0,1"]),
+        ([2, 2, 2], 2, 2, False, "acd", ["b0,1", "c0,1"], ["d0,1", "c0,1"]),
+        ([4, 2], 1, 2, False, "ab", ["a1,2"], ["a1,2"]),
+        ([1, 1, 1], 2, 1, True, "a", ["a0", "b0"], None),
+        ([2, 1, 1], 3, 1, True, "ac", ["a0", "a1", "b0"], ["a0", "a1", "c0"]),
+        ([4, 4], 2, 2, False, "b", ["a1,2", "b0,1"], None),
+    ],
+)  # fmt: skip
+def test_engines_of_a_lost_host_take_gpus_that_are_free_and_the_others_stay(
+    sizes, engines, per_engine, colocate, left, before, after
+):
+    everywhere = hosts(*sizes, 2)
+    remaining = [host for host in everywhere if host.label in left]
+    servers = EngineConfig(rollout_num_engines=engines, colocate=colocate)
+    placement = place(ClusterConfig(), servers, per_engine, "cuda", everywhere[: len(sizes)])
+    assert slots(placement)["engines"] == before
+
+    def placed_again():
+        again = place_again(placement, per_engine, remaining, colocate)
+        assert again.trainer == placement.trainer
+        kept = [slot for slot in placement.engines if slot.host in remaining]
+        assert [slot for slot in again.engines if slot in kept] == kept
+        return slots(again)["engines"]
+
+    if after is None:
+        with pytest.raises(ConfigError, match=r"GPUs, and there are .* on |ranks of the trainer"):
+            placed_again()
+    else:
+        assert placed_again() == after
+
+
+@pytest.mark.parametrize(
+    ("engines", "left", "before", "after"),
+    [
+        (1, "a", "b", "a"),
+        (2, "ac", "bc", "ac"),
+        (4, "ac", "bcab", "ccaa"),
+        (2, "abcd", "bc", "bc"),
+        (1, "acd", "b", "c"),
+    ],
+)
+def test_engines_of_a_lost_host_share_the_cores_that_are_left(engines, left, before, after):
+    everywhere = hosts(0, 0, 0, 0)
+    servers = EngineConfig(rollout_num_engines=engines)
+    placement = place(ClusterConfig(), servers, 1, "cpu", everywhere[:3])
+    assert slots(placement)["engines"] == list(before)
+    again = place_again(placement, 1, [host for host in everywhere if host.label in left])
+    assert slots(again) == {"trainer": ["a"], "engines": list(after)}
+    new = [slot for slot in again.engines if slot not in placement.engines]
+    for slot in new:
+        assert slot.cpu_threads == 8 // after.count(slot.host.label)
+
+
+def test_engines_without_a_trainer_take_the_first_gpus():
+    assert slots(place_engines(2, 2, "cuda", hosts(3, 2)))["engines"] == ["a0,1", "b0,1"]
+    assert slots(place_engines(3, 1, "cpu", hosts(0, 0)))["engines"] == ["a", "b", "a"]
+    with pytest.raises(
+        ConfigError, match=r"=2: 2 servers x --sglang-tp-size 2 = 4 GPUs.*servers\.$"
+    ):
+        place_engines(2, 2, "cuda", hosts(3))
+    with pytest.raises(ConfigError, match="there are 0 GPUs and 0 cores on a"):
+        place_engines(1, 1, "cpu", [Host("a", "a", "h", 0, 0)])

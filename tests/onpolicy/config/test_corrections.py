@@ -10,6 +10,7 @@ GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exac
 BYPASS = ["--use-rollout-logprobs"]
 REINFORCE = [*BYPASS, "--policy-loss", "reinforce"]
 LAG = ["--rollout-lag", "1"]
+FREE = ["--rollout-schedule", "free"]
 K3 = ["--use-rs", "--rs-statistic", "k3"]
 
 
@@ -68,7 +69,18 @@ def check(*argv):
          r"--dynamic-sampling=True: the rewards of a group of --n-samples-per-prompt=1 are always"),
         (["--dynamic-sampling-limit", "2"], r"--dynamic-sampling-limit=2: only --dynamic-sampling"),
         ([*LAG, "--over-sampling-batch-size", "2"],
-         r"--over-sampling-batch-size=2: only --dynamic-sampling or --rollout-segment-tokens reads it"),
+         r"--over-sampling-batch-size=2: only --dynamic-sampling, --rollout-segment-tokens or --roll"),
+        ([*FREE, *LAG], r"--rollout-lag=1: with --rollout-schedule free the clock decides"),
+        ([*FREE, "--rollout-segment-tokens", "9"], r"--rollout-segment-tokens=9: with --rollout-sched"),
+        ([*FREE, "--dynamic-sampling"], r"--dynamic-sampling=True: draws groups in the place of others"),
+        ([*FREE, "--colocate"], r"--colocate=True: servers give their memory back .*schedule free"),
+        ([*FREE, "--mismatch-governor"], r"--rollout-schedule=free: the governor goes by how far"),
+        ([*FREE, "--true-on-policy-mode", "--parity-policy", "fallback", "--use-tis"],
+         r"--rollout-schedule=free: .*corrected in any case"),
+        ([*FREE, "--replay", "j"], r"--replay=j: without --true-on-policy-mode a token depends on the"),
+        (["--replay", "j"], r"--replay=j: only --rollout-schedule free reads it"),
+        ([*LAG, "--max-staleness", "3"], r"--max-staleness=3: only --rollout-schedule free reads it"),
+        ([*FREE, "--max-staleness", "0"], r"--max-staleness=0: must be at least 1"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):
@@ -96,6 +108,16 @@ def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):
         [*LAG, "--true-on-policy-mode", "--tis-upper-bound", "5"],
         [*LAG, "--true-on-policy-mode", *BYPASS],
         [*LAG, "--rollout-segment-tokens", "64", "--over-sampling-batch-size", "40"],
+        [
+            *FREE,
+            "--max-staleness",
+            "8",
+            "--over-sampling-batch-size",
+            "40",
+            "--tis-upper-bound",
+            "5",
+        ],
+        [*FREE, "--true-on-policy-mode", "--replay", "j", "--allow-changed-settings", "lr"],
         ["--dynamic-sampling", "--over-sampling-batch-size", "7", "--dynamic-sampling-limit", "3"],
     ],
 )

@@ -41,7 +41,7 @@ def test_the_mode_takes_layouts_whose_gradients_have_no_order():
         (["--save", "/s"], "--save-interval=0, --save='/s'"),
         (["--keep-checkpoints", "2"], "--keep-checkpoints=2: only --save reads it"),
         (["--keep-checkpoints", "-1"], "--keep-checkpoints=-1: must be at least 0"),
-        (["--allow-changed-settings", "lr"], "--allow-changed-settings=lr: only --load reads it"),
+        (["--allow-changed-settings", "lr"], "-changed-settings=lr: only --load or --replay reads it"),
         (["--load", "/s", "--allow-changed-settings", "lrr"], "settings=lrr: no .* Did you mean lr?"),
         (["--eval-interval", "5"], "--eval-interval=5, --eval-prompt-data=''"),
         (["--rollout-host", "0.0.0.0"], "--rollout-host=0.0.0.0: .*needs a key"),

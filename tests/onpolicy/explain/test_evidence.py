@@ -4,7 +4,6 @@ import pytest
 
 from onpolicy.explain.proof import prove
 from onpolicy.ops import make_operators
-from onpolicy.taps.door import recording
 from onpolicy.taps.recorder import CHOSEN_EXPERTS, Recorder
 from onpolicy.taps.recording import Recording
 from onpolicy.train import make_trainer
@@ -16,7 +15,7 @@ SEQUENCES = random_sequences([30, 21])
 
 
 def recorded(trainer, recorder):
-    with recording(trainer.model, recorder) as passes:
+    with trainer.recording(recorder) as passes:
         trainer.log_probs(SEQUENCES, [3, 3], 1.0)
     return Recording.of(passes)
 
@@ -26,13 +25,14 @@ def test_every_operator_alone_gives_the_trainers_bits(architecture, tmp_path):
     pair = make_engines(make_checkpoint(tmp_path / "model", architecture), tmp_path)
     trainer, operators = make_trainer(pair.config, pair.contract, 1), make_operators(pair.contract)
     sites = recorded(trainer, Recorder())
-    for site, rows in sites.items():
+    for site, by_rank in sites.items():
         if site[1] in ("embedding", CHOSEN_EXPERTS):  # which are no operators
             continue
         recorder = Recorder()
-        recorder.suspect = site, int(rows.keys[len(rows.keys) // 2])
+        keys = by_rank[0].keys
+        recorder.suspect = site, int(keys[len(keys) // 2]), 0
         recorded(trainer, recorder)
         evidence = recorder.evidence
-        proof = prove(evidence, evidence, recorder.objects, operators)
+        proof = prove({0: evidence}, evidence, recorder.objects, operators)
         assert (proof.in_train_shape, proof.same_in_both) == (True, True), site
         assert (proof.verdict, proof.difference.different) == ("not reproduced", 0)

@@ -2,7 +2,7 @@
 
 import torch
 
-from onpolicy.explain.proof import prove
+from onpolicy.explain import proof
 from onpolicy.ops import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.taps.evidence import Evidence, read_evidence, write_evidence
@@ -14,6 +14,10 @@ WEIGHT = torch.randn(16, 24)
 FEW, MANY = torch.cat([ROW, torch.randn(2, 24)]), torch.cat([torch.randn(40, 24), ROW])
 
 
+def prove(rollout, train, *how):
+    return proof.prove({0: rollout}, train, *how)
+
+
 def linear(operators, x, row, weight=WEIGHT):
     args = (x, weight, None)
     return Evidence.of("linear", args, operators.linear(*args), [row], len(x))
@@ -21,11 +25,11 @@ def linear(operators, x, row, weight=WEIGHT):
 
 def test_an_operator_that_depends_on_the_batch():
     broken = break_operator(CpuOperators(1), "linear")
-    proof = prove(linear(broken, FEW, 0), linear(broken, MANY, 40), (), broken)
-    assert proof.verdict == "depends on the batch"
-    assert (proof.in_rollout_shape, proof.in_train_shape, proof.same_in_both) == (True, True, False)
-    assert (proof.difference.different, proof.difference.max_ulp) == (16, 1)
-    assert (proof.rollout_shape, proof.train_shape) == ((3, 24), (41, 24))
+    found = prove(linear(broken, FEW, 0), linear(broken, MANY, 40), (), broken)
+    assert found.verdict == "depends on the batch"
+    assert (found.in_rollout_shape, found.in_train_shape, found.same_in_both) == (True, True, False)
+    assert (found.difference.different, found.difference.max_ulp) == (16, 1)
+    assert (found.rollout_shape, found.train_shape) == ((3, 24), (41, 24))
 
 
 def test_an_engine_that_computes_something_else():
@@ -38,8 +42,8 @@ def test_an_engine_that_computes_something_else():
 
 def test_weights_that_differ_are_told_before_anything_else():
     right = CpuOperators(1)
-    proof = prove(linear(right, FEW, 0, 1.001 * WEIGHT), linear(right, MANY, 40), (), right)
-    assert proof.verdict == "other weights"
+    found = prove(linear(right, FEW, 0, 1.001 * WEIGHT), linear(right, MANY, 40), (), right)
+    assert found.verdict == "other weights"
 
 
 def grouped(operators, of_experts):
@@ -53,8 +57,8 @@ def grouped(operators, of_experts):
 
 def test_experts_with_other_numbers_of_rows_hold_the_same_weights():
     right = CpuOperators(1)
-    proof = prove(grouped(right, [1, 3]), grouped(right, [5, 2]), (), right)
-    assert proof.verdict == "not reproduced" and proof.same_in_both
+    found = prove(grouped(right, [1, 3]), grouped(right, [5, 2]), (), right)
+    assert found.verdict == "not reproduced" and found.same_in_both
 
 
 def attention(operators, counts, sequence, k, paged=False, attend=None):
@@ -85,14 +89,14 @@ def test_attention_is_run_over_its_own_sequence(tmp_path):
     operators, k = CpuOperators(1), torch.randn(30, 2, 16)
     packed = attention(operators, (9, 12, 9), 1, k)
     write_evidence(attention(operators, (9, 12, 9), 1, k, paged=True), tmp_path)
-    decoded = read_evidence(tmp_path)
+    decoded = read_evidence(tmp_path)[0]
     assert (len(packed.arguments[0]), len(decoded.arguments[0])) == (12, 1)
     assert prove(decoded, packed, (), operators).verdict == "not reproduced"
     broken = one_ulp_in_three_rows(operators.paged_attention)
     wrong = attention(operators, (9, 12, 9), 1, k, paged=True, attend=broken)
-    proof = prove(wrong, packed, (), operators)
-    assert (proof.verdict, proof.difference.different) == ("rollout differs", 3)
+    found = prove(wrong, packed, (), operators)
+    assert (found.verdict, found.difference.different) == ("rollout differs", 3)
     stale = k.clone()
     stale[11] = stale[12]
-    proof = prove(attention(operators, (9, 12, 9), 1, stale, paged=True), packed, (), operators)
-    assert proof.verdict == "other keys"
+    found = prove(attention(operators, (9, 12, 9), 1, stale, paged=True), packed, (), operators)
+    assert found.verdict == "other keys"

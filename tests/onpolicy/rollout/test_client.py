@@ -9,7 +9,7 @@ import pytest
 
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.client import _completion
-from onpolicy.types import Request, SamplingParams
+from onpolicy.types import FinishReason, Request, SamplingParams, Span
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2, stop_token_ids=())
 REQUEST = Request(prompt_ids=[7], sampling_seed=1, params=PARAMS)
@@ -76,3 +76,29 @@ def test_experts_of_a_retracted_request_are_not_those_it_was_sampled_with():
 def test_experts_that_do_not_come_are_an_error():
     with pytest.raises(EngineError, match="enable-return-routed-experts"):
         _completion(answer(PAIRS), 200, REPLAYED, "http://e")
+
+
+ABORTED = {"finish_reason": {"type": "abort", "message": "Aborted"}}
+
+
+def test_what_an_abort_leaves_goes_on_after_its_last_token_but_one():
+    """Whether the last one would have ended the response, an abort does not say."""
+    spans = [{"version": "3", "start": 0, "end": 2}]
+    meta = {**ABORTED, **ROUTED, "weight_versions": spans}
+    part = _completion(answer(PAIRS, **meta), 200, REPLAYED, "http://e")
+    assert (part.response_ids, part.rollout_log_probs) == ([5], [-0.5])
+    assert part.spans == (Span(version="3", start=0, end=1),)
+    assert part.finish_reason == FinishReason.ABORT
+    assert np.array_equal(part.routed_experts, EXPERTS[:1])
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_an_abort_may_leave_nothing(tokens):
+    """One that waits for the engine comes back without what only the model's pass adds."""
+    spans = [{"version": "3", "start": 0, "end": tokens}]
+    given = answer(PAIRS[:tokens], **ABORTED, weight_versions=spans)
+    given["output_ids"] = given["output_ids"][:tokens]
+    if tokens:
+        given["meta_info"] |= {**ROUTED, "prompt_tokens": 2, "completion_tokens": 1}
+    part = _completion(given, 200, REPLAYED, "http://e")
+    assert (part.response_ids, part.rollout_log_probs, part.spans) == ([], [], ())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import threading
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ConfigError, ContractError, EngineError
-from onpolicy.rollout.base import EnginesRestartedError, SamplingJob
+from onpolicy.rollout.base import EndlessJob, EnginesRestartedError, SamplingJob
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import CACHE_MARGIN
+from onpolicy.rollout.open_groups import joined
 from onpolicy.rollout.server import EngineServer
 from tests.support.engines_in_memory import (
     CACHE_TOKENS,
@@ -52,6 +54,30 @@ def test_engines_in_memory_offer_what_real_ones_do(real):
         if not name.startswith("_"):
             ours = inspect.signature(getattr(Engine, name)).parameters
             assert list(ours) == list(inspect.signature(method).parameters)
+
+
+def test_a_job_that_is_interrupted_has_parts_which_other_requests_continue():
+    """As the same response in one piece, but for what is drawn again."""
+    host, job = Host(), EndlessJob(REQUESTS, lambda number, completion: ())
+    host.pause = lambda: 0.02
+    group = started(host, rollout_num_engines=2)
+    timer = threading.Timer(0.05, job.interrupt)
+    timer.start()
+    group.generate(job)
+    timer.join()
+    assert any(part.finish_reason == "abort" for part in job.completions)
+    for engine in host.engines:
+        engine.pause = lambda: 0.0
+    for request, part, whole in zip(REQUESTS, job.completions, EXPECTED, strict=True):
+        if part.finish_reason == "abort":
+            done = part.response_ids
+            left = dataclasses.replace(request.params, max_new_tokens=6 - len(done))
+            ids = request.prompt_ids + done
+            more = dataclasses.replace(request, prompt_ids=ids, params=left)
+            (rest,) = sampled(group, [more])
+            part = joined(part, rest)
+        assert part.response_ids == whole.response_ids
+        assert part.rollout_log_probs == whole.rollout_log_probs
 
 
 def test_requests_differ_in_what_they_sample_and_an_equal_one_gives_an_equal_response():
@@ -192,6 +218,24 @@ def test_revive_starts_the_dead_alone_and_says_whether_there_were_any():
     assert group.revive()
     assert [engine.starts for engine in host.engines] == [1, 2, 1]
     assert not group.revive()
+
+
+def test_a_server_that_starts_at_another_address_is_asked_there():
+    """As one does whose host has left the cluster."""
+
+    class Moving(Engine):
+        def start(self):
+            super().start()
+            self.url = f"http://10.0.0.{self.starts}:1"
+
+    host = Host()
+    host.make_server = lambda spec, port, log: Moving(spec, 1, log)
+    host.make_client = lambda url, *_: EngineClient(url, "", 1.0, 1.0)
+    group = host.make_group(EngineConfig())
+    group.launch()
+    assert group.clients[0].url == "http://10.0.0.1:1"
+    group._start_again(group.servers, "")
+    assert group.clients[0].url == "http://10.0.0.2:1"
 
 
 def test_an_engine_that_starts_again_under_another_contract_is_refused():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from onpolicy.errors import EngineError
 from onpolicy.run.run import Run
-from onpolicy.train import distributed
 from tests.support.engines_in_memory import Engine, Host
 from tests.support.run_in_memory import (
     even_tokens,
@@ -20,7 +19,10 @@ from tests.support.run_in_memory import (
 )
 from tests.support.tiny_policy import log_probs_of
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROLLOUTS = 6
+FREE = {"free": {"rollout_schedule": "free"}}
 PER_ROLLOUT = 3 * 4
 
 MODES = {
@@ -37,15 +39,6 @@ MODES = {
         "rollout_lag": 1, "rollout_segment_tokens": 2, "dynamic_sampling": True,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def undrawn():
-    """A plot would take most of the time."""
-    distributed.init_process_group()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.run.journal.plot_run", lambda metrics_file, image: None)
-        yield
 
 
 def whole_or_half(sample):
@@ -69,7 +62,7 @@ class Keeps(Run):
 
 
 def run(directory, mode, host=None, make_run=Keeps, **more):
-    values = {"num_rollout": ROLLOUTS, **MODES.get(mode, {}), **more}
+    values = {"num_rollout": ROLLOUTS, **{**MODES, **FREE}.get(mode, {}), **more}
     return run_in_memory(
         directory, host, reward=whole_or_half, make_run=make_run, eval_sets={}, **values
     )
@@ -204,20 +197,20 @@ class Stale(Engine):
             self.before = weights, self.memory.version
         return super().post(path, body, num_bytes)
 
-    async def generate(self, session, request):
+    async def generate(self, session, request, takes_parts=False):
         if self.calls < 40 or not self.left or self.before is None:
-            return await super().generate(session, request)
+            return await super().generate(session, request, takes_parts)
         self.left -= 1
         memory = self.memory
         now = memory.weights, memory.version
         memory.weights, memory.version = self.before
         try:
-            return await super().generate(session, request)
+            return await super().generate(session, request, takes_parts)
         finally:
             memory.weights, memory.version = now
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "free"])
 def test_an_engine_that_samples_one_response_under_the_wrong_version_is_found(
     tmp_path, monkeypatch, mode
 ):

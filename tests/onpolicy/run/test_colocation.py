@@ -11,7 +11,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import COLOCATED_FRACTION, engine_flags
 from onpolicy.run.colocation import require_room
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.engine_specs import placed, rollout_spec
+from onpolicy.run.engine_specs import places_in, rollout_spec
 from onpolicy.run.placement import placement_here
 
 H100 = {"itemsize": 2, "ranks": 1, "gpus_per_server": 1, "fraction": 0.4, "gpu_bytes": 80 * 10**9}
@@ -51,7 +51,7 @@ def spec_on(device, checkpoint, sglang_args=(), **engine):
     contract = dataclasses.replace(contract, device=device)
     spec = rollout_spec(config, hf_config, contract)
     placement = placement_here(config, contract)
-    return placed(spec, placement.engines[0], placement, config.engine)
+    return places_in(placement, config).specs(spec)[0]
 
 
 def test_on_a_cpu_it_is_refused(checkpoint):

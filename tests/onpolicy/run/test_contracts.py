@@ -1,5 +1,7 @@
 """What a contract is refused for before anything is started, and that all commands make the same."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.run import verify_inputs
 from onpolicy.run.bench.setting import make_train_config
 from onpolicy.run.contracts import contract_for
+from tests.support.tiny import make_checkpoint
 
 
 def contract(checkpoint, *, aligned=True, **operators):
@@ -38,6 +41,27 @@ def test_a_variable_that_breaks_alignment_is_refused_in_aligned_runs_only(checkp
     with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with"):
         contract(checkpoint)
     assert contract(checkpoint, aligned=False).backend == "stock"
+
+
+def test_a_list_of_kinds_makes_a_part_and_without_one_a_stock_run_stays_stock(checkpoint):
+    whole, stock = contract(checkpoint), contract(checkpoint, aligned=False)
+    assert (stock.backend, stock.kinds, whole.kinds) == ("stock", (), ())
+    part = contract(checkpoint, aligned=False, align="attention,linear")
+    assert dataclasses.replace(part, kinds=()) == whole
+    assert part.kinds == ("model", "linear", "attention")
+    # A governor's aligned rung, and an attribution's, are whole.
+    assert contract(checkpoint, align="linear") == whole
+
+
+def test_a_part_is_held_to_what_the_whole_is(checkpoint, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"--align=model,norm: .*windows.*Add attention"):
+        contract(make_checkpoint(tmp_path, "gemma2"), aligned=False, align="norm")
+    contract(tmp_path, aligned=False, align="norm,attention")
+    with pytest.raises(ConfigError, match=r"architecture=PhiFor.*or run without --align\."):
+        contract(make_checkpoint(tmp_path / "phi", "phi"), aligned=False, align="norm")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with --align"):
+        contract(checkpoint, aligned=False, align="norm")
 
 
 SHARED = ["--dtype", "float32", "--row-parallel-blocks", "2", "--sglang-tp-size", "2"]

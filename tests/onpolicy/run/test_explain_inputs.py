@@ -20,7 +20,7 @@ CASE = {
         "temperature": 0.7, "max_new_tokens": 4, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1,
         "min_p": 0.0, "ignore_eos": False, "return_routed_experts": False,
     },
-    "contract": {"dtype": "float32", "backend": "cpu"},
+    "contract": {"dtype": "float32", "backend": "cpu", "row_parallel_blocks": 2},
 }  # fmt: skip
 
 
@@ -44,12 +44,21 @@ def saved(tmp_path):
 def test_a_case_says_how_it_was_sampled(case):
     config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
     assert (config.temperature, config.model.dtype) == (0.7, "float32")
-    assert config.true_on_policy_mode
+    assert config.true_on_policy_mode and config.operators.row_parallel_blocks == 2
     request = case_request(case)
     assert (request.prompt_ids, request.sampling_seed) == ([5, 6, 7], 11)
     assert request.params == SamplingParams(
         temperature=0.7, max_new_tokens=4, stop_token_ids=(1,), top_p=1.0, top_k=-1, min_p=0.0
     )
+
+
+def test_a_case_of_a_part_is_replayed_under_that_part(case):
+    case.write_text(
+        json.dumps({**CASE, "contract": {**CASE["contract"], "kinds": ["model", "norm"]}})
+    )
+    config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
+    assert not config.true_on_policy_mode
+    assert config.operators.kinds == ("model", "norm")
 
 
 def test_weights_are_those_of_the_cases_rollout(case, saved, caplog):
@@ -82,8 +91,8 @@ def test_a_directory_without_checkpoints_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--sglang-tp-size", "2"], "--sglang-tp-size=2: "),
-        (["--train-backend", "megatron"], "--train-backend=megatron: "),
+        (["--train-backend", "megatron", "--megatron-tp", "2"], "--megatron-tp=2: "),
+        (["--train-backend", "megatron", "--megatron-ep", "4"], "--megatron-ep=4: "),
         (
             ["--rollout-server-url", "http://127.0.0.1:9"],
             "--rollout-server-url=http://127.0.0.1:9: ",

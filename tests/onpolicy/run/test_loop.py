@@ -18,8 +18,8 @@ from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import EngineError, HostLostError, ParityError, TrainerLostError
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.run.cases import read_case
+from onpolicy.run.engines import EnginePair
 from onpolicy.run.run import Run
-from onpolicy.train import distributed
 from onpolicy.types import SampleGroup
 from onpolicy.weights.digest import WeightDigest
 from tests.support.engines_in_memory import Host
@@ -33,18 +33,12 @@ from tests.support.run_in_memory import (
     samples_of,
 )
 from tests.support.tiny_policy import ALIGNED, STOCK, log_probs_of, make_weights
+from tests.support.trainer_in_memory import TrainerInMemory
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 PER_ROLLOUT = 3 * 4
 """Samples: prompts times samples of each."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def undrawn():
-    """A plot would take most of the time."""
-    distributed.init_process_group()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.run.journal.plot_run", lambda metrics_file, image: None)
-        yield
 
 
 class Samples(list):
@@ -222,7 +216,11 @@ def test_groups_of_equal_rewards_are_left_out_where_that_is_asked_for(tmp_path):
             assert record["parity/num_compared_tokens"] == sum(lengths)
 
 
-def test_a_rollout_of_equal_rewards_alone_is_not_trained_on_but_counts(tmp_path, caplog):
+def test_a_rollout_of_equal_rewards_alone_is_not_trained_on_but_counts(
+    tmp_path, caplog, monkeypatch
+):
+    asked_for_room = []
+    monkeypatch.setattr(EnginePair, "make_room", asked_for_room.append)
     values = {"filter_equal_rewards": True, "save": str(tmp_path / "save"), "save_interval": 4}
     summary = run_in_memory(tmp_path, reward=lambda sample: 1.0, **values)
     records = records_of(tmp_path)
@@ -230,6 +228,7 @@ def test_a_rollout_of_equal_rewards_alone_is_not_trained_on_but_counts(tmp_path,
     assert not any("train/loss" in record for record in records)
     assert summary.rollouts == ROLLOUTS and summary.totals.num_compared_tokens == 0
     assert "rollout 3: all groups have equal rewards" in caplog.text
+    assert not asked_for_room
     assert sorted(file.name for file in (tmp_path / "save").glob("step_*")) == ["step_000004"]
 
 
@@ -289,6 +288,25 @@ class LosesParts(Run):
             self.lost.remove(step)
             raise (HostLostError if step % 2 else TrainerLostError)("a part of the run ended")
         return super().train(groups, step)
+
+
+def test_a_rank_that_is_lost_while_a_checkpoint_is_written_costs_no_bit(
+    tmp_path, plain, monkeypatch
+):
+    save, calls = TrainerInMemory.save, []
+
+    def lost_the_second_time(self, directory):
+        save(self, directory)
+        calls.append(directory)
+        if len(calls) == 2:
+            raise TrainerLostError("rank 1 of the trainer ended")
+
+    monkeypatch.setattr(TrainerInMemory, "save", lost_the_second_time)
+    saves = {"save": str(tmp_path / "save"), "save_interval": 1}
+    summary = run_in_memory(tmp_path, make_run=Run, **saves, max_rank_restarts=1)
+    assert summary.run_hash == plain[1].run_hash
+    assert len(calls) == ROLLOUTS + 1
+    assert not [file.name for file in (tmp_path / "save").iterdir() if "partial" in file.name]
 
 
 @pytest.mark.parametrize("mode", [{}, GOVERNED], ids=["aligned", "governed"])

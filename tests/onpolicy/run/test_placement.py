@@ -17,6 +17,7 @@ from onpolicy.run.placement import (
     cache_tokens,
     placement_here,
     placement_of,
+    placement_of_servers,
     share_of_cores,
     token_bytes,
 )
@@ -55,6 +56,23 @@ def test_what_cannot_be_on_several_hosts_is_refused(checkpoint, changes, message
     placement_of(*on("cpu", checkpoint), hosts)
     with pytest.raises(ConfigError, match=message):
         placement_of(*on("cpu", checkpoint, **changes), hosts)
+
+
+def test_servers_alone_are_spread_over_hosts_and_refused_as_those_of_a_run(checkpoint):
+    hosts = [
+        Host("1", "a", "10.0.0.1", 4, 0),
+        Host("2", "b", "10.0.0.2", 4, 0, is_here=False),
+    ]
+    _, contract = on("cpu", checkpoint)
+    two = groups.EngineCountConfig(rollout_num_engines=2)
+    placement = placement_of_servers(two, 1, "127.0.0.1", contract, hosts)
+    assert [slot.host for slot in placement.engines] == hosts and placement.trainer == ()
+    assert placement_of_servers(two, 1, "10.0.0.1", contract, hosts[:1]).is_here
+    with pytest.raises(ConfigError, match=r"--rollout-host=10\.0\.0\.1: other hosts"):
+        placement_of_servers(two, 1, "10.0.0.1", contract, hosts)
+    counted = groups.EngineCountConfig(rollout_num_gpus=1)
+    with pytest.raises(ConfigError, match="there are no GPUs here"):
+        placement_of_servers(counted, 1, "127.0.0.1", contract, hosts)
 
 
 def test_cores_are_shared_out_and_everyone_gets_one():

@@ -4,21 +4,13 @@ import pytest
 import torch
 
 from onpolicy.errors import ParityError
-from onpolicy.train import distributed
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import records_of, run_in_memory
 from tests.support.trainer_in_memory import TrainerInMemory
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 LAG = {"rollout_lag": 1, "num_rollout": 3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def undrawn():
-    """A plot would take most of the time."""
-    distributed.init_process_group()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.run.journal.plot_run", lambda metrics_file, image: None)
-        yield
 
 
 @pytest.fixture

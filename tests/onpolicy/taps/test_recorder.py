@@ -41,8 +41,9 @@ def test_passes_come_back_from_their_files(checkpoint, tmp_path):
     write_calls(passes[0], tmp_path / "00000001.pass")
     ours, theirs = Recording.of(passes), Recording.of(read_calls(tmp_path))
     assert list(ours) == list(theirs)
-    for site, rows in ours.items():
-        assert (rows.outputs == theirs[site].outputs).all() and rows.shapes == theirs[site].shapes
+    for site, by_rank in ours.items():
+        rows, read = by_rank[0], theirs[site][0]
+        assert (rows.outputs == read.outputs).all() and rows.shapes == read.shapes
         assert (rows.find(rows.keys) >= 0).all() and (rows.find(rows.keys + 1) < 0).all()
     assert [p.name for p in tmp_path.iterdir()] == ["00000001.pass"]
 
@@ -52,7 +53,8 @@ def test_rows_of_a_shared_prefix_are_one(tmp_path):
     policy, sequence = load_policy(path), SEQUENCES[0]
     with recording(policy, Recorder()) as passes, torch.no_grad():
         policy(PackedTokens.pack([sequence, [*sequence[:12], 5, 6]], [1, 1], 1.0))
-    counts = {len(rows.keys) for site, rows in Recording.of(passes).items() if site[0] != "lm_head"}
+    sites = Recording.of(passes).items()
+    counts = {len(by_rank[0].keys) for site, by_rank in sites if site[0] != "lm_head"}
     assert counts == {len(sequence) + 2}
 
 
@@ -62,6 +64,7 @@ def test_every_operator_is_recorded_or_is_part_of_another():
     others = {"partial_linear", "blockwise_linear", "log_softmax", "gather_log_probs", "sample"}
     # No part of a forward pass.
     others |= {
+        "whole",
         "linear_gradients",
         "grad_logits",
         "rows_per_chunk",

@@ -87,7 +87,7 @@ def flash_attention_3(
     """SGLang's FlashAttention-3; `num_splits=0` leaves it to the kernel, as stock engines do."""
     from onpolicy.ops.hopper import flash_attention
 
-    out, lse, *_ = flash_attention.library().flash_attn_with_kvcache(
+    out, lse, *_ = flash_attention.loaded().flash_attn_with_kvcache(
         q=q,
         k_cache=_pages(k, batch),
         v_cache=_pages(v, batch),

@@ -18,7 +18,7 @@ HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.25
 def calls(monkeypatch):
     made = []
     module = flash_attn(made)
-    monkeypatch.setattr(flash_attention, "library", lambda: module)
+    monkeypatch.setattr(flash_attention, "loaded", lambda: module)
     monkeypatch.setattr(flash_backward, "has_upstream", lambda: True)
     return made
 
@@ -173,4 +173,4 @@ def test_a_library_that_cannot_be_loaded_is_named_with_a_remedy():
     with pytest.raises(
         ContractError, match=r"sgl_kernel.flash_attn: cannot.*sglang-kernel.*--operators"
     ):
-        flash_attention.library()
+        flash_attention.loaded()

@@ -14,7 +14,7 @@ from tests.support.recorded_kernels import BF16_GEMM_NT, deep_gemm
 def calls(request, monkeypatch):
     made = []
     module = deep_gemm(request.param, made)
-    monkeypatch.setattr(gemm, "library", lambda: module)
+    monkeypatch.setattr(gemm, "loaded", lambda: module)
     return made
 
 
@@ -125,10 +125,10 @@ def test_the_batch_invariant_kernels_are_switched_on_where_there_is_a_switch(mon
     for version in BF16_GEMM_NT:
         module = deep_gemm(version, [])
         monkeypatch.setitem(__import__("sys").modules, "deep_gemm", module)
-        gemm.library.cache_clear()
-        assert gemm.library() is module
+        gemm.loaded.cache_clear()
+        assert gemm.loaded() is module
         assert module.deterministic is version.startswith("0.2")
-    gemm.library.cache_clear()
+    gemm.loaded.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library may be there")
@@ -136,7 +136,7 @@ def test_a_library_that_cannot_be_loaded_is_named_with_a_remedy():
     with pytest.raises(
         ContractError, match=r"deep_gemm: cannot be loaded.*sgl-deep-gemm.*--operators"
     ):
-        gemm.library()
+        gemm.loaded()
 
 
 def test_a_library_that_asserts_a_toolkit_is_refused_in_plain_words(monkeypatch, tmp_path):
@@ -145,7 +145,7 @@ def test_a_library_that_asserts_a_toolkit_is_refused_in_plain_words(monkeypatch,
     package.write_text("cuda_home = None\nassert cuda_home is not None\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: None)
-    library = gemm.library.__wrapped__
+    library = gemm.loaded.__wrapped__
     with pytest.raises(
         ContractError, match=r"CUDA toolkit, and none .*CUDA_HOME.*operators triton"
     ):

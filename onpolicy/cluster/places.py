@@ -1,0 +1,71 @@
+"""Where the engines of a command are, and where they go when a host leaves the cluster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from onpolicy.cluster.hosts import Host
+from onpolicy.cluster.placement import Placement, Slot, place_again
+from onpolicy.cluster.session import alive_hosts
+from onpolicy.errors import ConfigError, EngineError, HostLostError
+from onpolicy.rollout.engine_args import EngineSpec
+
+logger = logging.getLogger(__name__)
+
+
+class Places:
+    """The slots of engines; those of a host that is gone take others on the hosts that are left."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        cpu_threads: int = 0,
+        colocate: bool = False,
+        hosts: Callable[[], Sequence[Host]] = alive_hosts,
+    ):
+        """`cpu_threads`: of each process, in place of its slot's share of the cores; 0: that share."""
+        self.placement = placement
+        self._cpu_threads, self._colocate, self._hosts = cpu_threads, colocate, hosts
+        self._lost: set[str] = set()
+
+    def specs(self, spec: EngineSpec) -> list[EngineSpec]:
+        """What each engine is, by its number. It listens for this host alone if everything is here, and
+        else where the other hosts reach it."""
+        here = self.placement.is_here
+        return [
+            replace(
+                self._in(slot, spec),
+                number=number,
+                node="" if slot.host.is_here else slot.host.name,
+                host=spec.host if here else slot.host.address,
+            )
+            for number, slot in enumerate(self.placement.engines)
+        ]
+
+    def elsewhere(self, spec: EngineSpec, error: EngineError) -> EngineSpec:
+        """What an engine is that has lost its host, of which `error` tells.
+
+        Raises HostLostError if it fits nowhere, or if ranks of the trainer were on that host.
+        """
+        self._lost.add(spec.node)
+        left = [host for host in self._hosts() if host.name not in self._lost]
+        try:
+            self.placement = place_again(self.placement, spec.tp_size, left, self._colocate)
+        except ConfigError as reason:
+            raise HostLostError(
+                f"{spec.host}: the host has left the cluster, or takes no actor ({error}) Its engines "
+                f"have no other place: {reason} Resume with --load, or let the run do so on the hosts "
+                "that are left (--max-rank-restarts)."
+            ) from error
+        slot = self.placement.engines[spec.number]
+        return replace(self._in(slot, spec), node=slot.host.name, host=slot.host.address)
+
+    def _in(self, slot: Slot, spec: EngineSpec) -> EngineSpec:
+        return replace(
+            spec,
+            first_gpu=slot.devices[0] if slot.devices else 0,
+            num_threads=self._cpu_threads or slot.cpu_threads,
+        )

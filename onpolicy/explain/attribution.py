@@ -1,0 +1,138 @@
+"""The table of `onpolicy explain --attribution`: what a row measures, and how far effects add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onpolicy.parity import compare_log_probs
+
+Row = Mapping[str, Any]
+
+STOCK, MODEL, ALIGNED = "stock", "model", "aligned"
+"""Rows: nothing is shared; the engine runs the trainer's modelling code, all stock; everything."""
+
+
+def model_and(kind: str) -> str:
+    """The row in which one kind of operator is aligned."""
+    return f"{MODEL} + {kind}"
+
+
+def all_but(kind: str) -> str:
+    """The row in which one kind of operator is stock."""
+    return f"{ALIGNED} - {kind}"
+
+
+def difference(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, Any]:
+    """Of two engines' log-probabilities of the same tokens: float32 [R] of each response."""
+    ours, theirs = torch.cat(list(train)), torch.cat(list(rollout))
+    counts, _ = compare_log_probs(ours, theirs)
+    diff = ours.double() - theirs.double()
+    return {
+        "num_compared_tokens": counts.num_compared,
+        "num_mismatched_tokens": counts.num_mismatched,
+        "k3_kl_mean": counts.mean_k3,
+        "k3_kl_standard_error": float((diff.exp() - diff - 1).std()) / max(len(diff), 1) ** 0.5,
+        "mean_abs_diff": counts.mean_abs_diff,
+        "max_abs_diff": counts.max_abs_diff,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What aligning one kind of operator does to the mean k3."""
+
+    kind: str
+    before: float
+    after: float
+
+    stands_out: bool
+    """Whether the change is more than twice the standard error of either number."""
+
+    left: float | None
+    """The k3 with every other kind aligned, and this one stock; None of `model`, without which no kind
+    is aligned."""
+
+    @property
+    def percent(self) -> float:
+        """Change of the k3; 0 if there was none before."""
+        return 100 * (self.after / self.before - 1) if self.before else 0.0
+
+
+def effects(rows: Sequence[Row]) -> list[Effect]:
+    """Of `model` on stock engines, then of each kind alone on top of it."""
+    by_name = {row["name"]: row for row in rows}
+    kinds = [name.removeprefix(model_and("")) for name in by_name if name.startswith(model_and(""))]
+    return [
+        _effect("model", by_name[STOCK], by_name[MODEL], None),
+        *(
+            _effect(kind, by_name[MODEL], by_name[model_and(kind)], by_name[all_but(kind)])
+            for kind in kinds
+        ),
+    ]
+
+
+def _effect(kind: str, before: Row, after: Row, others: Row | None) -> Effect:
+    change = abs(before["k3_kl_mean"] - after["k3_kl_mean"])
+    error = max(before["k3_kl_standard_error"], after["k3_kl_standard_error"])
+    return Effect(
+        kind=kind,
+        before=before["k3_kl_mean"],
+        after=after["k3_kl_mean"],
+        stands_out=change > 2 * error,
+        left=None if others is None else others["k3_kl_mean"],
+    )
+
+
+def sums(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """How far effects add up: (what kinds take away one by one, what they leave when one by one they
+    are stock), each added up and as a share of the k3 that all of them together take away.
+
+    None if there is nothing to take away. `model` is no part of it: it comes with each of them.
+    """
+    whole = {row["name"]: row["k3_kl_mean"] for row in rows}[MODEL]
+    kinds = [effect for effect in effects(rows) if effect.left is not None]
+    if not whole:
+        return None
+    taken = sum(effect.before - effect.after for effect in kinds)
+    return taken / whole, sum(effect.left or 0.0 for effect in kinds) / whole
+
+
+def attribution_text(rows: Sequence[Row]) -> str:
+    """The table and what it says, for a terminal."""
+    return "\n".join(_lines(rows))
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"{rows[0]['num_compared_tokens']} tokens, the same in every row"
+    yield f"{'':22}{'k3':>9} {'+-':>8} {'mean |d|':>9} {'max |d|':>9} {'mismatched':>11}"
+    for row in rows:
+        yield (
+            f"{row['name']:22}{row['k3_kl_mean']:9.2g} {row['k3_kl_standard_error']:8.1g} "
+            f"{row['mean_abs_diff']:9.2g} {row['max_abs_diff']:9.2g} {row['num_mismatched_tokens']:11}"
+        )
+    model, *kinds = effects(rows)
+    yield f"Running the trainer's modelling code in the engine {_change(model)}."
+    yield "There, of one kind alone:"
+    for effect in kinds:
+        yield (
+            f"  {effect.kind}: aligned, it {_change(effect)}; stock, with all else aligned, it makes "
+            f"{effect.left:.2g}"
+        )
+    if (shares := sums(rows)) is not None:
+        taken, left = (f"{100 * share:.0f} %" for share in shares)
+        yield (
+            f"Added up, the kinds take away {taken} of that k3 one by one, and leave {left} of it; what "
+            "is missing to 100 % is what they do to each other."
+        )
+
+
+def _change(effect: Effect) -> str:
+    if effect.after == effect.before:
+        return "changes nothing"
+    told = f"takes k3 from {effect.before:.2g} to {effect.after:.2g} ({effect.percent:+.0f} %)"
+    return told if effect.stands_out else f"{told}, no more than chance"

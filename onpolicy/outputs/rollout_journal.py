@@ -1,0 +1,123 @@
+"""What a run whose order the clock decided was made of: rollouts.jsonl in the run directory.
+
+    {"step": 0, "config": {...}, "prompts": "<digest>"}
+    {"step": 0, "weights": "<digest>", "groups": [{"number": 2, "samples": [
+        {"spans": [[0, 5], [1, 3]], "tokens": "<digest>"}, ...]}, ...]}
+
+A line says which groups a step was trained on, in their order, and of each response how many tokens were
+sampled from which version of the weights. Whatever else there is of a run follows from it, by rule.
+Lines are added as a whole, before the step is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from onpolicy.errors import ConfigError
+from onpolicy.outputs.metrics import drop_from, read_jsonl
+from onpolicy.system import files
+from onpolicy.types import Completion, SampleGroup
+
+Record = dict[str, Any]
+Spans = list[tuple[int, int]]
+"""(version, tokens), in their order."""
+
+
+def begin(file: Path, step: int, config: Mapping[str, Any], prompts: str) -> None:
+    """The run starts, or goes on, with `step`: what a run before had of it and after it is dropped."""
+    drop_from(file, step)
+    add(file, {"step": step, "config": dict(config), "prompts": prompts})
+
+
+def add(file: Path, record: Record) -> None:
+    """A step that is about to be taken."""
+    files.append(file, json.dumps(record).encode())
+
+
+def record_of(step: int, weights: str, groups: Iterable[SampleGroup]) -> Record:
+    """Of a step that learns from `groups`, beginning from the weights with that digest."""
+    samples = [
+        {"number": g.number, "samples": [_drawn(s.completion) for s in g.samples]} for g in groups
+    ]
+    return {"step": step, "weights": weights, "groups": samples}
+
+
+def _drawn(completion: Completion) -> Record:
+    """Its spans, and a digest of its tokens and their log-probabilities."""
+    ids, log_probs = completion.response_ids, completion.rollout_log_probs
+    content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
+    spans = [[int(span.version), span.end - span.start] for span in completion.spans]
+    return {"spans": spans, "tokens": xxhash.xxh3_64_hexdigest(content)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutJournal:
+    """A journal that was read."""
+
+    file: str
+    starts: Sequence[Record]
+    """Where the run began, and went on after that: "step", "config" and "prompts"."""
+
+    steps: Mapping[int, Record]
+
+    def spans(self) -> dict[tuple[int, int], Spans]:
+        """Of each response: (number of the group, place in it)."""
+        return {
+            (group["number"], i): [(version, tokens) for version, tokens in sample["spans"]]
+            for record in self.steps.values()
+            for group in record["groups"]
+            for i, sample in enumerate(group["samples"])
+        }
+
+
+def read(file: str) -> RolloutJournal:
+    """Raises ConfigError for what is no journal, or says what cannot have been."""
+    try:
+        records = read_jsonl(Path(file))
+    except OSError as error:
+        raise ConfigError(
+            f"--replay={file}: cannot be read ({error.strerror}). Give the rollouts.jsonl of a run with "
+            "--rollout-schedule free."
+        ) from error
+    starts = [record for record in records if "config" in record]
+    steps = {record["step"]: record for record in records if "groups" in record}
+    if not starts or not steps:
+        raise ConfigError(
+            f"--replay={file}: holds no rollouts. Give the rollouts.jsonl of a run with "
+            "--rollout-schedule free."
+        )
+    for record in steps.values():
+        _require_possible(file, record)
+    return RolloutJournal(file=file, starts=starts, steps=steps)
+
+
+def _require_possible(file: str, record: Record) -> None:
+    """Raise ConfigError for spans that no run has: a token of weights that were not there yet."""
+    step = record["step"]
+    try:
+        wrong = [
+            f"group {group['number']}, response {i}: spans={sample['spans']}"
+            for group in record["groups"]
+            for i, sample in enumerate(group["samples"])
+            if not _is_possible(sample["spans"], step)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        wrong = [f"no record of a rollout ({error!r})"]
+    if wrong:
+        raise ConfigError(
+            f"--replay={file}: step {step}, {wrong[0]}: spans are (version, tokens), with versions that "
+            f"grow up to {step}. The file was changed; give the one that the run wrote."
+        )
+
+
+def _is_possible(spans: Spans, step: int) -> bool:
+    versions = [version for version, _ in spans]
+    grows = sorted({*versions}) == versions and bool(versions) and versions[-1] <= step
+    return grows and min(tokens for _, tokens in spans) >= 1

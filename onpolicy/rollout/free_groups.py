@@ -1,0 +1,127 @@
+"""Groups that are trained on in the order in which they are complete, and none when it is too old.
+
+Responses are drawn without rounds: where one ends the next begins, and a push interrupts them all. What
+the order of arrivals decides ends here: `batch` says which groups a step gets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from onpolicy.rollout.open_groups import OpenGroup, OpenGroups, Slot
+from onpolicy.types import Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """Step s trains the policy of version s on `batch` groups. None may be trained on more than `most`
+    versions after it began."""
+
+    most: int
+    batch: int
+
+    def num_late(self, began: Mapping[int, int], step: int) -> int:
+        """Of groups that began under versions (version: how many), those for which there is no place
+        in time if `step` is the first to train on any: 0 if all can be."""
+        late = due = 0
+        for version in sorted(began):
+            due += began[version]
+            steps = max(version + self.most - step + 1, 0)
+            late = max(late, due - steps * self.batch)
+        return late
+
+
+class FreeGroups(OpenGroups):
+    """`groups`: begun and not trained on; first those that are complete, in that order.
+
+    `width`: responses that are drawn at a time. `tokens`: of the longest. `last`: groups of a whole
+    run. The rule of staleness: a group begins only when all that have begun can be trained on in time,
+    and a step takes the groups that were complete first, as long as those it leaves can; else it
+    waits. So nothing is dropped, and no step has to wait for what may not begin.
+    """
+
+    def __init__(
+        self,
+        open_group: Callable[[int], OpenGroup],
+        width: int,
+        tokens: int,
+        staleness: Staleness,
+        last: int,
+    ):
+        super().__init__(open_group, width, tokens)
+        self._staleness, self._last = staleness, last
+        self._version = self._step = self._num_complete = self._num_drawn = 0
+        self._waiting = deque[Slot]()
+        self._began = Counter[int]()
+
+    def begin(self, version: int) -> list[Slot]:
+        """What is drawn first under new weights, which nothing is drawn under yet."""
+        self._version = self._step = version
+        self.groups.sort(key=lambda group: bool(group.unfinished))
+        self._num_complete = sum(not group.unfinished for group in self.groups)
+        self._waiting = deque((group, i) for group in self.groups for i in group.unfinished)
+        self._began = Counter(self._version_of(group) for group in self.groups)
+        self._num_drawn = 0
+        return self._next_slots()
+
+    def _version_of(self, group: OpenGroup) -> int:
+        """That of its oldest token, or the present one."""
+        spans = [c.spans[0] for c in group.completions if c is not None and c.spans]
+        return min((int(span.version) for span in spans), default=self._version)
+
+    def answer(self, slot: Slot, more: Completion) -> list[Slot]:
+        """Add what was drawn of a response; what is drawn in its place."""
+        group, i = slot
+        self._num_drawn -= 1
+        if more.response_ids:
+            group.add(i, more)
+        if not group.is_complete(i):
+            self._waiting.appendleft(slot)
+        elif not group.unfinished:
+            place = next(n for n, other in enumerate(self.groups) if other is group)
+            self.groups.insert(self._num_complete, self.groups.pop(place))
+            self._num_complete += 1
+        return self._next_slots()
+
+    def _next_slots(self) -> list[Slot]:
+        slots: list[Slot] = []
+        while self._num_drawn < self._width and (self._waiting or self._begin_group()):
+            slots.append(self._waiting.popleft())
+            self._num_drawn += 1
+        return slots
+
+    def _begin_group(self) -> bool:
+        began = self._began + Counter([self._version])
+        if self.next_number >= self._last or self._staleness.num_late(began, self._step):
+            return False
+        group = self._open_group(self.next_number)
+        self.next_number += 1
+        self.groups.append(group)
+        self._waiting += [(group, i) for i in group.unfinished]
+        self._began = began
+        return True
+
+    def batch(self) -> list[OpenGroup] | None:
+        """The groups of this version's step, in the order in which they were complete; None until there
+        are enough of them. They are open no more."""
+        size, left = self._staleness.batch, self._began.copy()
+        chosen: list[OpenGroup] = []
+        for group in self.groups[: self._num_complete]:
+            version = self._version_of(group)
+            left[version] -= 1
+            if self._staleness.num_late(left, self._step + 1) < size - len(chosen):
+                chosen.append(group)
+            else:  # one that would be late is to come
+                left[version] += 1
+            if len(chosen) == size:
+                return self._take(chosen, left)
+        return None
+
+    def _take(self, chosen: list[OpenGroup], left: Counter[int]) -> list[OpenGroup]:
+        numbers = {group.number for group in chosen}
+        self.groups = [group for group in self.groups if group.number not in numbers]
+        self._num_complete -= len(chosen)
+        self._step, self._began = self._step + 1, left
+        return chosen

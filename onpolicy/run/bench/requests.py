@@ -1,0 +1,27 @@
+"""What the engines of a benchmark are asked for: the same for both kinds of operators."""
+
+from __future__ import annotations
+
+import random
+
+from onpolicy.config.tools import BenchConfig
+from onpolicy.types import SamplingParams
+
+
+def random_prompts(config: BenchConfig, vocab_size: int) -> list[list[int]]:
+    """--num-prompts lists of --prompt-len tokens."""
+    rng = random.Random(0)
+    return [
+        [rng.randrange(vocab_size) for _ in range(config.prompt_len)]
+        for _ in range(config.num_prompts)
+    ]
+
+
+def sampling_params(config: BenchConfig) -> SamplingParams:
+    """Every response has exactly --max-new-tokens."""
+    return SamplingParams(
+        temperature=1.0,
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=(),
+        ignore_eos=True,
+    )

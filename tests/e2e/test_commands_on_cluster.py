@@ -1,0 +1,97 @@
+"""Commands besides `onpolicy train` on several hosts: `serve`, `bench rollout`, `verify`.
+
+The hosts are Ray nodes on this machine with an address each (tests/support/raylets.py).
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.support.processes import is_gone
+from tests.support.raylets import raylets
+from tests.support.train_runs import finish, run_hash, wait_for
+
+pytestmark = pytest.mark.engine
+
+HOSTS = {"127.0.0.2", "127.0.0.3"}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with raylets(2) as cluster:
+        yield cluster
+
+
+def onpolicy(*argv):
+    """A command under way."""
+    command = [sys.executable, "-m", "onpolicy.cli", *map(str, argv)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    )
+
+
+def reached_by(process):
+    """The flags by which a run reaches the servers of `onpolicy serve`, as it prints them."""
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.startswith("--rollout-server-url"):
+            return line.split()
+    pytest.fail("".join(printed))
+
+
+def test_served_engines_of_all_hosts_sample_for_a_run_and_end_with_their_command(
+    start, checkpoint, cluster, tmp_path
+):
+    before = {p for pid in cluster.pids for p in psutil.Process(pid).children(recursive=True)}
+    serve = onpolicy(
+        "serve", "--hf-checkpoint", checkpoint, "--run-dir", tmp_path / "serve",
+        "--ray-address", cluster.address, "--rollout-num-engines", "2",
+    )  # fmt: skip
+    try:
+        flags = reached_by(serve)
+        assert set(re.findall(r"http://([\d.]+):\d+", " ".join(flags))) == HOSTS
+        served = finish(start(tmp_path / "served", *flags))
+        now = {p for pid in cluster.pids for p in psutil.Process(pid).children(recursive=True)}
+        ours = [*(now - before), *psutil.Process(serve.pid).children(recursive=True)]
+        assert len(ours) >= 2 * 4
+    finally:
+        serve.send_signal(signal.SIGKILL)
+        serve.wait()
+    wait_for(lambda: all(map(is_gone, ours)), 60)
+    assert run_hash(served) == run_hash(finish(start(tmp_path / "own")))
+
+
+def test_servers_of_all_hosts_are_measured(checkpoint, cluster, tmp_path):
+    file = tmp_path / "rollout.json"
+    finish(
+        onpolicy(
+            "bench", "rollout", "--hf-checkpoint", checkpoint, "--num-prompts", "4",
+            "--prompt-len", "8", "--max-new-tokens", "8", "--repetitions", "1", "--json", file,
+            "--run-dir", tmp_path, "--ray-address", cluster.address, "--rollout-num-engines", "2",
+        )
+    )  # fmt: skip
+    result = json.loads(file.read_text())
+    assert result["ratio"] > 0 and result["rollout_num_engines"] == 2
+    for kind in ("aligned", "stock"):
+        logs = [(tmp_path / kind / f"engine_{i}.log").read_text() for i in range(2)]
+        assert {re.search(r"running on http://([\d.]+):", log)[1] for log in logs} == HOSTS
+
+
+def test_engines_of_all_hosts_are_verified(checkpoint, cluster, tmp_path):
+    file = tmp_path / "report.json"
+    output = finish(
+        onpolicy(
+            "verify", "--hf-checkpoint", checkpoint, "--num-prompts", "4", "--max-new-tokens", "8",
+            "--json", file, "--run-dir", tmp_path / "run",
+            "--ray-address", cluster.address, "--rollout-num-engines", "2",
+        )
+    )  # fmt: skip
+    assert re.search(r"host1 \(127\.0\.0\.3\): engine \d", output)
+    report = json.loads(file.read_text())
+    assert report["num_compared_tokens"] == 2 * 4 * 8 and report["num_mismatched_tokens"] == 0

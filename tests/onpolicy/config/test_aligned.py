@@ -1,0 +1,133 @@
+"""--align: which kinds it takes, what it cannot go with, and in which commands."""
+
+import pytest
+
+from onpolicy.cli import explain, serve, verify
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, validate
+from onpolicy.config.groups import OperatorsConfig
+from onpolicy.config.tools import BenchConfig, ExplainConfig, ServeConfig, VerifyConfig
+from onpolicy.config.unread import refuse_unread
+from onpolicy.contract import KINDS
+from onpolicy.errors import ConfigError
+
+GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
+ALIGN = ["--align", "linear,attention"]
+STOCK = ["--no-true-on-policy-mode"]
+
+
+def train(*argv):
+    validate(parse(TrainConfig, [*GOOD, *argv], "onpolicy train"))
+
+
+def in_tool(config_class, check):
+    def run(*argv):
+        check(parse(config_class, ["--hf-checkpoint", "/m", *argv], "onpolicy"))
+
+    return run
+
+
+TOOLS = {
+    "verify": in_tool(VerifyConfig, verify.validate),
+    "explain": in_tool(ExplainConfig, explain._validate),
+    "serve": in_tool(ServeConfig, serve._validate),
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds"),
+    [
+        ("", ()),
+        ("model", ("model",)),
+        ("attention,linear", ("model", "linear", "attention")),
+        (",".join(reversed(KINDS)), KINDS),
+    ],
+)
+def test_kinds_come_in_one_order_and_with_the_model(asked, kinds):
+    assert OperatorsConfig(align=asked).kinds == kinds
+
+
+@pytest.mark.parametrize("command", ["train", *TOOLS])
+def test_every_command_takes_a_list_and_refuses_unknown_kinds(command):
+    run, others = (train, []) if command == "train" else (TOOLS[command], STOCK)
+    run(*others, *ALIGN)
+    run(*others, *ALIGN, "--operators", "cpu")
+    for wrong in ("linears", "linear,", "linear attention", "linear, attention"):
+        with pytest.raises(
+            ConfigError, match=r"--align='linear.*of model, linear, attention, norm"
+        ):
+            run(*others, "--align", wrong)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_mode_and_a_part_of_it_contradict_each_other(tool):
+    message = r"--align=linear,attention: with --true-on-policy-mode.*--no-true-on-policy-mode"
+    with pytest.raises(ConfigError, match=message):
+        TOOLS[tool](*ALIGN)
+    with pytest.raises(ConfigError, match=message):
+        train(*ALIGN, "--true-on-policy-mode")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--train-backend", "megatron"], "--align=.*--train-backend megatron"),
+        (["--sglang-tp-size", "2"], "--align=.*--sglang-tp-size 2"),
+        (["--row-parallel-blocks", "2"], "--row-parallel-blocks=2"),
+        (["--rollout-weight-format", "int4"], "--rollout-weight-format=int4: with --align"),
+        (["--use-rollout-routing-replay"], "--use-rollout-routing-replay=True: with --align"),
+        (["--mismatch-governor"], "--mismatch-governor=True: .*--align"),
+        (
+            ["--mismatch-governor", "--governor-highest", "mis"],
+            "--mismatch-governor=True: .*--align",
+        ),
+        (["--sglang-quantization", "fp8"], "--sglang-quantization: not with --align"),
+        (["--parity-policy", "fallback", "--use-tis"], "--parity-policy=fallback: without aligned"),
+    ],
+)
+def test_what_a_part_cannot_go_with_is_refused(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        train(*ALIGN, *argv)
+
+
+def test_filters_go_with_sglangs_own_sampler_alone():
+    train(*ALIGN, "--rollout-top-p", "0.9")
+    with pytest.raises(ConfigError, match=r"--rollout-top-p=0\.9: with --align a token"):
+        train("--align", "log_probs", "--rollout-top-p", "0.9")
+
+
+def test_a_part_promises_nothing_so_corrections_and_warnings_are_the_stock_runs():
+    config = parse(TrainConfig, [*GOOD, *ALIGN, "--use-tis"], "onpolicy train")
+    validate(config)
+    assert not config.may_align and config.parity_policy == "warn"
+
+
+def test_bench_reads_no_list():
+    config = parse(BenchConfig, ["step", "--hf-checkpoint", "/m", *ALIGN], "onpolicy bench")
+    with pytest.raises(
+        ConfigError, match="--align=linear,attention: only a command other than bench"
+    ):
+        refuse_unread(config)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*STOCK],
+        [*STOCK, *ALIGN],
+        ["--case", "c.json"],
+        ["--train-backend", "megatron"],
+        ["--sglang-tp-size", "2", "--row-parallel-blocks", "2"],
+    ],
+    ids=["stock", "part", "case", "megatron", "ranks"],
+)
+def test_an_attribution_has_contracts_of_its_own(argv):
+    TOOLS["explain"]("--attribution")
+    TOOLS["explain"](*argv)
+    with pytest.raises(ConfigError, match=r"--attribution: .* Leave one of the two out"):
+        TOOLS["explain"]("--attribution", *argv)

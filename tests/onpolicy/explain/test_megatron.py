@@ -1,0 +1,60 @@
+"""Megatron's modules, broken one at a time, are named as Hugging Face's are."""
+
+import pytest
+
+from tests.onpolicy.models.test_policy import random_sequences
+from tests.support.megatron_ranks import Job, Ranks
+from tests.support.recorded_megatron import sources_of_faults
+from tests.support.tiny import make_checkpoint
+
+pytest.importorskip("megatron.core")
+
+SEQUENCES = random_sequences([66, 9, 3])
+ROWS = sum(len(s) - 1 for s in SEQUENCES)
+ROWS_OF_THE_HEAD = sum(len(s) - max(1, len(s) // 3) for s in SEQUENCES)
+
+LAYER = "decoder.layers.1"
+ULP, LAST = "one_ulp_in_three_rows", "one_ulp_in_the_last_column"
+DENSE = [
+    ("input_layernorm", "rms_norm", ULP, "input_layernorm", "rms_norm"),
+    # The three are in the queries; keys follow, and the last are values.
+    ("self_attention.linear_qkv", "linear", ULP, "self_attn.q_proj", "linear"),
+    ("self_attention.linear_qkv", "linear", LAST, "self_attn.v_proj", "linear"),
+    ("self_attention.k_layernorm", "rms_norm", ULP, "self_attn.k_norm", "rms_norm"),
+    ("self_attention.core_attention", "rotary", ULP, "self_attn", "rotary"),
+    ("self_attention.core_attention", "attention", ULP, "self_attn", "attention"),
+    ("self_attention.linear_proj", "row_parallel_linear", ULP, "self_attn.o_proj", "linear"),
+    ("pre_mlp_layernorm", "rms_norm", ULP, "post_attention_layernorm", "rms_norm"),
+    ("mlp.linear_fc1", "linear", LAST, "mlp.up_proj", "linear"),
+    ("mlp", "gated", ULP, "mlp", "gated"),
+    ("mlp.linear_fc2", "row_parallel_linear", ULP, "mlp.down_proj", "linear"),
+]
+EXPERTS = [
+    ("mlp.router", "linear", ULP, "mlp.gate", "linear"),
+    ("mlp.router", "softmax", ULP, "mlp.gate", "softmax"),
+    ("mlp.router", "topk", "other_experts", "mlp.gate", "topk"),
+    ("mlp.experts", "grouped_linear", LAST, "mlp.experts", "grouped_linear"),
+    ("mlp.experts", "gated", ULP, "mlp.experts", "gated"),
+    ("mlp.experts", "grouped_partial_linear", ULP, "mlp.experts", "grouped_partial_linear"),
+]
+"""Of a layer: Megatron's module, the operator, what is done to it; and what is to be named."""
+
+
+@pytest.fixture(scope="module")
+def alone():
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize(("architecture", "sites"), [("qwen3", DENSE), ("qwen3-moe", EXPERTS)])
+def test_a_fault_is_found_where_it_is_and_nothing_else_differs(
+    alone, tmp_path, architecture, sites
+):
+    job = Job(path=make_checkpoint(tmp_path / "model", architecture), batches=[SEQUENCES])
+    cases = [(f"{LAYER}.{module}", operator, fault) for module, operator, fault, *_ in sites]
+    ((whole, *found),) = alone.run(sources_of_faults, job, cases)
+    sources, rows, differ, only_in_one = whole
+    assert (sources, differ, only_in_one) == ([], 0, set())
+    assert rows == {ROWS, ROWS_OF_THE_HEAD}
+    assert found == [("operator", f"layers.1.{module}", name) for *_, module, name in sites]

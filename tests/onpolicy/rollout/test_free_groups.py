@@ -1,0 +1,153 @@
+"""Which groups a free schedule begins, and which a step gets, without engines."""
+
+from collections import Counter
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onpolicy.rollout.free_groups import FreeGroups, Staleness
+from onpolicy.rollout.open_groups import OpenGroup
+from onpolicy.rollout.sampling import make_group
+from onpolicy.types import FinishReason, Prompt, SamplingParams, Span
+from tests.support.samples import make_completion
+
+LONGEST, SAMPLES = 9, 2
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=LONGEST, stop_token_ids=(1,))
+
+
+def open_group(number):
+    prompt = Prompt(index=number, prompt_ids=[7, number], label="", text="")
+    requests = make_group(prompt, SAMPLES, PARAMS, 0, "rollout", number)
+    return OpenGroup(number=number, prompt=prompt, requests=requests, completions=[None] * SAMPLES)
+
+
+def answer(version, tokens, reason):
+    spans = (Span(version=str(version), start=0, end=tokens),) if tokens else ()
+    return make_completion(
+        [100] * tokens,
+        [-1.0] * tokens,
+        finish_reason=reason,
+        weight_version=str(version),
+        spans=spans,
+    )
+
+
+class Clock:
+    """Says which response is answered next, how far it has come, and when the step is over."""
+
+    def __init__(self, groups, chance):
+        self.groups, self.chance = groups, chance
+
+    def run(self, steps):
+        """The groups of each step, and the order in which all were complete."""
+        self.batches, self.complete, self.unfinished = [], [], Counter()
+        for version in range(steps):
+            self.version, self.drawn = version, self.groups.begin(version)
+            self.pass_until_taken()
+            for _ in range(self.chance.randrange(8)):  # while the trainer learns
+                self.let_one_end()
+            for slot in list(self.drawn):  # the push
+                self.answer(slot, self.chance.randrange(3), FinishReason.ABORT)
+        return self.batches
+
+    def pass_until_taken(self):
+        while (batch := self.groups.batch()) is None:
+            assert self.drawn, "the step would wait forever"
+            self.let_one_end()
+        self.batches.append(batch)
+
+    def let_one_end(self):
+        if self.drawn:
+            slot = self.chance.choice(self.drawn)
+            group, i = slot
+            done = len(group.completions[i].response_ids) if group.completions[i] else 0
+            left = LONGEST - done
+            tokens = self.chance.randrange(1, left + 1)
+            self.answer(slot, tokens, FinishReason.STOP)
+
+    def answer(self, slot, tokens, reason):
+        group, i = slot
+        done = len(group.completions[i].response_ids) if group.completions[i] else 0
+        tokens = min(tokens, LONGEST - 1 - done) if reason == FinishReason.ABORT else tokens
+        self.drawn.remove(slot)
+        more = self.groups.answer(slot, answer(self.version, tokens, reason))
+        if not group.unfinished:
+            self.complete.append(group.number)
+        if reason != FinishReason.ABORT:
+            self.drawn += more
+
+
+def oldest(group):
+    return min(int(c.spans[0].version) for c in group.completions)
+
+
+runs = st.tuples(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 12), st.integers(1, 7), st.randoms()
+)
+
+
+@given(runs)
+def test_every_group_is_trained_on_once_whole_and_in_time(run):
+    most, size, width, steps, chance = run
+    staleness = Staleness(most=most, batch=size)
+    groups = FreeGroups(open_group, width, LONGEST, staleness, steps * size)
+    clock = Clock(groups, chance)
+    batches = clock.run(steps)
+    assert [len(batch) for batch in batches] == [size] * steps
+    numbers = [group.number for batch in batches for group in batch]
+    assert sorted(numbers) == list(range(steps * size)) and not groups.groups
+    for step, batch in enumerate(batches):
+        assert all(group.unfinished == [] for group in batch)
+        assert all(step - oldest(group) <= most for group in batch)
+        order = [clock.complete.index(group.number) for group in batch]
+        assert order == sorted(order)
+
+
+@given(runs)
+def test_no_more_responses_are_drawn_at_a_time_than_asked_for(run):
+    most, size, width, steps, chance = run
+    staleness = Staleness(most=most, batch=size)
+
+    class Counts(FreeGroups):
+        def _next_slots(self):
+            slots = super()._next_slots()
+            assert self._num_drawn <= width
+            return slots
+
+    Clock(Counts(open_group, width, LONGEST, staleness, steps * size), chance).run(steps)
+
+
+def in_time(began, step, staleness):
+    """Whether some order of training, one batch a step, is in time for all: the oldest first."""
+    versions = sorted(Counter(began).elements())
+    return all(step + i // staleness.batch <= v + staleness.most for i, v in enumerate(versions))
+
+
+def test_groups_are_late_if_no_order_of_training_is_in_time():
+    staleness = Staleness(most=2, batch=2)
+    for counts in product(range(5), repeat=3):
+        began = dict(enumerate(counts))
+        for step in range(2, 5):
+            assert (staleness.num_late(began, step) == 0) == in_time(began, step, staleness)
+
+
+def test_what_is_complete_first_is_trained_on_first_unless_another_would_be_late():
+    groups = FreeGroups(open_group, 8, LONGEST, Staleness(most=1, batch=1), 9)
+    drawn = groups.begin(0)
+    assert [(group.number, i) for group, i in drawn] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for slot in drawn[2:]:
+        groups.answer(slot, answer(0, 3, FinishReason.STOP))
+    assert [group.number for group in groups.batch()] == [1]
+    for slot in drawn[:2]:
+        groups.answer(slot, answer(0, 2, FinishReason.ABORT))
+    drawn = groups.begin(1)
+    assert [(group.number, i) for group, i in drawn] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    for slot in drawn[2:]:
+        groups.answer(slot, answer(1, 3, FinishReason.STOP))
+    assert groups.batch() is None  # 0 began under version 0, and is to be trained on now
+    for slot in drawn[:2]:
+        groups.answer(slot, answer(1, 1, FinishReason.STOP))
+    (batch,) = groups.batch()
+    assert batch.number == 0
+    assert [(span.version, span.end) for span in batch.completions[0].spans] == [("0", 2), ("1", 3)]

@@ -1,0 +1,72 @@
+"""What the plug-in puts into an engine, by the kinds of operators that its contract aligns."""
+
+import dataclasses
+
+import pytest
+
+from onpolicy.contract import KINDS
+from onpolicy.ops.cpu import CpuOperators
+from sglang_patches import attention, determinism, plugin, registry, sampler
+from tests.support.tiny_contract import CONTRACT, LATENT
+
+WHOLE = dataclasses.replace(
+    CONTRACT, shapes=dataclasses.replace(CONTRACT.shapes, attention=(LATENT,))
+)
+
+OF_KINDS = {
+    "linear": {
+        "layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        "layers.linear.RowParallelLinear.forward",
+        "layers.logits_processor.LogitsProcessor._compute_lm_head",
+    },
+    "attention": {
+        "attention",
+        "arg_groups.model_hook.handle_model_specific_adjustments",
+    },
+    "norm": {"models.transformers.replace_rms_norm_class"},
+    "experts": {
+        "models.transformers.MoEMixin.recursive_replace",
+        "models.transformers.TransformersBase.load_weights",
+    },
+    "log_probs": {
+        "sampler",
+        "determinism",
+        "sampling.sampling_params.SamplingParams.verify",
+        "entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request",
+        "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        "managers.tokenizer_manager.TokenizerManager._send_one_request",
+    },
+}
+"""What comes with one kind alone; rotary and activation are functions of the model's own modules."""
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Asks for the patches of a contract, and applies none."""
+
+    def install(contract):
+        asked = set()
+        monkeypatch.setattr(
+            registry, "hook", lambda target, *_: asked.add(target.removeprefix("sglang.srt."))
+        )
+        for module in (attention, sampler, determinism):  # they register with SGLang itself
+            name = module.__name__.rpartition(".")[2]
+            monkeypatch.setattr(module, "install", lambda *_, name=name: asked.add(name))
+        for module in (plugin.configurations,):
+            monkeypatch.setattr(module, "install", lambda: None)
+        plugin._share_model(contract, CpuOperators(1))
+        return asked
+
+    return install
+
+
+def test_every_kind_has_the_patches_of_the_whole_contract(installed):
+    assert installed(dataclasses.replace(WHOLE, kinds=KINDS)) == installed(WHOLE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_comes_with_its_own_patches_on_top_of_the_models(installed, kind):
+    of_model = installed(dataclasses.replace(WHOLE, kinds=("model",)))
+    added = installed(dataclasses.replace(WHOLE, kinds=("model", kind))) - of_model
+    assert added == OF_KINDS.get(kind, set())
+    assert not of_model & set().union(*OF_KINDS.values())
