@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
+
+from onpolicy.report.document import document
 
 Result = dict[str, Any]
 
 
 def render_attribution(result: Result, text: str) -> str:
     """The page; `text`: what was printed."""
-    style = files("onpolicy.report").joinpath("page.css").read_text(encoding="utf-8")
-    style += files("onpolicy.report").joinpath("explanation.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>onpolicy explain</title>'
-        f"<style>{style}</style><h1>What makes the engines differ</h1>"
-        f"<section><pre>{escape(text)}</pre></section>"
-        "<section><h2>k3 by what is aligned</h2><table class=bars>"
-        f"{''.join(_bars(result['rows']))}</table></section></html>\n"
-    )
+    bars = f"<table class=bars>{''.join(_bars(result['rows']))}</table>"
+    return document("What makes the engines differ", text, ("k3 by what is aligned", bars))
 
 
 def _bars(rows: Sequence[Result]) -> Iterator[str]:

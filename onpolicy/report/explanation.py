@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
+
+from onpolicy.report.document import document
 
 Result = dict[str, Any]
 
@@ -22,15 +23,14 @@ _LAYER = re.compile(r"^layers\.(\d+)\.?(.*)$")
 
 def render(result: Result, text: str) -> str:
     """The page; `text`: what was printed."""
-    style = files("onpolicy.report").joinpath("page.css").read_text(encoding="utf-8")
-    style += files("onpolicy.report").joinpath("explanation.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>onpolicy explain</title>'
-        f"<style>{style}</style><h1>Where the engines part</h1>"
-        f"<section><pre>{escape(text)}</pre></section>"
-        f"<section><h2>Operators by layers</h2>{_legend()}{''.join(_heat_map(result['sites']))}"
-        f"</section><section><h2>Tokens of the responses, by the difference between their "
-        f"log-probabilities</h2>{''.join(_responses(result['responses']))}</section></html>\n"
+    return document(
+        "Where the engines part",
+        text,
+        ("Operators by layers", f"{_legend()}{''.join(_heat_map(result['sites']))}"),
+        (
+            "Tokens of the responses, by the difference between their log-probabilities",
+            "".join(_responses(result["responses"])),
+        ),
     )
 
 
