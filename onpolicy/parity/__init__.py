@@ -4,8 +4,9 @@ from onpolicy.parity.compare import (
     Mismatch,
     ParityCounts,
     compare_log_probs,
+    k3,
     mismatches,
     ulp_distance,
 )
 
-__all__ = ["Mismatch", "ParityCounts", "compare_log_probs", "mismatches", "ulp_distance"]
+__all__ = ["Mismatch", "ParityCounts", "compare_log_probs", "k3", "mismatches", "ulp_distance"]

@@ -93,25 +93,32 @@ def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int
 
     Returns the counts and the position of the first mismatch, None if there is none. A value that
     is not finite is a mismatch even when both sides have it, and enters the averages as it is.
-    The k3 estimator of KL(rollout || train) is exp(r) - r - 1 with r = train - rollout, in float64.
     """
     if train.dtype != torch.float32 or rollout.dtype != torch.float32:
         raise TypeError(f"train {train.dtype}, rollout {rollout.dtype}: both must be float32")
     mismatched = mismatches(train, rollout)
     if not len(train):
         return ParityCounts(), None
-    diff = train.double() - rollout.double()
-    k3 = diff.exp() - diff - 1
+    diff, k3s = train.double() - rollout.double(), k3(train, rollout)
     counts = ParityCounts(
         num_compared=len(train),
         num_mismatched=int(mismatched.sum()),
         max_ulp=int(ulp_distance(train, rollout).max()),
         max_abs_diff=float(diff.abs().max()),
         sum_abs_diff=float(diff.abs().sum()),
-        sum_k3=float(k3.sum()),
-        max_k3=float(k3.max()),
+        sum_k3=float(k3s.sum()),
+        max_k3=float(k3s.max()),
     )
     return counts, int(mismatched.nonzero()[0]) if counts.num_mismatched else None
+
+
+def k3(train: Tensor, rollout: Tensor) -> Tensor:
+    """The estimator of KL(rollout || train) of each token, with r = train - rollout: exp(r) - r - 1.
+
+    float32 [R], [R] -> float64 [R], in nats (http://joschu.net/blog/kl-approx.html).
+    """
+    diff = train.double() - rollout.double()
+    return diff.exp() - diff - 1
 
 
 def mismatches(train: Tensor, rollout: Tensor) -> Tensor:
