@@ -27,6 +27,9 @@ class SamplingJob:
     is_interrupted = False
     """Whether engines are to answer at once with what they have."""
 
+    takes_parts = False
+    """Whether a response that an engine gave up is an answer too."""
+
     def __init__(self, requests: Sequence[Request]):
         self.requests = list(requests)
         self._completions: dict[int, Completion] = {}
@@ -58,8 +61,10 @@ OnAnswer = Callable[[int, Completion], Sequence[Request]]
 class EndlessJob(SamplingJob):
     """One that grows by what `on_answer` returns, until there is no more or it is interrupted.
 
-    A response that an engine gave up is an answer too: with finish reason `abort`, and maybe no token.
+    A response that an engine gave up has finish reason `abort`, and maybe no token.
     """
+
+    takes_parts = True
 
     def __init__(self, requests: Sequence[Request], on_answer: OnAnswer):
         super().__init__(requests)

@@ -16,7 +16,6 @@ from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import (
-    EndlessJob,
     EnginesRestartedError,
     MemoryKind,
     RolloutGroup,
@@ -162,24 +161,25 @@ class SglangGroup(RolloutGroup):
         ) -> EngineClient | None:
             workers = [asyncio.create_task(work(client, session)) for _ in range(limit)]
             watch = asyncio.create_task(self._watch(client, session))
-            interrupts = asyncio.create_task(interrupt(job, client, session))
+            beside = [watch]
+            if job.takes_parts:
+                beside.append(asyncio.create_task(interrupt(job, client, session)))
             try:
                 await _first_failure_or_all(workers, watch)
             except EngineLostError as error:
                 logger.error("%s", error)
                 return client
             finally:
-                for task in (*workers, watch, interrupts):
+                for task in (*workers, *beside):
                     task.cancel()
-                await asyncio.gather(*workers, watch, interrupts, return_exceptions=True)
+                await asyncio.gather(*workers, *beside, return_exceptions=True)
             return None
 
         async def work(client: EngineClient, session: aiohttp.ClientSession) -> None:
             while queue and not job.is_interrupted:
                 i = queue.popleft()
                 try:
-                    takes_parts = isinstance(job, EndlessJob)
-                    completion = await client.generate(session, job.requests[i], takes_parts)
+                    completion = await client.generate(session, job.requests[i], job.takes_parts)
                 except BaseException:
                     queue.append(i)
                     raise
