@@ -50,11 +50,10 @@ def save(
         engines.trainer.export(partial / "hf")
         write_rollouts(partial)
         _commit(config, state, partial, final)
-    except TrainerLostError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, TrainerLostError):
+            raise
         raise _not_written(root, final.name, error) from error
     _delete_old(root, config.output.keep_checkpoints)
 
