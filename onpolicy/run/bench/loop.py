@@ -20,7 +20,7 @@ from onpolicy.run.bench.setting import KINDS, backends, setting, settings
 from onpolicy.run.cluster import MakeEngines, on_cluster
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.train_samples import make_train_samples
-from onpolicy.types import Completion, Prompt, SampleGroup
+from onpolicy.types import Completion, SampleGroup
 
 LEARNING_RATE = 1e-6
 
@@ -55,10 +55,7 @@ class Loop:
     def __init__(self, config: BenchConfig, vocab_size: int, engines: EnginePair):
         self.engines, self._num_steps = engines, 0
         self._algorithm = engines.config.algorithm
-        self._prompts = [
-            Prompt(index=i, prompt_ids=prompt_ids, label="", text="")
-            for i, prompt_ids in enumerate(random_prompts(config, vocab_size))
-        ]
+        self._prompts = random_prompts(config, vocab_size)
         self._params = sampling_params(config)
         self._seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 
 from onpolicy.config.tools import BenchConfig
-from onpolicy.types import SamplingParams
+from onpolicy.types import Prompt, SamplingParams
 
 
-def random_prompts(config: BenchConfig, vocab_size: int) -> list[list[int]]:
-    """--num-prompts lists of --prompt-len tokens."""
+def random_prompts(config: BenchConfig, vocab_size: int) -> list[Prompt]:
+    """--num-prompts prompts of --prompt-len tokens."""
     rng = random.Random(0)
-    return [
+    prompts = [
         [rng.randrange(vocab_size) for _ in range(config.prompt_len)]
         for _ in range(config.num_prompts)
     ]
+    return [Prompt(index=i, prompt_ids=ids, label="", text="") for i, ids in enumerate(prompts)]
 
 
 def sampling_params(config: BenchConfig) -> SamplingParams:

@@ -60,8 +60,12 @@ def _measured(config: BenchConfig, hf_config: PretrainedConfig, places: Places) 
 def _requests(config: BenchConfig, vocab_size: int) -> list[Request]:
     params = sampling_params(config)
     return [
-        Request(prompt_ids=prompt_ids, sampling_seed=sampling_seed("bench", i), params=params)
-        for i, prompt_ids in enumerate(random_prompts(config, vocab_size))
+        Request(
+            prompt_ids=prompt.prompt_ids,
+            sampling_seed=sampling_seed("bench", prompt.index),
+            params=params,
+        )
+        for prompt in random_prompts(config, vocab_size)
     ]
 
 

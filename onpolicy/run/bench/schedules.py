@@ -33,10 +33,11 @@ from onpolicy.run.cluster import MakeEngines, on_cluster
 from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs, make_ladder
+from onpolicy.run.ladder import Ladder
 from onpolicy.run.probe import Probe
 from onpolicy.run.sampler import Sampler
 from onpolicy.run.train_samples import make_train_samples
-from onpolicy.types import Prompt, Sample
+from onpolicy.types import Sample
 
 SPREAD = 1.0
 """Standard deviation of a length's logarithm."""
@@ -91,12 +92,12 @@ def bench_schedules(config: BenchConfig) -> dict[str, Any]:
 
 def make_config(config: BenchConfig, schedule: str) -> TrainConfig:
     """An aligned run under a schedule."""
-    made, longest = (
-        make_train_config(config, "aligned", backends(config)[0]),
-        config.longest_response,
-    )
-    values = {"num_rollout": ENDLESS, "rollout_max_response_len": longest}
-    flags = {**values, **schedules(config)[schedule]}
+    made = make_train_config(config, "aligned", backends(config)[0])
+    flags = {
+        "num_rollout": ENDLESS,
+        "rollout_max_response_len": config.longest_response,
+        **schedules(config)[schedule],
+    }
     return replace(made, rollout=replace(made.rollout, **flags))
 
 
@@ -189,7 +190,7 @@ def started(
         made, hf_config, ladder.contract, Path(config.run_dir) / name.replace(", ", "_"),
         longest_sequence=config.prompt_len + longest,
     )  # fmt: skip
-    inputs = _inputs(config, made, hf_config)
+    inputs = _inputs(config, hf_config, ladder)
     try:
         engines.start()
         engines.use(ladder.contract, ladder.fallback)
@@ -204,14 +205,11 @@ def started(
         engines.stop()
 
 
-def _inputs(config: BenchConfig, made: TrainConfig, hf_config: PretrainedConfig) -> Inputs:
-    prompts = [
-        Prompt(index=i, prompt_ids=prompt_ids, label="", text="")
-        for i, prompt_ids in enumerate(random_prompts(config, hf_config.vocab_size))
-    ]
+def _inputs(config: BenchConfig, hf_config: PretrainedConfig, ladder: Ladder) -> Inputs:
+    prompts = random_prompts(config, hf_config.vocab_size)
     return Inputs(
         hf_config=hf_config,
-        ladder=make_ladder(made, hf_config),
+        ladder=ladder,
         tokenizer=load_tokenizer(config.model.hf_checkpoint, False),
         prompts=PromptSource(prompts, 0, shuffle=False),
         eval_sets={},
