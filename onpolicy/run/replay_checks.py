@@ -25,10 +25,10 @@ def read_replayed(config: TrainConfig, prompts: Sequence[Prompt]) -> RolloutJour
     """
     if not (file := config.rollout.replay):
         return None
-    journal = read(file)
+    journal, digest = read(file), digest_prompts(prompts)
     for start in journal.starts:
         _require_settings(file, start["config"], config)
-        if start["prompts"] != digest_prompts(prompts) and not _is_allowed("prompt_data", config):
+        if start["prompts"] != digest and not _is_allowed("prompt_data", config):
             raise ConfigError(
                 f"--prompt-data={config.data.prompt_data}: its prompts are others than those of the run "
                 f"that wrote --replay={file}. Give the same, or add --allow-changed-settings "
