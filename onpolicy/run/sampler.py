@@ -40,6 +40,15 @@ class Rollout:
     metrics: Metrics
 
 
+def make_rollout(
+    groups: list[SampleGroup], metrics: Metrics, tokens: float, seconds: float
+) -> Rollout:
+    """With `metrics` and those of the groups; `tokens` were drawn in `seconds`."""
+    speed = tokens / seconds if seconds else 0.0
+    drawing = {"perf/rollout_tokens_per_second": speed}
+    return Rollout(groups=groups, metrics={**rollout_metrics(groups), **metrics, **drawing})
+
+
 class Sampler:
     """Asks the engines for samples, and the scorer for their rewards."""
 
@@ -72,9 +81,7 @@ class Sampler:
 
         `tokens`, `seconds`: what was drawn since the last rollout, and how long that took.
         """
-        groups, metrics = self._scored(complete)
-        metrics["perf/rollout_tokens_per_second"] = tokens / seconds if seconds else 0.0
-        return Rollout(groups=groups, metrics={**rollout_metrics(groups), **metrics})
+        return make_rollout(*self._scored(complete), tokens, seconds)
 
     def roll_out(self, step: int, version: int, generate: Generate) -> Rollout:
         """Draw the groups of a step: the oldest that are complete, in rounds until there are enough.
@@ -90,9 +97,8 @@ class Sampler:
         if self.ready and not self.config.rollout.rollout_segment_tokens:
             found["rollout/num_surplus_groups"] += len(self.ready)
             self.ready = []  # a step's samples are all of one version
-        seconds, tokens = found.pop("seconds", 0.0), found.pop("tokens", 0.0)
-        found["perf/rollout_tokens_per_second"] = tokens / seconds if seconds else 0.0
-        return Rollout(groups=groups, metrics={**rollout_metrics(groups), **found})
+        tokens, seconds = found.pop("tokens", 0.0), found.pop("seconds", 0.0)
+        return make_rollout(groups, found, tokens, seconds)
 
     def _draw_round(self, version: int, generate: Generate, found: Metrics) -> None:
         started = time.perf_counter()
