@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from onpolicy.cluster.hosts import Host, this_host
+from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.placement import Placement, Slot
 from onpolicy.cluster.places import Places
 from onpolicy.cluster.session import session, when_it_fits
@@ -20,7 +18,7 @@ from onpolicy.config.groups import HostsConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.run.engine_specs import make_rollout_group, places_in
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.placement import placement_of
+from onpolicy.run.placement import hosts_here, placement_of
 from onpolicy.train import Trainer
 
 logger = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ def places_on_cluster(
             stack.enter_context(session(cluster))
             placement = when_it_fits(place, cluster)
         else:
-            placement = place([this_host(torch.cuda.device_count())])
+            placement = place(hosts_here())
         for line in placement.describe():
             logger.info("%s", line)
         yield Places(placement, cpu_threads=cpu_threads)

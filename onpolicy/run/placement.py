@@ -57,7 +57,12 @@ def _require_gpus_if_counted(count: EngineCountConfig, contract: NumericsContrac
 
 def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement:
     """The placement on this host alone."""
-    return placement_of(config, contract, [this_host(torch.cuda.device_count())])
+    return placement_of(config, contract, hosts_here())
+
+
+def hosts_here() -> list[Host]:
+    """This host with its GPUs, as a placement takes hosts."""
+    return [this_host(torch.cuda.device_count())]
 
 
 def planned(config: TrainConfig, contract: NumericsContract) -> list[str]:
