@@ -54,18 +54,21 @@ def _scope_hooks(module: nn.Module, name: str, recorder: Recorder) -> Iterator[A
         scope = Scope(module=name)
         if isinstance(module, AlignedExperts):
             chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-            scope = experts_scope(name, chosen, module.row_parallel)
-            scope.has_halves = module.own_gate is None
+            scope = experts_scope(name, chosen, module.row_parallel, module.own_gate is None)
         recorder.enter(scope)
 
     yield module.register_forward_pre_hook(enter, with_kwargs=True)
     yield module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
 
 
-def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel) -> Scope:
+def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel, has_halves: bool) -> Scope:
     """Of a module that sorts its rows by the experts that each token chose: int64 [T, k]."""
-    order = chosen.detach().reshape(-1).cpu().sort(stable=True)[1]
-    return Scope(module=name, expert_order=order, first_block=row_parallel.first_block)
+    return Scope(
+        module=name,
+        expert_order=chosen.detach().reshape(-1).cpu().sort(stable=True)[1],
+        first_block=row_parallel.first_block,
+        has_halves=has_halves,
+    )
 
 
 def record_embedding(recorder: Recorder) -> Callable[[nn.Module, Any, Tensor], None]:

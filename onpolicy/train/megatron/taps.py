@@ -69,8 +69,7 @@ def _enter(
     def enter(module: nn.Module, args: Any) -> None:
         scope = Scope(module=next(iter(names)), fused=names)
         if isinstance(module, AlignedExperts):
-            scope = experts_scope(scope.module, args[2], module.row_parallel)
-            scope.has_halves = True
+            scope = experts_scope(scope.module, args[2], module.row_parallel, has_halves=True)
         recorder.enter(scope)
 
     return enter
