@@ -197,12 +197,7 @@ def _alone(evidence: Evidence, objects: Sequence[Any], operators: Operators) -> 
             ]
             with torch.no_grad():
                 out = getattr(operators, evidence.operator)(*given)
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-    ):  # of a module that is no operator of ours
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it is no operator of ours
         return None
     parts = out if isinstance(out, tuple) else (out,)
     return evidence.row_of([part.cpu() for part in parts])
