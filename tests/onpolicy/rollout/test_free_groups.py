@@ -7,19 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.rollout.free_groups import FreeGroups, Staleness
-from onpolicy.rollout.open_groups import OpenGroup
-from onpolicy.rollout.sampling import make_group
-from onpolicy.types import FinishReason, Prompt, SamplingParams, Span
+from onpolicy.types import FinishReason, Span
+from tests.support.groups import LONGEST, open_group
 from tests.support.samples import make_completion
-
-LONGEST, SAMPLES = 9, 2
-PARAMS = SamplingParams(temperature=1.0, max_new_tokens=LONGEST, stop_token_ids=(1,))
-
-
-def open_group(number):
-    prompt = Prompt(index=number, prompt_ids=[7, number], label="", text="")
-    requests = make_group(prompt, SAMPLES, PARAMS, 0, "rollout", number)
-    return OpenGroup(number=number, prompt=prompt, requests=requests, completions=[None] * SAMPLES)
 
 
 def answer(version, tokens, reason):
