@@ -73,8 +73,8 @@ def _validate(config: ExplainConfig) -> None:
             )
     if config.cluster != ClusterConfig():
         raise ConfigError(
-            "--ray-address, --actor-num-*: the trainer is recorded in this process, and is one rank. "
-            "Leave them out."
+            "--ray-address, --actor-num-*: the trainer is recorded in this process, and is one rank; "
+            "servers record into a directory of this host. Leave them out."
         )
 
 

@@ -24,15 +24,16 @@ def main(argv: Sequence[str]) -> int:
 def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run import saving
+    from onpolicy.run.cluster import planned
     from onpolicy.run.inputs import read_inputs
-    from onpolicy.run.placement import planned
 
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
     print(config.batch_equation())
-    print("\n".join(planned(config, inputs.ladder.contract)))
-    print(f"{len(inputs.prompts.prompts)} prompts; contract {inputs.ladder.contract.fingerprint}")
+    contract, longest = inputs.ladder.contract, inputs.longest_sequence(config)
+    print("\n".join(planned(config, inputs.hf_config, contract, longest)))
+    print(f"{len(inputs.prompts.prompts)} prompts; contract {contract.fingerprint}")
     return 0
 
 

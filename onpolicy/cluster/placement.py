@@ -53,6 +53,12 @@ class Placement:
         """What its processes compute on: `cuda` or `cpu`."""
         return "cuda" if any(slot.devices for slot in (*self.trainer, *self.engines)) else "cpu"
 
+    def counts(self, host: Host) -> tuple[int, int]:
+        """(ranks, engines) on a host."""
+        sides = (self.trainer, self.engines)
+        ranks, engines = (sum(slot.host == host for slot in slots) for slots in sides)
+        return ranks, engines
+
     def describe(self) -> list[str]:
         """What is on each host, in a line for each."""
         return [f"{host}: {'; '.join(self._on(host))}" for host in self.hosts]

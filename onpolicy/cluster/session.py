@@ -7,19 +7,23 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from onpolicy.cluster import environment
 from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.local_ray import local_ray
 from onpolicy.config.groups import HostsConfig
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.system.memory import free_memory
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
+
+_ANSWER_SECONDS = 60.0
+"""Longest that a host may take to start a process that answers."""
 
 
 @contextmanager
@@ -79,6 +83,35 @@ def _host(node: dict[str, object], here: str) -> Host:
         num_gpus=int(resources.get("GPU", 0)),
         is_here=node["NodeID"] == here,
     )
+
+
+def free_memory_on(hosts: Sequence[Host]) -> dict[Host, int]:
+    """Bytes that new processes may take on each host of the cluster, asked there.
+
+    Raises ConfigError if one does not answer.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    asked = {host: _asked(host) for host in hosts if not host.is_here}
+    free = {host: free_memory() for host in hosts if host.is_here}
+    for host, call in asked.items():
+        try:
+            free[host] = ray.get(call, timeout=_ANSWER_SECONDS)
+        except RayError as error:
+            raise ConfigError(
+                f"{host}: does not say how much memory is free there ({in_one_line(error)}). Start its "
+                "node of the cluster again, with the same versions of Ray, Python and onpolicy."
+            ) from error
+    return free
+
+
+def _asked(host: Host) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(host.name, soft=False)
+    return ray.remote(free_memory).options(num_cpus=0, scheduling_strategy=there).remote()
 
 
 def when_it_fits(place: Callable[[Sequence[Host]], T], cluster: HostsConfig) -> T:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from onpolicy.cluster.hosts import Host
+from transformers import PretrainedConfig
+
 from onpolicy.cluster.placement import Placement, Slot
 from onpolicy.cluster.places import Places
 from onpolicy.cluster.session import session, when_it_fits
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import HostsConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
 from onpolicy.run.engine_specs import make_rollout_group, places_in
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.placement import hosts_here, placement_of
+from onpolicy.run.host_memory import Held, PlaceOn, fitting, held_by
+from onpolicy.run.placement import hosts_here, placement_here, placement_of
 from onpolicy.train import Trainer
 
 logger = logging.getLogger(__name__)
@@ -32,16 +34,30 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
     """Be in the run's cluster, and know what makes its engines there.
 
     It places them on the hosts that there are when it is called, and says where. It raises ConfigError
-    if they do not fit.
+    if they do not fit there, or the memory of a cluster's host.
     """
 
-    def make_engines(*args: Any, **more: Any) -> EnginePair:
-        placement = when_it_fits(partial(placement_of, config, contract), config.cluster)
-        for line in placement.describe():
-            logger.info("%s", line)
-        make_rollout = partial(make_rollout_group, places=places_in(placement, config))
-        make_trainer = partial(_make_ranks, placement.trainer)
-        return EnginePair(*args, make_rollout=make_rollout, make_trainer=make_trainer, **more)
+    def make_engines(
+        own: TrainConfig,
+        hf_config: PretrainedConfig,
+        own_contract: NumericsContract,
+        directory: Path,
+        longest_sequence: int,
+    ) -> EnginePair:
+        held = None
+        if config.cluster.ray_address:
+            held = held_by(own, hf_config, own_contract, longest_sequence)
+        place = partial(fitting, partial(placement_of, config, contract), held)
+        placement = _said(*when_it_fits(place, config.cluster))
+        return EnginePair(
+            own,
+            hf_config,
+            own_contract,
+            directory,
+            longest_sequence=longest_sequence,
+            make_rollout=partial(make_rollout_group, places=places_in(placement, config)),
+            make_trainer=partial(_make_ranks, placement.trainer),
+        )
 
     with session(config.cluster):
         yield make_engines
@@ -49,19 +65,42 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
 
 @contextmanager
 def places_on_cluster(
-    cluster: HostsConfig, place: Callable[[Sequence[Host]], Placement], cpu_threads: int = 0
+    cluster: HostsConfig, place: PlaceOn, cpu_threads: int = 0, held: Held | None = None
 ) -> Iterator[Places]:
     """Where servers without a trainer are: on this host, or with --ray-address on those of that cluster,
-    which this process is in meanwhile. Raises ConfigError if they do not fit."""
+    which this process is in meanwhile. Raises ConfigError if they do not fit, or, if it is known what
+    they hold, if the memory of one of its hosts is too small."""
     with ExitStack() as stack:
         if cluster.ray_address:
             stack.enter_context(session(cluster))
-            placement = when_it_fits(place, cluster)
+            placement = _said(*when_it_fits(partial(fitting, place, held), cluster))
         else:
-            placement = place(hosts_here())
-        for line in placement.describe():
-            logger.info("%s", line)
+            placement = _said(*fitting(place, None, hosts_here()))
         yield Places(placement, cpu_threads=cpu_threads)
+
+
+def planned(
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int,
+) -> list[str]:
+    """Where a run would put everything now, in a line for each host; or why it would be refused, which
+    a dry run only says, since the run may be made elsewhere."""
+    try:
+        if not config.cluster.ray_address:
+            return placement_here(config, contract).describe()
+        held = held_by(config, hf_config, contract, longest_sequence)
+        with session(config.cluster) as hosts:
+            return fitting(partial(placement_of, config, contract), held, hosts)[1]
+    except ConfigError as error:
+        return [f"here and now the run would be refused: {error}"]
+
+
+def _said(placement: Placement, lines: Sequence[str]) -> Placement:
+    for line in lines:
+        logger.info("%s", line)
+    return placement
 
 
 def _make_ranks(

@@ -109,10 +109,10 @@ def trainer_memory(
     hf_config: PretrainedConfig,
     spec: EngineSpec,
     size: ModelSize,
-    ranks: int,
+    count: int = 1,
 ) -> ProcessMemory:
-    """One rank's, while it takes a step; `count` are all ranks."""
-    trainer, megatron = config.trainer, config.megatron
+    """One rank's, while it takes a step; all ranks of the run share what is sharded."""
+    trainer, megatron, ranks = config.trainer, config.megatron, config.cluster.num_ranks
     itemsize = getattr(torch, config.model.dtype).itemsize
     shards = ranks
     weights, gathered = FLOAT32 * size.parameters // ranks, 0
@@ -142,7 +142,7 @@ def trainer_memory(
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
             "libraries": LIBRARIES,
         },
-        ranks,
+        count,
     )
 
 
@@ -203,19 +203,34 @@ def push_memory(config: TrainConfig, size: ModelSize) -> ProcessMemory:
     return ProcessMemory("a push", {"3 copies of a bucket": 3 * max(bucket, largest)})
 
 
+def run_memory(
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    spec: EngineSpec,
+    size: ModelSize,
+    ranks: int,
+    servers: int,
+) -> list[ProcessMemory]:
+    """What so many of a run's ranks and servers hold on one host."""
+    processes = [trainer_memory(config, hf_config, spec, size, ranks)] if ranks else []
+    if servers:
+        processes.append(server_memory(spec, size, hf_config, servers))
+    if not config.engine.rollout_server_url:
+        processes.append(push_memory(config, size))
+    return processes
+
+
 def require_run_fits(
     config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec, size: ModelSize
 ) -> None:
     """Say what a run takes. Raises ConfigError, with the sums, if its longest sequence does not fit the
     cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
     made on another host, or while something else runs, that is only said."""
-    ranks, is_remote = config.cluster.ranks_per_node, bool(config.engine.rollout_server_url)
-    processes = [trainer_memory(config, hf_config, spec, size, ranks)]
-    if not is_remote:
+    servers = 0 if config.engine.rollout_server_url else config.engine.rollout_num_engines
+    if servers:
         require_cache(spec)
-        servers = config.engine.rollout_num_engines
-        processes += [server_memory(spec, size, hf_config, servers), push_memory(config, size)]
-    require_memory(processes, spec.contract.device, config.dry_run)
+    processes = run_memory(config, hf_config, spec, size, config.cluster.num_ranks, servers)
+    require_memory(processes, spec.contract.device, config.dry_run, config.cluster.ray_address)
 
 
 def require_cache(spec: EngineSpec) -> None:
@@ -238,29 +253,48 @@ def require_cache(spec: EngineSpec) -> None:
 
 
 def require_memory(
-    processes: Sequence[ProcessMemory], device: str, is_dry_run: bool = False
+    processes: Sequence[ProcessMemory],
+    device: str,
+    is_dry_run: bool = False,
+    ray_address: str = "",
 ) -> None:
     """Say what the processes take; raise ConfigError, with the sums, if they cannot fit.
 
-    On a CPU they share the host's memory; on GPUs each has one of its own.
+    On a CPU they share the memory of this host, or of those of the cluster at `ray_address`, which are
+    asked when it is known what is on which (`require_hosts`); on GPUs each has one of its own.
     """
     for process in processes:
         logger.info("memory of %s", process)
-    if device == "cuda":
-        free = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
-        needed = max(process.bytes // process.count for process in processes)
-        where = "the largest of them", "the fullest GPU"
-    else:
-        needed, free = sum(process.bytes for process in processes), free_memory()
-        where = "together", "this host"
-    logger.info("%s GiB %s, and %s has %s GiB free", gib(needed), where[0], where[1], gib(free))
-    if needed <= free:
-        return
-    problem = (
-        f"memory={gib(needed)} GiB {where[0]}: {where[1]} has {gib(free)} GiB free. "
-        f"{'; '.join(map(str, processes))}. Choose a smaller model, shorter or fewer sequences, "
-        "--activation-checkpointing or --max-tokens-per-gpu, more ranks or GPUs; or free some memory."
-    )
-    if not is_dry_run:
-        raise ConfigError(problem)
-    logger.warning("here and now the run would be refused: %s", problem)
+    try:
+        if device == "cuda":
+            logger.info("%s", _require_gpus(processes))
+        elif not ray_address:
+            logger.info("%s", require_host(processes, "this host", free_memory()))
+    except ConfigError as error:
+        if not is_dry_run:
+            raise
+        logger.warning("here and now the run would be refused: %s", error)
+
+
+def _require_gpus(processes: Sequence[ProcessMemory]) -> str:
+    free = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    needed = max(process.bytes // process.count for process in processes)
+    return _require(processes, needed, "the largest of them", "the fullest GPU", free)
+
+
+def require_host(processes: Sequence[ProcessMemory], host: str, free: int) -> str:
+    """The sum, in words. Raises ConfigError if it is more than the bytes that are free on the host."""
+    return _require(processes, sum(p.bytes for p in processes), "together", host, free)
+
+
+def _require(
+    processes: Sequence[ProcessMemory], needed: int, what: str, where: str, free: int
+) -> str:
+    if needed > free:
+        raise ConfigError(
+            f"memory={gib(needed)} GiB {what}: {where} has {gib(free)} GiB free. "
+            f"{'; '.join(map(str, processes))}. Choose a smaller model, shorter or fewer sequences, "
+            "--activation-checkpointing or --max-tokens-per-gpu, more ranks, GPUs or hosts; or free "
+            "some memory."
+        )
+    return f"{gib(needed)} GiB {what}, and {where} has {gib(free)} GiB free"

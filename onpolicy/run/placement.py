@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 from onpolicy.cluster.hosts import Host, this_host
 from onpolicy.cluster.placement import Placement, place, place_engines
-from onpolicy.cluster.session import session
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineCountConfig, ServerConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
@@ -63,18 +62,6 @@ def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement
 def hosts_here() -> list[Host]:
     """This host with its GPUs, as a placement takes hosts."""
     return [this_host(torch.cuda.device_count())]
-
-
-def planned(config: TrainConfig, contract: NumericsContract) -> list[str]:
-    """Where a run would put everything now, in a line for each host; or why it would be refused, which
-    a dry run only says, since the run may be made elsewhere."""
-    try:
-        if not config.cluster.ray_address:
-            return placement_here(config, contract).describe()
-        with session(config.cluster) as hosts:
-            return placement_of(config, contract, hosts).describe()
-    except ConfigError as error:
-        return [f"here and now the run would be refused: {error}"]
 
 
 def require_reach(config: TrainConfig, placement: Placement) -> None:

@@ -67,6 +67,10 @@ def test_ranks_and_engines_on_several_hosts_give_the_hash_of_one(
     assert [(host, address) for host, address, _ in placed][:2] != [], output
     engines = [host for host, _, what in placed if "engine" in what]
     assert len(set(engines)) == 2 and engines != ["host0", "host0"], placed
+    asked = re.findall(
+        r"GiB together, and (host\d) \((127\.0\.0\.\d)\) has [\d.]+ GiB free", output
+    )
+    assert asked == [(host, address) for host, address, _ in placed]
 
 
 def test_a_killed_controller_leaves_no_process_on_any_host(start, cluster, tmp_path):

@@ -16,7 +16,8 @@ class HostsConfig:
     starting one on this host that ends with the run."""
 
     placement_timeout: Seconds = 300.0
-    """Seconds to wait for hosts of the cluster that the run needs and that have not joined it yet."""
+    """Seconds to wait for hosts of the cluster that the run needs and that have not joined it yet, or
+    have too little memory free."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
@@ -60,24 +58,30 @@ def check_inputs(config: BenchConfig) -> None:
     spec = rollout_spec(train_config, hf_config, contract, length)
     with FlagCheck(spec) as flags:
         require_fit(config.model.hf_checkpoint, hf_config)
-        require_memory(_processes(config, train_config, hf_config, spec), contract.device)
+        if config.what != "step":
+            require_cache(spec)
+        ranks = 0 if config.what == "rollout" else config.cluster.num_ranks
+        servers = 0 if config.what == "step" else config.engines.rollout_num_engines
+        size = ModelSize.of(hf_config)
+        held = processes(config, train_config, hf_config, spec, size, ranks, servers)
+        require_memory(held, contract.device, ray_address=config.cluster.ray_address)
         flags.require_passed()
 
 
-def _processes(
-    config: BenchConfig, train_config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec
+def processes(
+    config: BenchConfig,
+    train_config: TrainConfig,
+    hf_config: PretrainedConfig,
+    spec: EngineSpec,
+    size: ModelSize,
+    ranks: int,
+    servers: int,
 ) -> list[ProcessMemory]:
-    """All are there at once: servers, trainers, or both, of each thing that is measured."""
-    size, count = ModelSize.of(hf_config), 2
-    if config.longest_response is not None:
-        count = len(schedules(config))
-    processes = []
-    if config.what != "step":
-        require_cache(spec)
-        servers = count * config.engines.rollout_num_engines
-        processes.append(server_memory(spec, size, hf_config, servers))
-    if config.what != "rollout":
-        ranks = config.cluster.num_ranks
-        trainer = trainer_memory(train_config, hf_config, spec, size, ranks=ranks)
-        processes.append(replace(trainer, count=count * trainer.count))
-    return processes
+    """What so many ranks and servers of each thing that is measured hold: all are there at once."""
+    count = 2 if config.longest_response is None else len(schedules(config))
+    held = []
+    if servers:
+        held.append(server_memory(spec, size, hf_config, count * servers))
+    if ranks:
+        held.append(trainer_memory(train_config, hf_config, spec, size, count * ranks))
+    return held

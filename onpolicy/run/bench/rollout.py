@@ -17,10 +17,12 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.bench.alternate import Measure, alternate
+from onpolicy.run.bench.input_checks import processes
 from onpolicy.run.bench.requests import random_prompts, sampling_params
 from onpolicy.run.bench.setting import KINDS, setting, settings
 from onpolicy.run.cluster import places_on_cluster
-from onpolicy.run.engine_specs import make_rollout_group
+from onpolicy.run.engine_specs import make_rollout_group, rollout_spec
+from onpolicy.run.memory import ModelSize
 from onpolicy.run.placement import placement_of_servers
 from onpolicy.types import Request
 
@@ -32,7 +34,12 @@ def bench_rollout(config: BenchConfig) -> dict[str, Any]:
     tp_size = tensor_parallel_size(config.sglang_args)
     host = train_config.engine.rollout_host
     place = partial(placement_of_servers, config.engines, tp_size, host, contract)
-    with places_on_cluster(config.cluster, place, config.cpu.cpu_threads) as places:
+    held = None
+    if config.cluster.ray_address:
+        longest = config.prompt_len + config.max_new_tokens
+        spec = rollout_spec(train_config, hf_config, contract, longest)
+        held = partial(processes, config, train_config, hf_config, spec, ModelSize.of(hf_config))
+    with places_on_cluster(config.cluster, place, config.cpu.cpu_threads, held) as places:
         return _measured(config, hf_config, places)
 
 

@@ -37,6 +37,23 @@ if __name__ == "__main__":
         sys.stdin.readline()
 """
 
+ASKER = """
+import dataclasses
+from onpolicy.cluster.session import free_memory_on, session
+from onpolicy.config.groups import ClusterConfig
+from onpolicy.errors import ConfigError
+
+if __name__ == "__main__":
+    with session(ClusterConfig()) as (here,):
+        there = dataclasses.replace(here, is_here=False)
+        print(free_memory_on([there])[there])
+        gone = dataclasses.replace(there, name="0" * len(there.name), label="gone")
+        try:
+            free_memory_on([there, gone])
+        except ConfigError as error:
+            print(error)
+"""
+
 STRANGER = """
 import sys, ray
 ray.init(sys.argv[1], logging_level="ERROR")
@@ -106,6 +123,23 @@ def test_who_has_no_token_does_not_get_in(owner):
         timeout=120,
     )
     assert stranger.returncode != 0 and "Unauthenticated" in stranger.stderr
+
+
+def test_a_host_says_what_memory_it_has_free_and_one_that_is_gone_is_named(tmp_path):
+    script = tmp_path / "asker.py"
+    script.write_text(ASKER)
+    with TemporaryDirectory() as temporary:  # with a path short enough for sockets
+        asker = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "TMPDIR": temporary},
+        )
+    assert asker.returncode == 0, asker.stderr[-2000:]
+    free, refused = asker.stdout.splitlines()
+    assert 0 < int(free) <= psutil.virtual_memory().total
+    assert refused.startswith("gone (127.0.0.1): does not say how much memory is free there (")
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,11 @@ def make_spec(config, longest=50):
 
 
 def trainer_parts(config, longest=50, ranks=1, **contract):
+    cluster = groups.ClusterConfig(actor_num_ranks_per_node=ranks)
+    config = dataclasses.replace(config, cluster=cluster)
     hf_config, spec = make_spec(config, longest)
     spec = dataclasses.replace(spec, contract=dataclasses.replace(spec.contract, **contract))
-    return trainer_memory(config, hf_config, spec, ModelSize.of(hf_config), ranks).parts
+    return trainer_memory(config, hf_config, spec, ModelSize.of(hf_config)).parts
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -187,6 +189,22 @@ def test_servers_elsewhere_are_not_counted(checkpoint, monkeypatch):
             continue
         with pytest.raises(ConfigError, match=r"memory=.* SGLang server: weights"):
             require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+
+
+def test_hosts_of_a_cluster_are_not_counted_against_this_one(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
+    caplog.set_level("INFO")
+    config = dataclasses.replace(
+        make_config(checkpoint, rollout_num_engines=2),
+        cluster=groups.ClusterConfig(ray_address="h:1", actor_num_nodes=2),
+    )
+    hf_config, spec = make_spec(config)
+    require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+    assert "memory of 2 x trainer rank: " in caplog.text
+    assert "memory of 2 x SGLang server: " in caplog.text and "this host" not in caplog.text
+    small = dataclasses.replace(config, sglang_args=("--max-total-tokens", "57"))
+    with pytest.raises(ConfigError, match="--sglang-max-total-tokens=57: "):
+        require_run_fits(small, hf_config, make_spec(small)[1], ModelSize.of(hf_config))
 
 
 def test_a_dry_run_says_what_cannot_fit_and_goes_on(checkpoint, monkeypatch, caplog):

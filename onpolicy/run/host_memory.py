@@ -1,0 +1,58 @@
+"""Whether what is placed on each host of a cluster fits the memory that is free there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from transformers import PretrainedConfig
+
+from onpolicy.cluster.hosts import Host
+from onpolicy.cluster.placement import Placement
+from onpolicy.cluster.session import free_memory_on
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.run.engine_specs import rollout_spec
+from onpolicy.run.memory import ModelSize, ProcessMemory, require_host, run_memory
+
+Held = Callable[[int, int], list[ProcessMemory]]
+"""(ranks of the trainer, servers) -> what they hold on one host."""
+
+PlaceOn = Callable[[Sequence[Host]], Placement]
+
+
+def held_by(
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int,
+) -> Held:
+    """What a run's processes hold; its longest sequence has so many tokens."""
+    size = ModelSize.of(hf_config, config.model.trust_remote_code)
+    spec = rollout_spec(config, hf_config, contract, longest_sequence)
+    return partial(run_memory, config, hf_config, spec, size)
+
+
+def fitting(
+    place: PlaceOn, held: Held | None, hosts: Sequence[Host]
+) -> tuple[Placement, list[str]]:
+    """A placement on hosts, and what to say of it. held: None if memory is not asked for.
+
+    Raises ConfigError if hosts are too few, or if one without GPUs has too little memory.
+    """
+    placement = place(hosts)
+    lines = placement.describe()
+    if held is not None and placement.device == "cpu":
+        lines += require_hosts(placement, held, free_memory_on(placement.hosts))
+    return placement, lines
+
+
+def require_hosts(placement: Placement, held: Held, free: Mapping[Host, int]) -> list[str]:
+    """The sum on each host, in a line each; `free`: bytes that new processes may take there.
+
+    Raises ConfigError for the first host whose ranks and servers do not fit.
+    """
+    return [
+        require_host(held(*placement.counts(host)), str(host), free[host])
+        for host in placement.hosts
+    ]

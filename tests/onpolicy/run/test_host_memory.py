@@ -1,0 +1,125 @@
+"""What a placement puts on each host, against the memory of that host."""
+
+import dataclasses
+
+import pytest
+
+from onpolicy.cluster import session
+from onpolicy.cluster.hosts import Host
+from onpolicy.cluster.placement import Placement, Slot
+from onpolicy.config import TrainConfig, groups
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run import host_memory
+from onpolicy.run.contracts import contract_for
+from onpolicy.run.host_memory import fitting, held_by, require_hosts
+from onpolicy.run.memory import ProcessMemory
+
+GIB = 1 << 30
+
+A, B, C = HOSTS = [
+    Host(name, name, f"10.0.0.{number}", 4, 0, is_here=name == "a")
+    for number, name in enumerate("abc")
+]
+
+
+def held(ranks, servers):
+    """3 GiB a rank, 2 a server."""
+    return [
+        ProcessMemory("trainer rank", {"weights": 3 * GIB}, ranks),
+        ProcessMemory("SGLang server", {"weights": 2 * GIB}, servers),
+    ]
+
+
+def placed(ranks, servers, gpus=()):
+    """By the names of the hosts: 'ab' are a rank, or server, on a and one on b."""
+    hosts = dict(zip("abc", HOSTS, strict=True))
+    slots = (tuple(Slot(hosts[name], gpus, 1) for name in names) for names in (ranks, servers))
+    return Placement(*slots)
+
+
+def has(a, b, c):
+    return {host: gib * GIB for host, gib in zip(HOSTS, (a, b, c), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "servers", "most"),
+    [
+        ("a", "a", (5, 0, 0)),
+        ("a", "bc", (3, 2, 2)),
+        ("a", "abbcc", (5, 4, 4)),
+        ("ab", "bc", (3, 5, 2)),
+        ("aabb", "", (6, 6, 0)),
+        ("", "ccc", (0, 0, 6)),
+    ],
+)
+def test_each_host_is_asked_for_its_own_ranks_and_servers_and_for_no_byte_more(
+    ranks, servers, most
+):
+    placement, enough = placed(ranks, servers), has(*most)
+    lines = require_hosts(placement, held, enough)
+    assert [line.partition(" GiB together")[0] for line in lines] == [
+        f"{enough[host] / GIB:.2f}" for host in placement.hosts
+    ]
+    for host in placement.hosts:
+        with pytest.raises(ConfigError, match=rf"GiB together: {host.label} \(10"):
+            require_hosts(placement, held, {**enough, host: enough[host] - 1})
+
+
+def test_the_sum_that_does_not_fit_is_that_of_its_host():
+    with pytest.raises(
+        ConfigError,
+        match=r"memory=5\.00 GiB together: b \(10\.0\.0\.1\) has 4\.00 GiB free\. trainer rank: "
+        r"weights 3\.00 = 3\.00 GiB; SGLang server: weights 2\.00 = 2\.00 GiB\. ",
+    ):
+        require_hosts(placed("ab", "bc"), held, has(9, 4, 9))
+
+
+def test_a_run_that_no_host_holds_alone_fits_several(checkpoint):
+    """The sum of all its processes, against one host, would refuse it."""
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
+        rollout=groups.RolloutConfig(num_rollout=1),
+        engine=groups.EngineConfig(rollout_num_engines=2),
+        cluster=groups.ClusterConfig(ray_address="h:1"),
+    )
+    hf_config = load_config(str(checkpoint))
+    contract = contract_for(config, hf_config, aligned=False)
+    holds = held_by(config, hf_config, contract, 50)
+    one_each = max(sum(p.bytes for p in holds(*counts)) for counts in ((1, 0), (0, 1)))
+    free = dict.fromkeys(HOSTS, one_each)
+    require_hosts(placed("a", "bc"), holds, free)
+    with pytest.raises(ConfigError, match=r"together: a \("):
+        require_hosts(placed("a", "aa"), holds, free)
+    remote = dataclasses.replace(
+        config, engine=groups.EngineConfig(rollout_server_url=("http://h:1",))
+    )
+    (rank,) = held_by(remote, hf_config, contract, 50)(1, 0)
+    assert rank.name == "trainer rank"
+
+
+def test_only_hosts_without_gpus_are_asked_and_only_those_that_are_taken(monkeypatch):
+    asked = []
+
+    def free_there(hosts):
+        asked.append(list(hosts))
+        return dict.fromkeys(hosts, 4 * GIB)
+
+    monkeypatch.setattr(host_memory, "free_memory_on", free_there)
+    placement, lines = fitting(lambda hosts: placed("b", "c"), held, HOSTS)
+    assert asked == [[B, C]] and placement == placed("b", "c")
+    assert lines == [
+        *placement.describe(),
+        "3.00 GiB together, and b (10.0.0.1) has 4.00 GiB free",
+        "2.00 GiB together, and c (10.0.0.2) has 4.00 GiB free",
+    ]
+    with pytest.raises(ConfigError, match=r"5\.00 GiB together: b \("):
+        fitting(lambda hosts: placed("b", "b"), held, HOSTS)
+    for place, memory in ((placed("b", "b"), None), (placed("b", "b", gpus=(0,)), held)):
+        assert fitting(lambda hosts, at=place: at, memory, HOSTS)[1] == place.describe()
+    assert len(asked) == 2
+
+
+def test_this_host_is_not_asked_through_the_cluster(monkeypatch):
+    monkeypatch.setattr(session, "free_memory", lambda: 5 * GIB)
+    assert session.free_memory_on([A]) == {A: 5 * GIB}
