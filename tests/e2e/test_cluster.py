@@ -7,7 +7,6 @@ and pushes are real.
 import re
 import signal
 
-import psutil
 import pytest
 
 from tests.support.processes import is_gone, is_guard
@@ -38,13 +37,9 @@ def saves(directory):
     return ["--save", str(directory / "ckpt"), "--save-interval", "1"]
 
 
-def below(pid):
-    return psutil.Process(pid).children(recursive=True)
-
-
-def guards_below(pid):
+def guards(processes):
     """Not the servers, which they fork."""
-    return [p for p in below(pid) if is_guard(p) and not is_guard(p.parent())]
+    return [p for p in processes if is_guard(p) and not is_guard(p.parent())]
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +69,12 @@ def test_ranks_and_engines_on_several_hosts_give_the_hash_of_one(
 
 
 def test_a_killed_controller_leaves_no_process_on_any_host(start, cluster, tmp_path):
-    before = {process.pid for pid in cluster.pids for process in below(pid)}
+    before = cluster.processes()
     process = start(tmp_path, *on(cluster), "--num-rollout", "1000")
     wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
     assert process.poll() is None, process.stdout.read()[-3000:]
-    engines = [guard for pid in cluster.pids for guard in guards_below(pid)]
-    ours = [p for pid in cluster.pids for p in below(pid) if p.pid not in before]
-    assert len(engines) == 2 and len(ours) >= 2 * 4 + 2
+    ours = cluster.processes() - before
+    assert len(guards(ours)) == 2 and len(ours) >= 2 * 4 + 2
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_for(lambda: all(map(is_gone, ours)), 60)
@@ -91,8 +85,8 @@ def a_host_is_lost(start, directory, cluster, number, *argv, under_way=metrics_o
     process = start(directory, "--ray-address", cluster.address, *argv)
     wait_for(lambda: under_way(directory) or process.poll() is not None)
     assert process.poll() is None, process.stdout.read()[-3000:]
-    there = below(cluster.pids[number])
-    cluster.kill(number)
+    there = cluster.nodes[number].processes()
+    cluster.nodes[number].kill()
     wait_for(lambda: all(map(is_gone, there)), 60)
     return process
 

@@ -48,7 +48,7 @@ def reached_by(process):
 def test_served_engines_of_all_hosts_sample_for_a_run_and_end_with_their_command(
     start, checkpoint, cluster, tmp_path
 ):
-    before = {p for pid in cluster.pids for p in psutil.Process(pid).children(recursive=True)}
+    before = cluster.processes()
     serve = onpolicy(
         "serve", "--hf-checkpoint", checkpoint, "--run-dir", tmp_path / "serve",
         "--ray-address", cluster.address, "--rollout-num-engines", "2",
@@ -57,8 +57,10 @@ def test_served_engines_of_all_hosts_sample_for_a_run_and_end_with_their_command
         flags = reached_by(serve)
         assert set(re.findall(r"http://([\d.]+):\d+", " ".join(flags))) == HOSTS
         served = finish(start(tmp_path / "served", *flags))
-        now = {p for pid in cluster.pids for p in psutil.Process(pid).children(recursive=True)}
-        ours = [*(now - before), *psutil.Process(serve.pid).children(recursive=True)]
+        ours = [
+            *(cluster.processes() - before),
+            *psutil.Process(serve.pid).children(recursive=True),
+        ]
         assert len(ours) >= 2 * 4
     finally:
         serve.send_signal(signal.SIGKILL)

@@ -34,9 +34,10 @@ def forked_commands(directory):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def offer(command, program):
+def offer(command, program, prepare=lambda program, environment: (program, environment)):
     """Write a command that runs a program with more arguments, and answer it as long as we live, or
     until the socket that is returned is shut down. `command` is a short path: a socket lies beside it.
+    `prepare` may change the program and the environment that it was asked to run in.
     """
     address = f"{command}.s"
     command.write_text(COMMAND.format(python=sys.executable, address=address, program=program))
@@ -44,20 +45,21 @@ def offer(command, program):
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen()
-    threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+    threading.Thread(target=_answer, args=(listener, prepare), daemon=True).start()
     return listener
 
 
-def _answer(listener):
+def _answer(listener, prepare):
     with contextlib.suppress(OSError):  # shut down
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_run, args=(connection,), daemon=True).start()
+            threading.Thread(target=_run, args=(connection, prepare), daemon=True).start()
 
 
-def _run(connection):
+def _run(connection, prepare):
     message, streams, *_ = socket.recv_fds(connection, MAX_REQUEST, 3)
     program, environment, directory = json.loads(message)
+    program, environment = prepare(program, environment)
     stdin, stdout, stderr = streams
     process = subprocess.Popen(
         [sys.executable, *program],

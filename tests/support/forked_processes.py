@@ -20,7 +20,7 @@ from tests.support.fork_server import ForkServer
 from tests.support.forked_workers import is_raylet, with_forked_workers
 
 SGLANG = ("sglang_patches.serve", "sglang_patches.check_flags")
-MODULES = (*SGLANG, "onpolicy.cli", "onpolicy.cluster.local_ray")
+MODULES = (*SGLANG, "onpolicy.cli", "onpolicy.cluster.local_ray", "tests.support.raylets")
 RUN = (
     "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.verify",
     "onpolicy.train.fsdp.trainer", "transformers.models.qwen3.modeling_qwen3",

@@ -6,6 +6,7 @@ Python; the worker says who it is when it comes to the raylet, which does not mi
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from tests.support.forked_commands import offer
 
 DIRECTORY, WORKER = "--session_dir=", f"--python_worker_command={sys.executable} "
+SETUP, ENVIRONMENT = "setup_worker.py", "--serialized-runtime-env-context="
 
 
 def is_raylet(command):
@@ -22,7 +24,16 @@ def is_raylet(command):
 def with_forked_workers(raylet):
     """The command line of a raylet, which then forks its workers from the one of this process."""
     (directory,) = (a.removeprefix(DIRECTORY) for a in raylet if a.startswith(DIRECTORY))
-    python = Path(directory, "python")
-    offer(python, [])
+    python = Path(directory, f"python{os.getpid()}")
+    offer(python, [], _without_setup)
     forked = f"--python_worker_command={python} "
     return [argument.replace(WORKER, forked) for argument in raylet]
+
+
+def _without_setup(program, environment):
+    """Give a worker its own variables, as a process of Ray does that then becomes a new Python."""
+    if not program[0].endswith(SETUP):
+        return program, environment
+    (context,) = (a.removeprefix(ENVIRONMENT) for a in program if a.startswith(ENVIRONMENT))
+    worker = [a for a in program[1:] if not a.startswith((ENVIRONMENT, "--language="))]
+    return worker, environment | json.loads(context)["env_vars"]

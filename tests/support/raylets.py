@@ -9,14 +9,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
+
+import psutil
 
 from onpolicy.cluster import environment
 from onpolicy.cluster.local_ray import SYSTEM
 from onpolicy.system import guard
+from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import ROOT
 
-READY = "cluster: "
+READY = "node: "
 STORE = 80 << 20
 
 
@@ -26,15 +28,48 @@ def documented():
     return json.loads(re.search(r"--system-config='(\{.*?\})'", text, re.DOTALL)[1])
 
 
+class Node:
+    """A host of a cluster, behind a guard that ends with this process."""
+
+    def __init__(self, *argv):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def wait_until_it_is_there(self):
+        lines = iter(self._process.stdout.readline, "")
+        ready = next(line for line in lines if line.startswith(READY))
+        self.address, self._raylet = json.loads(ready.removeprefix(READY))
+        self._own = set(psutil.Process(self._process.pid).children(recursive=True))
+
+    def processes(self):
+        """What was started on it, less what is of Ray."""
+        there = psutil.Process(self._process.pid).children(recursive=True)
+        return [process for process in there if process not in self._own]
+
+    def kill(self):
+        """Kill its raylet. That all the others end, as by a power cut, is for them to see."""
+        os.kill(self._raylet, signal.SIGKILL)
+
+    def end(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+
 class Raylets:
-    """A cluster: its address, and the process ids of its nodes."""
+    """A cluster: the address to join it by, and its nodes."""
 
-    def __init__(self, address, pids):
-        self.address, self.pids = address, pids
+    def __init__(self, nodes):
+        self.address, self.nodes = nodes[0].address, nodes
 
-    def kill(self, number):
-        """End a node as a power cut would: its raylet, and all that is below it."""
-        os.kill(self.pids[number], signal.SIGKILL)
+    def processes(self):
+        return {process for node in self.nodes for process in node.processes()}
 
 
 @contextlib.contextmanager
@@ -42,53 +77,54 @@ def raylets(count, cores=1):
     """A cluster of `count` nodes with `cores` each; this process is to join it at the first one."""
     environment.prepare(local=False)
     os.environ.setdefault(environment.TOKEN, "of-the-tests" * 4)
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(count), str(cores)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    nodes = []
     try:
-        lines = iter(process.stdout.readline, "")
-        ready = next(line for line in lines if line.startswith(READY))
-        yield Raylets(**json.loads(ready.removeprefix(READY)))
+        with forked_processes():
+            nodes.append(Node("0", str(cores)))
+            nodes[0].wait_until_it_is_there()
+            nodes += [Node(str(i), str(cores), nodes[0].address) for i in range(1, count)]
+        for node in nodes[1:]:
+            node.wait_until_it_is_there()
+        yield Raylets(nodes)
     finally:
-        process.stdin.close()
-        process.wait()
+        for node in nodes:
+            node.end()
 
 
-def serve(count, cores, directory):
-    os.environ["RAY_TMPDIR"] = str(directory)  # where Cluster leaves its address
-    from ray.cluster_utils import Cluster
+def serve(directory, number, cores, head=None):
+    """Start Ray's processes of a node, and wait until the guard ends us."""
+    from ray._private import node
+    from ray._private.parameter import RayParams
 
-    def node(number):
-        return {
-            "node_ip_address": f"127.0.0.{number + 2}",
-            "node_name": f"host{number}",
-            "num_cpus": cores,
-            "num_gpus": 0,
-            "object_store_memory": STORE,
-            "include_dashboard": False,
-            "include_log_monitor": False,
-            "no_monitor": True,
-            "temp_dir": str(directory),
-        }
+    class WithoutDashboard(node.Node):
+        def start_api_server(self, **_):
+            pass
 
-    head = {**node(0), "session_name": "ray", "_system_config": SYSTEM | documented()}
-    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
-    nodes = [cluster.head_node, *(cluster.add_node(**node(i)) for i in range(1, count))]
-    pids = [n.all_processes["raylet"][0].process.pid for n in nodes]
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # no zombies: workers look for their raylet's number
-    print(READY + json.dumps({"address": cluster.address, "pids": pids}), flush=True)
-    while True:
-        time.sleep(1000)
+    of_the_head = {"session_name": "ray", "_system_config": SYSTEM | documented()}
+    parameters = RayParams(
+        **({"gcs_address": head} if head else of_the_head),
+        node_ip_address=f"127.0.0.{int(number) + 2}",
+        node_name=f"host{number}",
+        num_cpus=int(cores),
+        num_gpus=0,
+        object_store_memory=STORE,
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+        temp_dir=str(directory),
+    )
+    started = WithoutDashboard(
+        parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=False
+    )
+    raylet = started.all_processes["raylet"][0].process.pid
+    # No zombies: workers look for their raylet's number.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print(READY + json.dumps([started.gcs_address, raylet]), flush=True)
+    signal.pause()
 
 
 if __name__ == "__main__":
-    given = [int(argument) for argument in sys.argv[1:]]
-    sys.exit(guard.run(lambda directory: serve(*given, directory)))
+    sys.exit(guard.run(lambda directory: serve(directory, *sys.argv[1:])))
