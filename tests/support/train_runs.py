@@ -99,7 +99,7 @@ def exported_weights(save, done=ROLLOUTS):
     return (save / f"step_{done:06d}" / "hf" / "model-00000.safetensors").read_bytes()
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

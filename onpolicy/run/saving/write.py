@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onpolicy.config import TrainConfig
-from onpolicy.errors import CheckpointError, TrainerLostError
+from onpolicy.errors import CheckpointError, HostLostError, TrainerLostError
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
     STATE,
@@ -38,8 +38,8 @@ def save(
 
     `write_rollouts` writes what was drawn and not trained on yet.
 
-    Raises CheckpointError, leaving earlier ones as they are; so does the loss of a rank meanwhile,
-    which stays a TrainerLostError, since a run may go on without it.
+    Raises CheckpointError, leaving earlier ones as they are; so does the loss of a rank or a
+    host meanwhile, which keeps its own error, since a run may go on without it.
     """
     root = Path(config.output.save)
     final = root / name_of(state.rollouts_done)
@@ -52,7 +52,7 @@ def save(
         _commit(config, state, partial, final)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, TrainerLostError):
+        if isinstance(error, (TrainerLostError, HostLostError)):
             raise
         raise _not_written(root, final.name, error) from error
     _delete_old(root, config.output.keep_checkpoints)
