@@ -6,6 +6,7 @@ TORCH_ARGS ?=
 SOAK_ARGS ?=
 
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 
 # On a machine with a GPU there is no .venv: this Python has torch, triton, transformers and pytest.
@@ -18,7 +19,7 @@ GPU_BENCH_ARGS ?=
 CPU_SETTINGS ?=
 ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-cpus soak architectures lint gpu-test gpu-bench
+.PHONY: setup demo test test-runs test-cpus soak architectures lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -37,7 +38,11 @@ demo: setup
 	examples/quickstart/run.sh
 
 test: setup
-	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not runs"
+
+# Whole runs on several hosts, runs that lose a process or a host, and runs that go on from a checkpoint.
+test-runs: setup
+	$(PYTEST) -m runs
 
 # The tests of what decides bits, under the instruction sets of other processors.
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'

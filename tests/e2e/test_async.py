@@ -10,7 +10,7 @@ from onpolicy.outputs.meanings import meaning
 from tests.support.processes import is_guard
 from tests.support.train_runs import ROLLOUTS, finish, metrics_of, run_hash, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.runs]
 
 MODES = {
     "lag 1": ("--rollout-lag", "1"),

@@ -20,7 +20,7 @@ from tests.support.train_runs import (
     wait_for,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 
 @pytest.fixture(scope="module")

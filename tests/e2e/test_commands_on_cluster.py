@@ -16,7 +16,7 @@ from tests.support.processes import is_gone
 from tests.support.raylets import raylets
 from tests.support.train_runs import finish, run_hash, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 HOSTS = {"127.0.0.2", "127.0.0.3"}
 

@@ -22,7 +22,7 @@ from tests.support.footprint import Footprint
 from tests.support.processes import is_guard, listening_addresses
 from tests.support.train_runs import finish, metrics_of, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 SECRETS = ("K-of-the-engines", "A-of-the-admin")
 PATIENCE = 20.0

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.train_runs import exported_weights, finish, run_hash, summary
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.runs]
 
 SAVED = "step_000002"
 SUMS_SHOW = ("--max-tokens-per-gpu", "60", "--dtype", "float32")

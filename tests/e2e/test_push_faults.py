@@ -18,7 +18,7 @@ from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.processes import engine_processes, is_gone
 from tests.support.train_runs import TWO_RANKS, finish, run_hash
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 REQUESTS = make_requests(8, seed=40)
 HEALTH_TIMEOUT = 9.0

@@ -9,7 +9,7 @@ from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.processes import engine_processes, is_gone
 from tests.support.train_runs import wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 REQUESTS = make_requests(8, seed=30, max_new_tokens=8)
 REQUESTS += make_requests(24, seed=31, max_new_tokens=100)

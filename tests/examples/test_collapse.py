@@ -108,6 +108,7 @@ def inputs(tmp_path_factory):
     return work
 
 
+@pytest.mark.runs
 @pytest.mark.engine
 def test_it_ends_with_a_picture_of_its_runs(inputs):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
