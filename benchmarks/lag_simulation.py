@@ -215,12 +215,13 @@ def train_cost(setting: Setting, costs: Costs, ratio: float) -> float:
     return ratio * seconds / sum(prefill + tokens for prefill, tokens in pieces)
 
 
-def measured_costs(measured: dict[str, Any]) -> Costs:
+def measured_costs(measured: dict[str, Any], engines: int = 1) -> Costs:
     """From a result of `onpolicy bench loop --longest-response`, by its lag 0, where the one engine
     and the trainer work in turns.
 
     Drawing takes `token` for every token of the longest response and `response` for every token of all:
-    least squares over the steps, neither below 0. Prompts are part of that.
+    least squares over the steps, neither below 0. Prompts are part of that. The trainer grows with the
+    engines, so that it takes as long for their samples as the measured one for those of one engine.
     """
     steps = measured["schedules"]["lag 0"]
     tokens, longest = steps["tokens"], steps["longest_responses"]
@@ -231,7 +232,7 @@ def measured_costs(measured: dict[str, Any]) -> Costs:
         token=token,
         response=response,
         prefill=0.0,
-        train=sum(steps["train_seconds"]) / trained,
+        train=sum(steps["train_seconds"]) / trained / engines,
         push=fmean(steps["push_seconds"]),
     )
 
@@ -289,7 +290,7 @@ def main() -> None:
     for engines in given.engines:
         if given.measured:
             measured = json.loads(given.measured.read_text())
-            base, costs = measured_setting(measured, engines), measured_costs(measured)
+            base, costs = measured_setting(measured, engines), measured_costs(measured, engines)
         else:
             groups = given.groups_per_engine * engines
             base = Setting(groups=groups, samples=8, engines=engines, slots=32)

@@ -76,6 +76,7 @@ def test_costs_are_read_from_the_steps_that_were_measured(changes):
     found = lag_simulation.measured_costs(result)
     for name, value in dataclasses.asdict(costs).items():
         assert getattr(found, name) == pytest.approx(value, abs=1e-9)
+    assert lag_simulation.measured_costs(result, 4).train == pytest.approx(costs.train / 4)
     setting = lag_simulation.measured_setting(result, 3)
     assert (setting.groups, setting.samples, setting.slots, setting.prompt) == (12, 2, 8, 5)
 
