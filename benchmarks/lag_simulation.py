@@ -1,6 +1,7 @@
 """What a lag and rounds bring, by a discrete-event simulation; prints a Markdown table.
 
     python benchmarks/lag_simulation.py --token-seconds 0.02 --response-seconds 0.0003 --train-ratio 0.5
+    python benchmarks/lag_simulation.py --measured benchmarks/results/schedules.json
 
 It simulates the schedules of docs/async.md on responses of long-tailed lengths, and no more: engines are
 alike, one that is done waits, every token of an engine takes the same time at the same number of
@@ -11,10 +12,14 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 MEDIAN, LONGEST, SPREAD = 64, 1024, 1.0
 """Tokens of a response: a log-normal's median, its cut, and the standard deviation of the logarithm."""
@@ -197,12 +202,71 @@ SCHEDULES = {
 }
 
 
+TITLES = (
+    "engines", "schedule", "seconds a step", "speed", "slots in use", "trainer busy", "lag up to",
+)  # fmt: skip
+
+
 def train_cost(setting: Setting, costs: Costs, ratio: float) -> float:
     """Seconds to train on a token, so that training takes `ratio` of the time that drawing takes."""
     source = lengths()
     pieces = [(setting.prompt, next(source)) for _ in range(setting.groups * setting.samples)]
     seconds, _ = draw(pieces, setting, costs)
     return ratio * seconds / sum(prefill + tokens for prefill, tokens in pieces)
+
+
+def measured_costs(measured: dict[str, Any], engines: int = 1) -> Costs:
+    """From a result of `onpolicy bench loop --longest-response`, by its lag 0, where the one engine
+    and the trainer work in turns.
+
+    Drawing takes `token` for every token of the longest response and `response` for every token of all:
+    least squares over the steps, neither below 0. Prompts are part of that. The trainer grows with the
+    engines, so that it takes as long for their samples as the measured one for those of one engine.
+    """
+    steps = measured["schedules"]["lag 0"]
+    tokens, longest = steps["tokens"], steps["longest_responses"]
+    token, response = fit(longest, tokens, steps["drawing_seconds"])
+    samples = measured["num_prompts"] * measured["n_samples_per_prompt"]
+    trained = sum(tokens) + len(tokens) * samples * measured["prompt_len"]
+    return Costs(
+        token=token,
+        response=response,
+        prefill=0.0,
+        train=sum(steps["train_seconds"]) / trained / engines,
+        push=fmean(steps["push_seconds"]),
+    )
+
+
+def fit(a: Sequence[float], b: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """x >= 0 and z >= 0 for which the squares of a x + b z - y have the smallest sum."""
+
+    def dot(u: Sequence[float], v: Sequence[float]) -> float:
+        return sum(p * q for p, q in zip(u, v, strict=True))
+
+    aa, ab, bb, ay, by = dot(a, a), dot(a, b), dot(b, b), dot(a, y), dot(b, y)
+    if determinant := aa * bb - ab * ab:
+        x, z = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
+        if x >= 0 and z >= 0:
+            return x, z
+    only_a, only_b = (ay / aa, 0.0), (0.0, by / bb)
+    return only_a if ay * ay / aa >= by * by / bb else only_b
+
+
+def measured_setting(measured: dict[str, Any], engines: int) -> Setting:
+    """What was measured with one engine, on so many of them with as many times the prompts."""
+    groups, samples = measured["num_prompts"], measured["n_samples_per_prompt"]
+    return Setting(
+        groups=groups * engines, samples=samples, engines=engines, slots=groups * samples,
+        prompt=measured["prompt_len"],
+    )  # fmt: skip
+
+
+def given_costs(given: argparse.Namespace, setting: Setting) -> Costs:
+    costs = Costs(
+        token=given.token_seconds, response=given.response_seconds,
+        prefill=given.prefill_seconds, train=0.0, push=given.push_seconds,
+    )  # fmt: skip
+    return replace(costs, train=train_cost(setting, costs, given.train_ratio))
 
 
 def main() -> None:
@@ -216,37 +280,36 @@ def main() -> None:
     )
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--groups-per-engine", type=int, default=4)
+    parser.add_argument(
+        "--measured", type=Path, metavar="JSON",
+        help="costs and sizes from this result of `onpolicy bench loop --longest-response` instead",
+    )  # fmt: skip
     given = parser.parse_args()
-    titles = (
-        "engines",
-        "schedule",
-        "seconds a step",
-        "speed",
-        "slots in use",
-        "trainer busy",
-        "lag up to",
-    )
-    print(f"| {' | '.join(titles)} |")
+    print(f"| {' | '.join(TITLES)} |")
     print("|---|---|---|---|---|---|---|")
     for engines in given.engines:
-        base = Setting(
-            groups=given.groups_per_engine * engines, samples=8, engines=engines, slots=32
+        if given.measured:
+            measured = json.loads(given.measured.read_text())
+            base, costs = measured_setting(measured, engines), measured_costs(measured, engines)
+        else:
+            groups = given.groups_per_engine * engines
+            base = Setting(groups=groups, samples=8, engines=engines, slots=32)
+            costs = given_costs(given, base)
+        print_rows(base, costs)
+
+
+def print_rows(base: Setting, costs: Costs) -> None:
+    """A row of the table for each schedule."""
+    first = 0.0
+    for name, values in SCHEDULES.items():
+        found = simulate(replace(base, **values), costs)
+        speed = found.tokens / found.wall
+        first = first or speed
+        slots = found.slot_seconds / (found.wall * base.engines * base.slots)
+        print(
+            f"| {base.engines} | {name} | {found.wall / base.steps:.1f} | {speed / first:.2f} | "
+            f"{slots:.0%} | {found.trainer_seconds / found.wall:.0%} | {found.longest_lag} |"
         )
-        costs = Costs(
-            token=given.token_seconds, response=given.response_seconds,
-            prefill=given.prefill_seconds, train=0.0, push=given.push_seconds,
-        )  # fmt: skip
-        costs = Costs(**{**vars(costs), "train": train_cost(base, costs, given.train_ratio)})
-        first = 0.0
-        for name, values in SCHEDULES.items():
-            found = simulate(Setting(**{**vars(base), **values}), costs)
-            speed = found.tokens / found.wall
-            first = first or speed
-            slots = found.slot_seconds / (found.wall * engines * base.slots)
-            print(
-                f"| {engines} | {name} | {found.wall / base.steps:.1f} | {speed / first:.2f} | "
-                f"{slots:.0%} | {found.trainer_seconds / found.wall:.0%} | {found.longest_lag} |"
-            )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from records import read_curves
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from curves import smooth
+
 SMOOTH = 8
 """Rollouts that a point of a curve is the mean of."""
 
@@ -32,19 +35,13 @@ def title(name: str) -> str:
     return f"{weights} rollout weights, {CORRECTIONS.get(arm, arm)}"
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Means over the last rollouts, each point's own included."""
-    parts = [values[max(0, i + 1 - SMOOTH) : i + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
-
-
 def main(image: str, *named: str) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
     for name, path in (pair.split("=", 1) for pair in named):
         curves = read_curves(Path(path))
-        (reward,) = left.plot(smooth(curves["reward"]), label=title(name))
+        (reward,) = left.plot(smooth(curves["reward"], SMOOTH), label=title(name))
         if any(curves["k3"]):
-            right.semilogy(smooth(curves["k3"]), color=reward.get_color())
+            right.semilogy(smooth(curves["k3"], SMOOTH), color=reward.get_color())
     left.set_title("reward on solvable problems")
     left.set_ylim(0, 1.02)
     right.set_title("how far the engines are apart: k3 per token, in nats")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from curves import REWARD, read_rollouts, short, windows
 
 WINDOW = 20
 """Rollouts over which a reward is averaged before it is compared with another."""
 
 CURVES = {
-    "reward": "rollout/raw_reward",
+    "reward": REWARD,
     "k3": "train/k3_kl",
     "gradient_norm": "train/grad_norm",
     "entropy": "train/entropy",
@@ -29,29 +32,18 @@ def read_curves(path: Path) -> Curves:
     """The curves of a record, or of a run's directory; those that its arm does not have are left out."""
     if path.is_file():
         return json.loads(path.read_text())["curves"]
-    records = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-    steps = [record for record in records if CURVES["reward"] in record]
+    steps = read_rollouts(path)
     found = {name: key for name, key in CURVES.items() if key in steps[0]}
-    curves = {name: [_short(step[key]) for step in steps] for name, key in found.items()}
+    curves = {name: [short(step[key]) for step in steps] for name, key in found.items()}
     # Half of every batch is unsolvable and has the reward 0.
-    return {**curves, "reward": [_short(2 * value) for value in curves["reward"]]}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-def windows(values: list[float]) -> list[float]:
-    """Means of all WINDOW consecutive values; of all there are, if they are fewer."""
-    count = max(len(values) - WINDOW, 0) + 1
-    return [fmean(values[i : i + WINDOW]) for i in range(count)]
+    return {**curves, "reward": [short(2 * value) for value in curves["reward"]]}
 
 
 def summary(curves: Curves) -> dict[str, Any]:
     """The reward at the end and at its peak, whether the run collapsed, and what led there."""
-    rewards = windows(curves["reward"])
+    rewards = windows(curves["reward"], WINDOW)
     last, peak = rewards[-1], max(rewards)
-    k3 = windows(curves["k3"])
+    k3 = windows(curves["k3"], WINDOW)
     return {
         "reward": last,
         "peak": peak,
@@ -60,7 +52,7 @@ def summary(curves: Curves) -> dict[str, Any]:
         "k3_first": k3[0],
         "k3_last": k3[-1],
         "largest_gradient_norm": max(curves["gradient_norm"]),
-        "entropy": windows(curves["entropy"])[-1],
+        "entropy": windows(curves["entropy"], WINDOW)[-1],
         "smallest_ess": min(curves.get("ess", [1.0])),
-        "truncated": windows(curves["truncated"])[-1],
+        "truncated": windows(curves["truncated"], WINDOW)[-1],
     }

@@ -9,17 +9,19 @@ A record is results/NAME.json: the command and the curves. Run directories are i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 from records import read_curves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from driver import drive, write_whole
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -74,12 +76,6 @@ def plan() -> Iterator[Run]:
             yield Run(arm=arm, seed=seed, weight_format=weight_format, rollouts=LONG)
 
 
-def chosen(patterns: list[str]) -> list[Run]:
-    """The runs whose names match, in the order of the patterns."""
-    runs = [run for pattern in patterns for run in plan() if fnmatch(run.name, pattern)]
-    return list(dict.fromkeys(runs))
-
-
 def record_of(run: Run) -> Path:
     return RESULTS / f"{run.name}.json"
 
@@ -102,10 +98,7 @@ def write_record(run: Run, directory: Path, seconds: float) -> None:
         "seconds": round(seconds),
         "curves": curves,
     }
-    RESULTS.mkdir(exist_ok=True)
-    partial = RESULTS / f"{run.name}.partial"
-    partial.write_text(as_json(record))
-    partial.rename(record_of(run))
+    write_whole(record_of(run), as_json(record))
 
 
 def as_json(record: dict[str, object]) -> str:
@@ -118,18 +111,5 @@ def as_json(record: dict[str, object]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN")
-    parser.add_argument("--list", action="store_true", help="say what is recorded, and end")
-    args = parser.parse_args()
-    for run in chosen(args.only):
-        recorded = record_of(run).exists()
-        if args.list:
-            print(run.name, "recorded" if recorded else "not run")
-        elif not recorded:
-            carry_out(run)
-
-
 if __name__ == "__main__":
-    main()
+    drive(str(__doc__).partition("\n")[0], plan(), lambda run: record_of(run).exists(), carry_out)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
 from pathlib import Path
-from statistics import fmean, stdev
 
 from records import read_curves, summary
 from study import RESULTS, Run, plan, record_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "collapse.md"
-BEGIN, END = "<!-- records: begin -->\n", "<!-- records: end -->\n"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from page_tables import between, interval, table
 
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""Two-sided 95 % quantile of Student's t for the mean of so many runs."""
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "collapse.md"
 
 COLUMNS = (
     "engine", "arm", "seeds", "reward at the end: each; mean +- 95 %", "peak", "collapsed",
@@ -36,18 +34,20 @@ def cases() -> dict[tuple[str, str], list[Run]]:
     return found
 
 
-def row(engine: str, arm: str, runs: list[Run]) -> str:
+def row(engine: str, arm: str, runs: list[Run]) -> list[str]:
+    """The cells of a case."""
     summaries = [summary(read_curves(record_of(run))) for run in runs]
 
     def each(key: str, form: str = ".2f") -> str:
         return ", ".join(format(summary[key], form) for summary in summaries)
 
     k3 = [" / ".join(f"{s[key]:.0e}" for key in K3 if s[key]) or "0" for s in summaries]
-    cells = [
+    rewards = [s["reward"] for s in summaries]
+    return [
         engine,
         arm,
         ", ".join(str(run.seed) for run in runs),
-        each("reward") + interval([s["reward"] for s in summaries]),
+        "; ".join(filter(None, (each("reward"), interval(rewards)))),
         each("peak"),
         f"{sum(s['collapsed'] for s in summaries)} of {len(runs)}",
         ", ".join(k3),
@@ -56,29 +56,12 @@ def row(engine: str, arm: str, runs: list[Run]) -> str:
         each("smallest_ess"),
         each("truncated"),
     ]
-    return line(cells)
-
-
-def line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
-
-
-def interval(values: list[float]) -> str:
-    if len(values) < 2:
-        return ""
-    half = STUDENT[len(values)] * stdev(values) / len(values) ** 0.5
-    return f"; {fmean(values):.2f} +- {half:.2f}"
-
-
-def table() -> str:
-    head = line(COLUMNS) + "|---" * len(COLUMNS) + "|\n"
-    return head + "".join(row(*case, runs) for case, runs in cases().items())
 
 
 def with_table(page: str) -> str:
     """The page with the table of the records that there are now."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+    rows = [row(*case, runs) for case, runs in cases().items()]
+    return between(page, "records", table(COLUMNS, rows))
 
 
 def main() -> None:

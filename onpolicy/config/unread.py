@@ -32,16 +32,17 @@ def _is_free(values: Values) -> bool:
     return bool(values["rollout_schedule"] == "free")
 
 
-def _weighs_lag(values: Values) -> bool:
-    """What `Ladder` does where samples lag behind and nothing else is asked for."""
+def _lags_alone(values: Values) -> bool:
+    """Whether samples may lag behind and nothing else is asked for."""
     lags = values["rollout_lag"] or values["rollout_segment_tokens"] or _is_free(values)
-    others = ("use_rs", "dc_mode", "use_rollout_logprobs")
+    others = ("use_tis", "use_rs", "dc_mode", "custom_tis_function_path", "use_rollout_logprobs")
     return bool(lags) and values["rs_veto_threshold"] is None and not any(values[n] for n in others)
 
 
 def _weighs(values: Values) -> bool:
     governed, own = values["mismatch_governor"], values["custom_tis_function_path"]
-    return bool(values["use_tis"] or governed or own or _weighs_lag(values))
+    weighs_lag = values["correct_lag"] and _lags_alone(values)  # as `Ladder` does
+    return bool(values["use_tis"] or governed or own or weighs_lag)
 
 
 def _rejects(values: Values) -> bool:
@@ -63,6 +64,11 @@ READERS = (
     Reader("max_staleness replay", "--rollout-schedule free", _is_free),
     Reader("max_rank_restarts", "--save and --save-interval", lambda v: v["save_interval"]),
     Reader("megatron_*", "--train-backend megatron", lambda v: "megatron" in v["train_backend"]),
+    Reader(
+        "correct_lag",
+        "--rollout-lag, --rollout-segment-tokens or --rollout-schedule free, and no other correction",
+        _lags_alone,
+    ),
     Reader("tis_level tis_mode tis_batch_normalize", "--use-tis", _weighs),
     Reader(
         "tis_upper_bound",

@@ -54,7 +54,8 @@ class Ladder:
     def _with_lag(self, flags: FallbackConfig) -> FallbackConfig:
         """Samples of earlier weights are weighed, unless something else is to be done about them."""
         corrects = corrections_asked_for(flags) or flags.use_rollout_logprobs
-        return replace(flags, use_tis=True) if self.config.may_lag and not corrects else flags
+        weighs = self.config.may_lag and flags.correct_lag and not corrects
+        return replace(flags, use_tis=True) if weighs else flags
 
     @property
     def lr_scale(self) -> float:

@@ -62,13 +62,14 @@ def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(start, pla
 
 
 def test_a_run_that_is_killed_and_resumed_trains_on_what_it_had_drawn(start, plain, tmp_path):
+    """On two engines, where it had one."""
     mode, save = "lag 1, segments", tmp_path / "save"
     argv = [*MODES[mode], "--save", str(save), "--save-interval", "1", "--load", str(save)]
     process = start(tmp_path, *argv)
     wait_for(lambda: (save / "step_000002").is_dir() or process.poll() is not None)
     process.kill()
     process.wait()
-    output = finish(start(tmp_path, *argv))
+    output = finish(start(tmp_path, *argv, "--rollout-num-engines", "2"))
     assert "resumed from" in output
     assert run_hash(output) == plain(mode)[1]
 

@@ -245,12 +245,19 @@ class Host:
         self._dies_at = list(dies_at)
 
     def make_server(self, spec: EngineSpec, port: int, log_file: Path) -> Engine:
-        engine = Engine(spec, port or 30000 + len(self.engines), log_file)
+        engine = self.new_engine(spec, port or 30000 + len(self.engines), log_file)
         engine.pause = self.pause
         if self._dies_at:
             engine.dies_at = self._dies_at.pop(0)
         self.engines.append(engine)
         return engine
+
+    def new_engine(self, spec: EngineSpec, port: int, log_file: Path) -> Engine:
+        return Engine(spec, port, log_file)
+
+    def specs(self, spec: EngineSpec, config: EngineConfig) -> list[EngineSpec]:
+        """What each engine of a group is."""
+        return [spec] * config.rollout_num_engines
 
     def make_client(self, url: str, *_: Any) -> Engine:
         return next(engine for engine in self.engines if engine.url == url)
@@ -284,8 +291,7 @@ class Host:
             trust_remote_code=False,
             sglang_args=(),
         )
-        spec = replace(spec, **changes)
-        specs = [spec] * config.rollout_num_engines
+        specs = self.specs(replace(spec, **changes), config)
         make: dict[str, Any] = {"make_server": self.make_server, "make_client": self.make_client}
         return SglangGroup(config, specs, logs, **make)
 

@@ -24,6 +24,10 @@ class FallbackConfig(CorrectionSettings):
     """Bypass: the rollout's log-probabilities are the old policy's; the trainer computes none before
     the loss. Its ratio corrects the rollout; reinforce has none and needs --use-tis."""
 
+    correct_lag: bool = True
+    """Where samples may come from earlier weights (--rollout-lag and others), weigh them as --use-tis
+    does if no other correction is asked for. With --no-correct-lag they are learnt from as they are."""
+
     use_rollout_routing_replay: bool = False
     """Mixture of experts: train every token with the experts that the rollout chose for it, at gate
     values of the trainer's own router."""

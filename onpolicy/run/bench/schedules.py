@@ -62,8 +62,9 @@ def schedules(config: BenchConfig) -> dict[str, dict[str, Any]]:
 
 
 def bench_schedules(config: BenchConfig) -> dict[str, Any]:
-    """Of each schedule: trained tokens per second over all measured steps, that over lag 0's, seconds of
-    each step, and the shares of the time in which engines and trainer were at work.
+    """Of each schedule: trained tokens per second over all measured steps, that over lag 0's, the shares
+    of the time in which engines and trainer were at work; and of each step its seconds (all, drawing,
+    training, push), its tokens, and its longest response.
 
     They take a step each in turns; what one draws beside its training has ended when it has pushed.
     """
@@ -86,6 +87,7 @@ def bench_schedules(config: BenchConfig) -> dict[str, Any]:
         "unit": "trained tokens per second",
         "schedules": found,
         "longest_response": config.longest_response,
+        "n_samples_per_prompt": config.n_samples_per_prompt,
         **settings(config),
     }
 
@@ -161,6 +163,7 @@ class ScheduledLoop:
         self._steps.append({
             "step": ended - started, "train": trained - taken, "drawing": drawing,
             "push": ended - settled, "tokens": sum(len(s.sample.response_ids) for s in samples),
+            "longest": max(len(s.sample.response_ids) for s in samples),
             "lag": max(max(sample.lags) for sample in samples),
         })  # fmt: skip
 
@@ -172,6 +175,10 @@ class ScheduledLoop:
             "step_seconds": [step["step"] for step in measured],
             "median_step_seconds": median(step["step"] for step in measured),
             "tokens": [step["tokens"] for step in measured],
+            "longest_responses": [step["longest"] for step in measured],
+            "drawing_seconds": [step["drawing"] for step in measured],
+            "train_seconds": [step["train"] for step in measured],
+            "push_seconds": [step["push"] for step in measured],
             "rollout_busy_share": total["drawing"] / total["step"],
             "trainer_busy_share": total["train"] / total["step"],
             "push_share": total["push"] / total["step"],

@@ -48,6 +48,9 @@ PAIRS = [
     (["--opsm-delta", "0.1"], ["--use-opsm"]),
     (["--n-samples-per-eval-prompt", "4"], ["--eval-interval", "2"]),
     (["--wandb-project", "x"], ["--use-wandb"]),
+    (["--no-correct-lag"], ["--rollout-lag", "1"]),
+    (["--no-correct-lag"], ["--rollout-schedule", "free"]),
+    (["--rollout-lag", "1", "--no-correct-lag", "--tis-level", "sequence"], ["--correct-lag"]),
 ]
 
 
@@ -57,6 +60,14 @@ def test_a_flag_is_refused_unless_something_reads_it(flag, switch):
     with pytest.raises(ConfigError, match=rf"{name}=.*nothing here"):
         refuse_unread(parse(TrainConfig, flag, "x"))
     refuse_unread(parse(TrainConfig, [*flag, *switch], "x"))
+
+
+@pytest.mark.parametrize("correction", ["--use-tis", "--use-rs", "--use-rollout-logprobs"])
+def test_there_is_no_default_to_switch_off_beside_a_correction_that_is_asked_for(correction):
+    with pytest.raises(ConfigError, match=r"--correct-lag=False.* no other correction"):
+        refuse_unread(
+            parse(TrainConfig, ["--rollout-lag", "1", "--no-correct-lag", correction], "x")
+        )
 
 
 def test_a_flag_that_is_given_as_its_default_is_none():

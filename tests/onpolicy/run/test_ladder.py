@@ -16,8 +16,9 @@ STOCK = dataclasses.replace(ALIGNED, backend="stock")
 BAD = {"parity/num_compared_tokens": 9, "train/k3_kl": 1.0}
 
 
-def make(governed=True, aligned=False, **fallback):
+def make(governed=True, aligned=False, lag=0, **fallback):
     config = TrainConfig(
+        rollout=groups.RolloutConfig(rollout_lag=lag),
         parity=groups.ParityConfig(true_on_policy_mode=aligned),
         fallback=groups.FallbackConfig(**fallback),
         governor=groups.GovernorFlags(
@@ -117,6 +118,20 @@ def test_without_a_governor_nothing_moves_and_the_flags_stand():
     assert ladder.fallback == ladder.config.fallback
     assert ladder.metrics() == ladder.state_dict() == {}
     assert make(governed=False, aligned=True).contract == ALIGNED
+
+
+@pytest.mark.parametrize(
+    ("lag", "flags", "weighs"),
+    [
+        (0, {}, False),
+        (1, {}, True),
+        (1, {"correct_lag": False}, False),
+        (1, {"use_rollout_logprobs": True}, False),
+        (1, {"use_rs": True}, False),
+    ],
+)
+def test_samples_that_lag_are_weighed_unless_that_is_switched_off_or_replaced(lag, flags, weighs):
+    assert make(governed=False, aligned=True, lag=lag, **flags).fallback.use_tis == weighs
 
 
 def test_a_rollout_that_was_not_trained_on_says_nothing():

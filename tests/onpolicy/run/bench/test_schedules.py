@@ -53,6 +53,11 @@ def test_a_schedule_is_measured_on_responses_of_the_lengths_that_their_requests_
             loop.step()
     result = loop.result()
     assert len(result["step_seconds"]) == 3 and result["tokens_per_second"] > 0
+    parts = zip(
+        result["train_seconds"], result["push_seconds"], result["step_seconds"], strict=True
+    )
+    assert all(0 < train + push < step for train, push, step in parts)
+    assert min(result["drawing_seconds"]) >= 0 and max(result["longest_responses"]) <= 9
     assert result["rollout_busy_share"] > 0 and 0 < result["trainer_busy_share"] < 1
     assert [len(samples) for samples in trained] == [12] * STEPS
     if name in ("lag 0", "lag 1"):

@@ -64,6 +64,17 @@ def test_stale_tokens_are_weighed_by_how_far_the_policy_went_and_are_not_compare
     assert metrics["correction/weight_mean"] == pytest.approx(mean, rel=1e-6) != 1
 
 
+def test_without_a_correction_stale_tokens_are_learnt_from_as_they_are(make):
+    trainer, old = stale(make)
+    weighed, same = stale(make, fallback=WEIGHED)
+    metrics = trainer.train(old, 5, RATES)
+    assert metrics["lag/2/k3"] > 0 and metrics["train/ppo_kl"] == 0
+    assert "correction/weight_mean" not in metrics
+    weighed.train(same, 5, RATES)
+    pairs = zip(weights(trainer).values(), weights(weighed).values(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_in_bypass_the_ratio_is_to_the_policy_that_sampled(make):
     trainer, old = stale(make, fallback={"use_rollout_logprobs": True})
     metrics = trainer.train(old, 5, RATES)

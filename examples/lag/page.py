@@ -1,0 +1,111 @@
+"""Writes the table of docs/async.md and lag.png, from the records that there are.
+
+python examples/lag/page.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from learning import LAGS, ROOT, Run, plan, read_records
+from matplotlib import pyplot
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from curves import REWARD, smooth
+from page_tables import between, interval, table
+
+PAGE = ROOT / "docs" / "async.md"
+PICTURE = Path(__file__).resolve().parent / "lag.png"
+
+END = 5
+"""Rollouts whose mean reward is that of the end, and that a point of a curve is the mean of."""
+
+COLUMNS = (
+    "lag", "what is done", "seeds", "reward at the end", "reward over the run",
+    "evaluation", "k3: mean / largest", "ESS: mean / smallest", "above 2: mean / largest",
+    "largest gradient norm", "length at the end",
+)  # fmt: skip
+
+Record = dict[str, Any]
+
+
+def cases() -> dict[Run, list[Record]]:
+    """{the first of its runs: the records of a case}, in the order of lags and arms."""
+    records, found = read_records(), dict[str, list[Record]]()
+    runs = sorted((run for run in plan() if run.name in records), key=lambda r: r.lag)
+    firsts = {run.case: run for run in reversed(runs)}
+    for run in runs:
+        found.setdefault(run.case, []).append(records[run.name])
+    return {firsts[case]: each for case, each in found.items()}
+
+
+def row(run: Run, records: list[Record]) -> list[str]:
+    """The cells of a case."""
+
+    def of(name: str) -> list[float]:
+        """All values of all its runs."""
+        return [v for record in records for v in record["curves"].get(name, []) if v is not None]
+
+    def mean(values: list[float]) -> str:
+        return interval(values, ".3f") or f"{values[0]:.3f}"
+
+    def by_lag(name: str, worst: Any, form: str) -> str:
+        values = of(f"lag/{run.lag}/{name}") if run.lag else []
+        return f"{fmean(values):{form}} / {worst(values):{form}}" if values else "-"
+
+    rewards = [record["curves"][REWARD] for record in records]
+    lengths = [fmean(record["curves"]["rollout/response_length"][-END:]) for record in records]
+    return [
+        str(run.lag),
+        run.arm or "-",
+        str(len(records)),
+        mean([fmean(values[-END:]) for values in rewards]),
+        mean([fmean(values) for values in rewards]),
+        mean([record["evaluation"] for record in records]),
+        by_lag("k3", max, ".1e"),
+        by_lag("ess", min, ".3f"),
+        by_lag("clip_share", max, ".1%"),
+        f"{max(of('train/grad_norm')):.2f}",
+        f"{fmean(lengths):.2f}",
+    ]
+
+
+def with_table(page: str) -> str:
+    """The page with the table of the records that there are now."""
+    rows = [row(run, records) for run, records in cases().items()]
+    return between(page, "lag", table(COLUMNS, rows))
+
+
+def draw() -> None:
+    """The reward by lag, a picture for each arm; every seed is a line, thin, and their mean."""
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4), sharey=True)
+    found = {(run.lag, run.arm): each for run, each in cases().items()}
+    for axis, arm in zip(axes, ("corrected", "uncorrected", "bypass"), strict=True):
+        for i, lag in enumerate((0, *LAGS)):
+            curves = [
+                smooth(record["curves"][REWARD], END)
+                for record in found.get((lag, arm if lag else ""), [])
+            ]
+            for curve in curves:
+                axis.plot(curve, color=f"C{i}", linewidth=0.5, alpha=0.6)
+            if curves:
+                axis.plot([fmean(v) for v in zip(*curves, strict=True)], color=f"C{i}", label=lag)
+        axis.set_title(arm)
+        axis.set_xlabel("rollout")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"reward, mean of the last {END}")
+    axes[0].legend(title="lag", frameon=False)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=130)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
+    draw()
+    print(f"{PAGE}, {PICTURE}: {len(read_records())} records of {len(list(plan()))} runs")
