@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     distributed.init_process_group()
     if config.attribution:
         result = attribute(config)
-        text = attribution_text(result["rows"])
+        text = attribution_text(result["rows"], result["by"])
         page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
     else:
         result = explain(config)
