@@ -26,7 +26,7 @@ from onpolicy.train import Trainer
 logger = logging.getLogger(__name__)
 
 MakeEngines = Callable[..., EnginePair]
-"""Takes what `EnginePair` takes, less what makes its two sides."""
+"""Takes what `EnginePair` takes, less what makes its trainer."""
 
 
 @contextmanager
@@ -37,11 +37,11 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
     if they do not fit.
     """
 
-    def make_engines(*args: Any, **more: Any) -> EnginePair:
+    def make_engines(*args: Any, make_rollout: Any = make_rollout_group, **more: Any) -> EnginePair:
         placement = when_it_fits(partial(placement_of, config, contract), config.cluster)
         for line in placement.describe():
             logger.info("%s", line)
-        make_rollout = partial(make_rollout_group, places=places_in(placement, config))
+        make_rollout = partial(make_rollout, places=places_in(placement, config))
         make_trainer = partial(_make_ranks, placement.trainer)
         return EnginePair(*args, make_rollout=make_rollout, make_trainer=make_trainer, **more)
 
