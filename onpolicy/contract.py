@@ -39,6 +39,10 @@ KINDS = (
 """Kinds of operators that a partial contract can name (`onpolicy/ops/partial.py`). `model`: the engine
 runs the trainer's modelling code, which the others are put into, so it comes with each of them."""
 
+OUTSIDE = "outside"
+"""What is of no decoder layer, where a contract names layers: the final norm, the output projection, the
+log-softmax and the sampler. (The input embedding is a look-up, and comes with `model`.)"""
+
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 
@@ -118,21 +122,32 @@ class NumericsContract:
 
     kinds: tuple[str, ...] = ()
     """Of KINDS, in their order: those that a partial contract aligns; all else is each engine's own.
-    Empty: the contract is whole, and aligns everything or, with the backend `stock`, nothing."""
+    Empty: all of them, or, with the backend `stock`, none."""
+
+    layers: tuple[str, ...] = ()
+    """The decoder layers, by their numbers from "0" on, and OUTSIDE, in which a partial contract aligns
+    its kinds; in the others they are each engine's own. Empty: everywhere."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some operators of engines that share the model are each engine's own."""
+        return bool(self.kinds or self.layers)
 
     @property
     def is_aligned(self) -> bool:
         """Whether equality of bits is promised, and so checked. A partial contract promises nothing."""
-        return self.shares_model and not self.kinds
+        return self.shares_model and not self.is_partial
 
     @property
     def shares_model(self) -> bool:
         """Whether the engine runs the trainer's modelling code, on whichever operators."""
         return self.backend != "stock"
 
-    def aligns(self, kind: str) -> bool:
-        """Whether both engines run this kind of operator, one of KINDS, on the aligned ones."""
-        return self.shares_model and (not self.kinds or kind in self.kinds)
+    def aligns(self, kind: str, layer: str = "") -> bool:
+        """Whether both engines run this kind of operator, one of KINDS, on the aligned ones: in one of
+        the layers that `layers` can name, or, if none is given, in any of them."""
+        is_there = not (layer and self.layers) or layer in self.layers
+        return self.shares_model and (not self.kinds or kind in self.kinds) and is_there
 
     @property
     def fingerprint(self) -> str:
@@ -147,7 +162,8 @@ class NumericsContract:
         """The inverse of `to_json`. Raises ContractError if the record is of another version."""
         try:
             record = json.loads(text)
-            shapes, record["kinds"] = record.pop("shapes"), tuple(record["kinds"])
+            shapes = record.pop("shapes")
+            record["kinds"], record["layers"] = tuple(record["kinds"]), tuple(record["layers"])
             shapes["linear"] = tuple(map(tuple, shapes["linear"]))
             shapes["attention"] = tuple(AttentionShape(**kind) for kind in shapes["attention"])
             shapes["norm"] = tuple(shapes["norm"])

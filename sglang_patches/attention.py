@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from onpolicy.ops import Operators, PagedLayout, Scores
-from sglang_patches import registry
+from sglang_patches import own_layers, registry
 from sglang_patches.platform import ATTENTION_BACKEND
 
 
@@ -61,7 +61,18 @@ def _backend_class() -> type:
                 max_query_len=int(query_lens.max()),
             )
 
-        def forward_extend(
+        def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._attend_as(super().forward_extend, *args, **kwargs)
+
+        def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._attend_as(super().forward_decode, *args, **kwargs)
+
+        def _attend_as(self, own: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            attend = own if own_layers.is_running(self.operators) else self._attend
+            out: torch.Tensor = attend(*args, **kwargs)
+            return out
+
+        def _attend(
             self,
             q: torch.Tensor,
             k: torch.Tensor,
@@ -85,7 +96,5 @@ def _backend_class() -> type:
                 sinks,
             )
             return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-        forward_decode = forward_extend
 
     return AlignedAttentionBackend

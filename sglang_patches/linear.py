@@ -19,7 +19,7 @@ import torch
 from onpolicy.contract import NumericsContract
 from onpolicy.models.tensor_parallel import engine_style
 from onpolicy.ops import Operators
-from sglang_patches import registry
+from sglang_patches import own_layers, registry
 from sglang_patches.tensor_parallel import own_part, row_parallel
 
 TARGET = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
@@ -43,8 +43,8 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         return out, apart
 
     if contract.aligns("linear"):
-        registry.hook(TARGET, apply, "replace")
-        registry.hook(ROW_TARGET, row_forward, "replace")
+        own_layers.replace(TARGET, apply, operators)
+        own_layers.replace(ROW_TARGET, row_forward, operators)
     registry.hook(STYLE_TARGET, engine_style, "replace")
     registry.hook(HEADS_TARGET, _attend_with_own_heads, "around")
 

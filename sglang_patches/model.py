@@ -13,13 +13,14 @@ from typing import Any
 
 from onpolicy.contract import KINDS, NumericsContract
 from onpolicy.models.align import align_modules
+from onpolicy.models.layers import follow_layers
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
 from sglang_patches import registry, versions
+from sglang_patches.own_layers import keep_norms
 from sglang_patches.tensor_parallel import row_parallel
 
-NORM_TARGET = "sglang.srt.models.transformers.replace_rms_norm_class"
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
@@ -27,11 +28,11 @@ def install(operators: Operators, contract: NumericsContract) -> None:
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         registry.require_active()
         kinds = contract.kinds or KINDS
-        align_modules(runner.model, operators, row_parallel(contract), kinds)
+        align_modules(runner.model, operators, row_parallel(contract), kinds, own_norms)
+        follow_layers(runner.model.model, operators)
         longest = versions.longest_prefill(runner.server_args)
         registry.report["self_check"] = self_check(aligned_side(operators), contract, longest)
         return result
 
-    if contract.aligns("norm"):
-        registry.hook(NORM_TARGET, lambda rms_norm, hidden_size: rms_norm, "replace")
+    own_norms = keep_norms(contract) if contract.aligns("norm") else set()
     registry.hook(LOAD_TARGET, after_load, "after")

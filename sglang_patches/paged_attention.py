@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops import Operators, PagedLayout, Scores
-from sglang_patches import registry
+from sglang_patches import own_layers
 
 MODULE = "sglang.srt.layers.attention.flashattention_backend"
 TARGET = f"{MODULE}.flash_attn_with_kvcache"
@@ -31,7 +31,7 @@ def install(operators: Operators) -> None:
     def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
         return attend(operators, *args, **kwargs)
 
-    registry.hook(TARGET, flash_attn_with_kvcache, "replace")
+    own_layers.replace(TARGET, flash_attn_with_kvcache, operators)
 
 
 def attend(

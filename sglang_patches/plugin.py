@@ -10,6 +10,7 @@ from typing import Any
 from onpolicy.compat.process import prepare_process
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
+    OUTSIDE,
     TAPS_VARIABLE,
     THREADS_VARIABLE,
     TOKENS_VARIABLE,
@@ -82,14 +83,14 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
     configurations.install()
     embedding.install()
     head_sizes.install(contract)
-    if contract.aligns("linear"):
+    if contract.aligns("linear", OUTSIDE):
         lm_head.install(operators)
     if contract.aligns("attention"):
         importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
         backend_checks.install(contract)
     if contract.aligns("experts"):
         experts.install()
-    if contract.aligns("log_probs"):
+    if contract.aligns("log_probs", OUTSIDE):
         determinism.install(contract)
         sampler.install(operators, contract)
         requests.install()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import OUTSIDE, NumericsContract
 from onpolicy.models.empty import empty_causal_lm
 from sglang_patches import registry
 from sglang_patches.buffers import use_cpu_buffers
@@ -26,7 +26,7 @@ def install(contract: NumericsContract) -> None:
         decoder = runner.model.model
         trainers = trainers_model(decoder.config)
         use_cpu_buffers(decoder, trainers)
-        if contract.aligns("linear"):
+        if contract.aligns("linear", OUTSIDE):
             use_logits_rule(runner.model.logits_processor, trainers)
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from onpolicy.cli.parse import parse
 from onpolicy.cli.verify import validate
@@ -30,20 +31,24 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.report.attribution import render_attribution
     from onpolicy.report.explanation import render
     from onpolicy.run.attribution import attribute
+    from onpolicy.run.cluster import MakeEngines, on_cluster
+    from onpolicy.run.engines import EnginePair
     from onpolicy.run.explain import explain
     from onpolicy.run.explain_inputs import with_case
     from onpolicy.run.verify_inputs import check_inputs
-    from onpolicy.train import distributed
 
     config = with_case(config)
-    check_inputs(config)
-    distributed.init_process_group()
+    train_config, contract = check_inputs(config)
     if config.attribution:
         result = attribute(config)
-        text = attribution_text(result["rows"])
+        text = attribution_text(result["rows"], result["by"])
         page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
     else:
-        result = explain(config)
+        with ExitStack() as stack:
+            make_engines: MakeEngines = EnginePair
+            if config.cluster.num_ranks > 1:
+                make_engines = stack.enter_context(on_cluster(train_config, contract))
+            result = explain(config, make_engines)
         text, page, differ = told(result), render, result["num_mismatched_tokens"]
     print(text)
     if config.json:
@@ -68,13 +73,30 @@ def _validate(config: ExplainConfig) -> None:
     for name in ("megatron_tp", "megatron_pp", "megatron_cp", "megatron_ep"):
         if (degree := getattr(config.megatron, name)) > 1:
             raise ConfigError(
-                f"--{name.replace('_', '-')}={degree}: the trainer is recorded in this process, and is "
-                "one rank. Leave the flag out; `onpolicy verify` takes it."
+                f"--{name.replace('_', '-')}={degree}: what is recorded of a rank must be whole rows. "
+                "Leave the flag out; `onpolicy verify` takes it."
             )
-    if config.cluster != ClusterConfig():
+    _require_this_host(config)
+
+
+def _require_this_host(config: ExplainConfig) -> None:
+    """The server records on this host; several ranks of FSDP2 are recorded for the microscope alone."""
+    cluster, ranks = config.cluster, config.cluster.num_ranks
+    here = ClusterConfig(
+        actor_num_gpus_per_node=cluster.actor_num_gpus_per_node,
+        actor_num_ranks_per_node=cluster.actor_num_ranks_per_node,
+    )
+    if cluster != here:
         raise ConfigError(
-            "--ray-address, --actor-num-*: the trainer is recorded in this process, and is one rank; "
-            "servers record into a directory of this host. Leave them out."
+            "--ray-address, --actor-num-nodes: servers record into a directory of this host. Leave them "
+            "out."
+        )
+    one_rank = "--train-backend=megatron" if config.train_backend != "fsdp" else "--attribution"
+    if ranks > 1 and (config.train_backend != "fsdp" or config.attribution):
+        what = "gpus" if cluster.actor_num_gpus_per_node else "ranks"
+        raise ConfigError(
+            f"--actor-num-{what}-per-node={ranks}: with {one_rank} explain has a trainer of one rank. "
+            "Leave the flag out."
         )
 
 

@@ -22,6 +22,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, OnPolicyError, ParityError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train.base import Trainer
+from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.train.shares import make_shares
 from onpolicy.types import TrainSample
 from onpolicy.weights.push import Engine
@@ -109,6 +110,11 @@ class TrainerRanks(Trainer):
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
     ) -> list[Tensor]:
         return cast(list[Tensor], self._call("log_probs", sequences, prompt_lens, temperature)[0])
+
+    def recorded_log_probs(self, wanted: Wanted, *of: Any) -> tuple[list[Tensor], Recorded]:
+        """As `PolicyTrainer` has it, of all ranks, each of which must compute whole rows."""
+        answers = self._call("recorded_log_probs", wanted, *of)
+        return answers[0][0], Recorded.of_ranks([recorded for _, recorded in answers])
 
     def push(self, engines: Sequence[Engine], version: str) -> str:
         return cast(str, self._call("push", engines, version)[0])

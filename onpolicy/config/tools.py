@@ -83,9 +83,10 @@ class ExplainConfig(VerifyConfig):
     max_new_tokens: Count = 24
     """Tokens sampled for every prompt."""
 
-    attribution: bool = False
-    """Measure instead how much of the mismatch each kind of operator causes: the same tokens with all
-    kinds aligned, with none, with each alone, and with all but each. Starts a server for every row."""
+    attribution: Literal["kinds", "layers"] | None = None
+    """Measure instead how much of the mismatch each kind of operator, or each decoder layer, causes: the
+    same tokens with all aligned, with none, with each alone, and with all but each. Starts a server for
+    every row."""
 
     case: str = ""
     """Replay the mismatch that a run left in this file (RUN_DIR/cases), in place of random prompts."""

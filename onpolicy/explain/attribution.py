@@ -17,14 +17,14 @@ STOCK, MODEL, ALIGNED = "stock", "model", "aligned"
 """Rows: nothing is shared; the engine runs the trainer's modelling code, all stock; everything."""
 
 
-def model_and(kind: str) -> str:
-    """The row in which one kind of operator is aligned."""
-    return f"{MODEL} + {kind}"
+def model_and(part: str) -> str:
+    """The row in which one kind of operator, or one layer, is aligned."""
+    return f"{MODEL} + {part}"
 
 
-def all_but(kind: str) -> str:
-    """The row in which one kind of operator is stock."""
-    return f"{ALIGNED} - {kind}"
+def all_but(part: str) -> str:
+    """The row in which one kind of operator, or one layer, is stock."""
+    return f"{ALIGNED} - {part}"
 
 
 def difference(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def difference(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What aligning one kind of operator does to the mean k3."""
+    """What aligning one part, a kind of operator or a layer, does to the mean k3."""
 
-    kind: str
+    part: str
     before: float
     after: float
 
@@ -53,7 +53,7 @@ class Effect:
     """Whether the change is more than twice the standard error of either number."""
 
     left: float | None
-    """The k3 with every other kind aligned, and this one stock; None of `model`, without which no kind
+    """The k3 with every other part aligned, and this one stock; None of `model`, without which nothing
     is aligned."""
 
     @property
@@ -63,23 +63,23 @@ class Effect:
 
 
 def effects(rows: Sequence[Row]) -> list[Effect]:
-    """Of `model` on stock engines, then of each kind alone on top of it."""
+    """Of `model` on stock engines, then of each part alone on top of it."""
     by_name = {row["name"]: row for row in rows}
-    kinds = [name.removeprefix(model_and("")) for name in by_name if name.startswith(model_and(""))]
+    parts = [name.removeprefix(model_and("")) for name in by_name if name.startswith(model_and(""))]
     return [
         _effect("model", by_name[STOCK], by_name[MODEL], None),
         *(
-            _effect(kind, by_name[MODEL], by_name[model_and(kind)], by_name[all_but(kind)])
-            for kind in kinds
+            _effect(part, by_name[MODEL], by_name[model_and(part)], by_name[all_but(part)])
+            for part in parts
         ),
     ]
 
 
-def _effect(kind: str, before: Row, after: Row, others: Row | None) -> Effect:
+def _effect(part: str, before: Row, after: Row, others: Row | None) -> Effect:
     change = abs(before["k3_kl_mean"] - after["k3_kl_mean"])
     error = max(before["k3_kl_standard_error"], after["k3_kl_standard_error"])
     return Effect(
-        kind=kind,
+        part=part,
         before=before["k3_kl_mean"],
         after=after["k3_kl_mean"],
         stands_out=change > 2 * error,
@@ -88,25 +88,25 @@ def _effect(kind: str, before: Row, after: Row, others: Row | None) -> Effect:
 
 
 def sums(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """How far effects add up: (what kinds take away one by one, what they leave when one by one they
+    """How far effects add up: (what parts take away one by one, what they leave when one by one they
     are stock), each added up and as a share of the k3 that all of them together take away.
 
     None if there is nothing to take away. `model` is no part of it: it comes with each of them.
     """
     whole = {row["name"]: row["k3_kl_mean"] for row in rows}[MODEL]
-    kinds = [effect for effect in effects(rows) if effect.left is not None]
+    parts = [effect for effect in effects(rows) if effect.left is not None]
     if not whole:
         return None
-    taken = sum(effect.before - effect.after for effect in kinds)
-    return taken / whole, sum(effect.left or 0.0 for effect in kinds) / whole
+    taken = sum(effect.before - effect.after for effect in parts)
+    return taken / whole, sum(effect.left or 0.0 for effect in parts) / whole
 
 
-def attribution_text(rows: Sequence[Row]) -> str:
-    """The table and what it says, for a terminal."""
-    return "\n".join(_lines(rows))
+def attribution_text(rows: Sequence[Row], by: str) -> str:
+    """The table and what it says, for a terminal; `by`: kinds or layers."""
+    return "\n".join(_lines(rows, by))
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
+def _lines(rows: Sequence[Row], by: str) -> Iterator[str]:
     yield f"{rows[0]['num_compared_tokens']} tokens, the same in every row"
     yield f"{'':22}{'k3':>9} {'+-':>8} {'mean |d|':>9} {'max |d|':>9} {'mismatched':>11}"
     for row in rows:
@@ -114,18 +114,18 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
             f"{row['name']:22}{row['k3_kl_mean']:9.2g} {row['k3_kl_standard_error']:8.1g} "
             f"{row['mean_abs_diff']:9.2g} {row['max_abs_diff']:9.2g} {row['num_mismatched_tokens']:11}"
         )
-    model, *kinds = effects(rows)
+    model, *parts = effects(rows)
     yield f"Running the trainer's modelling code in the engine {_change(model)}."
-    yield "There, of one kind alone:"
-    for effect in kinds:
+    yield f"There, of one of the {by} alone:"
+    for effect in parts:
         yield (
-            f"  {effect.kind}: aligned, it {_change(effect)}; stock, with all else aligned, it makes "
+            f"  {effect.part}: aligned, it {_change(effect)}; stock, with all else aligned, it makes "
             f"{effect.left:.2g}"
         )
     if (shares := sums(rows)) is not None:
         taken, left = (f"{100 * share:.0f} %" for share in shares)
         yield (
-            f"Added up, the kinds take away {taken} of that k3 one by one, and leave {left} of it; what "
+            f"Added up, the {by} take away {taken} of that k3 one by one, and leave {left} of it; what "
             "is missing to 100 % is what they do to each other."
         )
 

@@ -12,7 +12,8 @@ in this model alone, each only where the replacement is known to mean the same:
 
 Attention goes through transformers' attention interface (`models/attention.py`). Of a partial contract
 the trainer's modules are all replaced, by operators some of which are PyTorch's own; in the engine only
-those of the aligned kinds are, and the others stay SGLang's.
+those of the aligned kinds are, and the others stay SGLang's. Where it aligns some decoder layers alone,
+operators know which one is running (`models/layers.py`), and norms of the others stay SGLang's, too.
 """
 
 from __future__ import annotations
@@ -72,11 +73,13 @@ def align_modules(
     operators: Operators,
     row_parallel: RowParallel = WHOLE,
     kinds: Container[str] = KINDS,
+    own_norms: Container[nn.Module] = (),
 ) -> None:
     """Replace, in place, every module of `model` that has an aligned counterpart of these kinds.
 
     `row_parallel` is how experts sum over their intermediate axis, and how those linears sum over K
     that the plan of a Hugging Face model shares out. (SGLang's model has linears of its own.)
+    `own_norms` stay.
     """
     shared = row_parallel_linears(model) if isinstance(model, PreTrainedModel) else set()
     _keep_stored_buffers_whole(model)
@@ -84,6 +87,8 @@ def align_modules(
         if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedLayerNorm, AlignedActivation)):
             continue
         for name, child in list(parent.named_children()):
+            if child in own_norms:
+                continue
             replacement = _aligned(child, operators, row_parallel, shared, kinds)
             if replacement is not None:
                 setattr(parent, name, replacement)

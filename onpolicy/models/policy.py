@@ -14,11 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AttentionShape, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.align import align_modules
+from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import experts_shapes, router_shapes
 from onpolicy.models.facts import ModelFacts
+from onpolicy.models.layers import decoder_layers, follow_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.norms import norm_sizes
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
@@ -119,6 +120,14 @@ class PolicyModel(nn.Module):
         self.logits_rule = logits_rule(causal_lm) or LogitsRule()
         self.replay: RoutingReplay | None = None
         """Of the last forward pass."""
+        self._following = follow_layers(causal_lm, operators)
+
+    def use(self, operators: Operators) -> None:
+        """Compute with other operators from now on."""
+        for handle in self._following:
+            handle.remove()
+        replace_operators(self, operators)
+        self._following = follow_layers(self.causal_lm, operators)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -152,13 +161,6 @@ class PolicyModel(nn.Module):
             batch.temperature,
             finish=partial(self.logits_rule.apply, self.operators),
         )
-
-
-def decoder_layers(causal_lm: PreTrainedModel) -> nn.ModuleList:
-    """Of any architecture."""
-    count = causal_lm.config.num_hidden_layers
-    lists = [m for m in causal_lm.modules() if isinstance(m, nn.ModuleList)]
-    return next(m for m in lists if len(m) == count)
 
 
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:

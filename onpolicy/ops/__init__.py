@@ -1,6 +1,6 @@
 """The aligned operators, chosen by the contract: one implementation serves both engines."""
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import KINDS, NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends import Demand, backend_of
 from onpolicy.ops.backends.stock import STOCK
@@ -25,7 +25,8 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
     )
     if problem := backend.refusal(demand, Machine.here()):
         raise ContractError(f"backend={contract.backend}: {problem}")
-    if not contract.kinds:
+    if not contract.is_partial:
         return backend.make(num_threads)
     stock = STOCK.make(1)  # before the others, which say how many threads torch has
-    return partly_aligned(backend.make(num_threads), stock, contract.kinds)
+    kinds = contract.kinds or KINDS
+    return partly_aligned(backend.make(num_threads), stock, kinds, contract.layers)

@@ -10,6 +10,7 @@ from onpolicy.config import secrets
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
+    OUTSIDE,
     TAPS_VARIABLE,
     THREADS_VARIABLE,
     TOKENS_VARIABLE,
@@ -136,7 +137,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
     if spec.contract.shares_model:
         # The cache keeps every key: windows are a rule on positions.
         flags += ["--model-impl", "transformers", "--disable-hybrid-swa-memory"]
-    if spec.contract.aligns("log_probs"):
+    if spec.contract.aligns("log_probs", OUTSIDE):
         flags += ["--enable-deterministic-inference", "--sampling-backend", "pytorch"]
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 

@@ -1,4 +1,5 @@
-"""How much of the mismatch each kind of operator causes: the same tokens under many contracts.
+"""How much of the mismatch each kind of operator, or each layer, causes: the same tokens under many
+contracts.
 
 The aligned engines sample. Every later server is given those tokens (`sglang_patches/given_tokens.py`):
 it prefills in chunks, finds prefixes in its cache and decodes in batches as it does, and the trainer
@@ -14,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from onpolicy.config.tools import ExplainConfig
-from onpolicy.contract import KINDS, NumericsContract
+from onpolicy.contract import KINDS, OUTSIDE, NumericsContract
 from onpolicy.errors import EngineError
 from onpolicy.explain.attribution import ALIGNED, MODEL, STOCK, all_but, difference, model_and
 from onpolicy.models.hf_config import load_config
@@ -37,7 +38,8 @@ Result = dict[str, Any]
 
 
 def attribute(config: ExplainConfig) -> Result:
-    """One row for each contract: all aligned, all stock, each kind alone, and all but each kind."""
+    """One row for each contract: all aligned, all stock, each kind or layer alone, and all but each."""
+    assert config.attribution is not None
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
     train_config = make_train_config(config, longest)
@@ -59,27 +61,58 @@ def attribute(config: ExplainConfig) -> Result:
     )
     try:
         engines.start()
-        contracts = list(contracts_of(aligned, stock))
+        parts = parts_of(aligned, config.attribution, hf_config.num_hidden_layers)
+        contracts = list(contracts_of(aligned, stock, parts))
         rows = list(Rows(engines, requests, config.temperature, tokens).of(contracts))
     finally:
         engines.stop()
     contract = {**json.loads(aligned.to_json()), "fingerprint": aligned.fingerprint}
-    return {"rows": rows, "versions": versions(), "contract": contract}
+    return {"by": config.attribution, "rows": rows, "versions": versions(), "contract": contract}
+
+
+Part = tuple[str, NumericsContract, NumericsContract]
+"""A kind or a layer: its name, a contract that aligns it alone, one that aligns all but it."""
+
+
+def parts_of(aligned: NumericsContract, by: Literal["kinds", "layers"], layers: int) -> list[Part]:
+    """The kinds of operators that the model has, `model` apart; or its layers and what is OUTSIDE."""
+    return _kinds(aligned) if by == "kinds" else _layers(aligned, layers)
+
+
+def _kinds(aligned: NumericsContract) -> list[Part]:
+    kinds = [kind for kind in KINDS if kind != "experts" or aligned.shapes.experts]
+    return [
+        (
+            kind,
+            replace(aligned, kinds=("model", kind)),
+            replace(aligned, kinds=tuple(k for k in kinds if k != kind)),
+        )
+        for kind in kinds
+        if kind != "model"
+    ]
+
+
+def _layers(aligned: NumericsContract, count: int) -> list[Part]:
+    layers = [*map(str, range(count)), OUTSIDE]
+    return [
+        (
+            layer if layer == OUTSIDE else f"layer {layer}",
+            replace(aligned, layers=(layer,)),
+            replace(aligned, layers=tuple(other for other in layers if other != layer)),
+        )
+        for layer in layers
+    ]
 
 
 def contracts_of(
-    aligned: NumericsContract, stock: NumericsContract
+    aligned: NumericsContract, stock: NumericsContract, parts: Sequence[Part]
 ) -> Iterator[tuple[str, NumericsContract]]:
-    """The rows' names and contracts; a dense model has no experts to align. The aligned one is first."""
-    kinds = [kind for kind in KINDS if kind != "experts" or aligned.shapes.experts]
-    single = [kind for kind in kinds if kind != "model"]
+    """The rows' names and contracts; the aligned one is first."""
     yield ALIGNED, aligned
     yield STOCK, stock
     yield MODEL, replace(aligned, kinds=("model",))
-    for kind in single:
-        yield model_and(kind), replace(aligned, kinds=("model", kind))
-    for kind in single:
-        yield all_but(kind), replace(aligned, kinds=tuple(k for k in kinds if k != kind))
+    yield from ((model_and(name), alone) for name, alone, _ in parts)
+    yield from ((all_but(name), others) for name, _, others in parts)
 
 
 class Rows:
@@ -106,7 +139,8 @@ class Rows:
             train = self.engines.score(self.requests, rollout, self.temperature)
             row = difference(train, [torch.tensor(c.rollout_log_probs) for c in rollout])
             logger.info("%s: k3 %.2g", name, row["k3_kl_mean"])
-            yield {"name": name, "kinds": list(contract.kinds), **row}
+            aligned = {"kinds": list(contract.kinds), "layers": list(contract.layers)}
+            yield {"name": name, **aligned, **row}
 
     def _sample(self) -> list[Completion]:
         """The first time as drawn, and from then on the same tokens. Raises EngineError if not."""

@@ -17,6 +17,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import HostsConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engine_specs import make_rollout_group, places_in
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.host_memory import Held, PlaceOn, fitting, held_by
@@ -26,7 +27,7 @@ from onpolicy.train import Trainer
 logger = logging.getLogger(__name__)
 
 MakeEngines = Callable[..., EnginePair]
-"""Takes what `EnginePair` takes, less what makes its two sides."""
+"""Takes what `EnginePair` takes, less what makes its trainer."""
 
 
 @contextmanager
@@ -43,6 +44,7 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
         own_contract: NumericsContract,
         directory: Path,
         longest_sequence: int,
+        make_rollout: Callable[..., RolloutGroup] = make_rollout_group,
     ) -> EnginePair:
         held = None
         if config.cluster.ray_address:
@@ -55,7 +57,7 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
             own_contract,
             directory,
             longest_sequence=longest_sequence,
-            make_rollout=partial(make_rollout_group, places=places_in(placement, config)),
+            make_rollout=partial(make_rollout, places=places_in(placement, config)),
             make_trainer=partial(_make_ranks, placement.trainer),
         )
 

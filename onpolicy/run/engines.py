@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MakeRollout = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path, int], RolloutGroup]
 MakeTrainer = Callable[[TrainConfig, NumericsContract, Path], Trainer]
+LogProbs = Callable[[Sequence[list[int]], Sequence[int], float], list[Tensor]]
+"""`Trainer.log_probs`."""
 
 
 def trainer_here(config: TrainConfig, contract: NumericsContract, logs: Path) -> Trainer:
@@ -145,14 +147,19 @@ class EnginePair:
                 (push_again or self.push_again)()
 
     def score(
-        self, requests: Sequence[Request], completions: Sequence[Completion], temperature: float
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        temperature: float,
+        log_probs: LogProbs | None = None,
     ) -> list[Tensor]:
         """The trainer's log-probabilities of what was answered: float32 [R] of each response.
 
         Packed in the opposite order, so that no row has the neighbours that it was sampled beside.
+        `log_probs`: in place of the trainer's.
         """
         answers = list(zip(requests, completions, strict=True))[::-1]
-        scores = self.trainer.log_probs(
+        scores = (log_probs or self.trainer.log_probs)(
             [request.prompt_ids + completion.response_ids for request, completion in answers],
             [len(request.prompt_ids) for request, _ in answers],
             temperature,

@@ -10,10 +10,10 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,17 +26,22 @@ from onpolicy.ops import make_operators
 from onpolicy.outputs.directory import versions
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.run.cases import case_request, compare_weights, read_case
+from onpolicy.run.cluster import MakeEngines
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engine_specs import make_rollout_group
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.verify import requests_of
 from onpolicy.run.verify_inputs import longest_prompt, make_prompts, make_train_config
 from onpolicy.taps.evidence import clear_evidence, read_evidence
-from onpolicy.taps.recorder import HEAD, Recorder, Site
+from onpolicy.taps.recorder import HEAD, Site
 from onpolicy.taps.recording import SUSPECT, Recording, read_calls
 from onpolicy.taps.rows import prefix_keys
 from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.types import Completion, Request
+
+if TYPE_CHECKING:  # it imports Ray, which a session prepares
+    from onpolicy.cluster.trainer_ranks import TrainerRanks
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ LOG_SOFTMAX: Site = (HEAD, "log_softmax", 0)
 """What is left when a token's logits agree and its log-probability does not."""
 
 
-def explain(config: ExplainConfig) -> Result:
+def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
     """Start both engines, record them, and say where they part."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
@@ -56,7 +61,7 @@ def explain(config: ExplainConfig) -> Result:
     if config.case:
         requests = [case_request(Path(config.case))]
     directory = _empty(Path(config.run_dir).absolute() / "taps")
-    engines = EnginePair(
+    engines = make_engines(
         train_config,
         hf_config,
         contract,
@@ -95,14 +100,15 @@ class Microscope:
     ):
         self.engines, self.directory = engines, directory
         self.requests, self.temperature = requests, temperature
-        self.recorder = Recorder()
+        self._wanted = Wanted()
 
     def look(self) -> Result:
         """Sample, score, compare; and if something differs, find out where it began."""
         completions = self._sample()
         rollout = Recording.of(read_calls(self.directory))
-        self.recorder.shares, self.recorder.ranks = rollout.shares(), rollout.ranks
-        log_probs, train = self._score(completions)
+        self._wanted = Wanted(shares=rollout.shares(), ranks=rollout.ranks)
+        log_probs, recorded = self._score(completions)
+        train = Recording.of(recorded.passes)
         compared = _compare(completions, log_probs)
         found = self._source(rollout, train, completions, compared)
         sites = [asdict(counts) for counts in count_sites(rollout, train)]
@@ -127,12 +133,18 @@ class Microscope:
         logger.info("sampling %d responses, recorded", len(self.requests))
         return self.engines.generate(self.requests)
 
-    def _score(self, completions: Sequence[Completion]) -> tuple[list[torch.Tensor], Recording]:
+    def _score(self, completions: Sequence[Completion]) -> tuple[list[torch.Tensor], Recorded]:
         logger.info("scoring them with the trainer, recorded")
-        trainer: PolicyTrainer = self.engines.trainer  # type: ignore[assignment]
-        with trainer.recording(self.recorder) as passes:
-            scores = self.engines.score(self.requests, completions, self.temperature)
-        return scores, Recording.of(passes)
+        trainer: PolicyTrainer | TrainerRanks = self.engines.trainer  # type: ignore[assignment]
+        found: list[Recorded] = []
+
+        def log_probs(*of: Any) -> list[torch.Tensor]:
+            scores, recorded = trainer.recorded_log_probs(self._wanted, *of)
+            found.append(recorded)
+            return scores
+
+        scores = self.engines.score(self.requests, completions, self.temperature, log_probs)
+        return scores, found[0]
 
     def _source(
         self,
@@ -164,15 +176,14 @@ class Microscope:
         clear_evidence(self.directory)
         wanted = json.dumps({"site": source.site, "key": source.key})
         (self.directory / SUSPECT).write_text(wanted)
-        recorder, rank = self.recorder, source.ranks[0]
-        recorder.suspect, recorder.evidence = (source.site, source.key, rank), None
+        rank = source.ranks[0]
+        self._wanted = replace(self._wanted, suspect=(source.site, source.key, rank))
         self._sample()
-        self._score(completions)
-        theirs = read_evidence(self.directory)
-        if rank not in theirs or recorder.evidence is None:
+        ours, theirs = self._score(completions)[1], read_evidence(self.directory)
+        if rank not in theirs or ours.evidence is None:
             return None
         operators = make_operators(self.engines.contract)
-        proof = prove(theirs, recorder.evidence, recorder.objects, operators, rank)
+        proof = prove(theirs, ours.evidence, ours.objects, operators, rank)
         return asdict(proof)
 
 

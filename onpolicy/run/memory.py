@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.policy import decoder_layers
+from onpolicy.models.layers import decoder_layers
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec

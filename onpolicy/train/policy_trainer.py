@@ -39,6 +39,7 @@ from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.packing import pack
 from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.train.shares import Share, make_shares
 from onpolicy.train.state import load_state, save_state
 from onpolicy.train.weight_outlet import WeightOutlet
@@ -297,6 +298,20 @@ class PolicyTrainer(WeightOutlet):
             mine.update(zip(indices, parts, strict=True))
         results = {i: part for ours in distributed.gather_data(mine) for i, part in ours.items()}
         return [results[i] for i in range(len(sequences))]
+
+    def recorded_log_probs(
+        self,
+        wanted: Wanted,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+    ) -> tuple[list[Tensor], Recorded]:
+        """`log_probs`, and what this rank's operators made meanwhile."""
+        recorder = wanted.recorder()
+        with self.recording(recorder) as passes:
+            scores = self.log_probs(sequences, prompt_lens, temperature)
+        evidence, objects = recorder.evidence, recorder.objects
+        return scores, Recorded(passes=passes, evidence=evidence, objects=objects)
 
     def save(self, directory: Path) -> None:
         numbers = {"corrections": self.corrections.state_dict()}

@@ -1,6 +1,7 @@
 """`onpolicy explain` on a real server: chunked prefill, cached prefixes, batched decode."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -12,10 +13,13 @@ from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.engine_specs import make_rollout_group
 from onpolicy.run.explain import Microscope
 from onpolicy.types import Prompt, Sample
+from tests.support.after_import import after_import
+from tests.support.broken_engine import PLACES, breakable_engines
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.faults import one_ulp_in_three_rows
 from tests.support.recorded_policies import replace_in
 from tests.support.tiny import make_checkpoint
+from tests.support.train_runs import IN_RANKS, ROOT, TWO_RANKS
 
 pytestmark = pytest.mark.engine
 
@@ -24,8 +28,20 @@ LAYER = "layers.1.mlp"
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
-def microscope(request, tmp_path_factory):
-    path = make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+def architecture(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def breaking(architecture, tmp_path_factory):
+    """The file that breaks one operator of the server, while it is there."""
+    with breakable_engines(architecture, tmp_path_factory.mktemp("broken")) as file:
+        yield file
+
+
+@pytest.fixture(scope="module")
+def microscope(architecture, breaking, tmp_path_factory):
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), architecture)
     taps = tmp_path_factory.mktemp("taps")
     pair = make_engines(
         path,
@@ -62,6 +78,22 @@ def test_a_broken_operator_of_the_trainer_is_named_and_proven(microscope, monkey
     assert result["proof"]["difference"]["max_ulp"] <= 1
     assert result["proof"]["verdict"] == "trainer differs"
     assert result["proof"]["in_rollout_shape"] is True
+
+
+def test_a_broken_operator_of_the_server_is_named_and_proven(microscope, architecture, breaking):
+    module, _, name = PLACES[architecture]
+    breaking.touch()
+    try:
+        result = microscope.look()
+    finally:
+        breaking.unlink()
+    assert result["num_mismatched_tokens"] > 0
+    assert result["source"]["cause"] == "operator"
+    assert result["source"]["site"][0] == module and result["source"]["site"][1] in name
+    assert [s["site"][0] for s in result["sites"] if s["own"]] == [module]
+    assert result["proof"]["verdict"] == "rollout differs"
+    assert (result["proof"]["in_rollout_shape"], result["proof"]["in_train_shape"]) == (False, True)
+    assert microscope.look()["num_mismatched_tokens"] == 0
 
 
 def test_a_weight_that_was_not_pushed_is_named_and_proven(microscope):
@@ -143,3 +175,49 @@ def test_megatron_and_two_ranks_of_a_rollout_are_explained_by_a_command(tmp_path
     sites = {tuple(site["site"][:2]): site for site in result["sites"]}
     assert {("layers.1.self_attn.v_proj", "linear"), ("lm_head", "linear")} < set(sites)
     assert all(s["inputs_differ"] == s["outputs_differ"] == 0 < s["rows"] for s in sites.values())
+
+
+ONE_RANK_IS_BROKEN = """
+import copy
+from onpolicy.train import distributed
+from onpolicy.train.fsdp.trainer import FsdpTrainer
+from tests.support.faults import rounded_in_between
+load = FsdpTrainer._load_model
+def load_and_break(self, path):
+    model = load(self, path)
+    if distributed.rank() == 1:
+        module = model.causal_lm.base_model.get_submodule("layers.1.mlp.down_proj")
+        module.operators = copy.copy(module.operators)
+        right = module.operators.row_parallel_linear
+        module.operators.row_parallel_linear = rounded_in_between(right)
+    return model
+FsdpTrainer._load_model = load_and_break
+"""
+
+
+@pytest.mark.parametrize("code", ["", ONE_RANK_IS_BROKEN], ids=["whole", "broken"])
+def test_two_ranks_of_a_trainer_are_explained_by_a_command(checkpoint, tmp_path, code):
+    """Both of them: the second one is broken, in one layer. Fewer prompts would be all the first's."""
+    customize = after_import("onpolicy.train.fsdp.trainer", code, IN_RANKS)
+    (tmp_path / "sitecustomize.py").write_text(customize)
+    file, paths = tmp_path / "result.json", [str(tmp_path), str(ROOT)]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "onpolicy.cli", "explain", *TWO_RANKS, "--dtype", "float32",
+            "--hf-checkpoint", str(checkpoint), "--num-prompts", "16", "--max-new-tokens", "8",
+            "--json", str(file), "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == bool(code), done.stderr[-3000:]
+    result = json.loads(file.read_text())
+    assert result["num_compared_tokens"] == 16 * 8 and result["only_in_one"] == []
+    assert (result["num_mismatched_tokens"] > 0) == bool(code)
+    own = {tuple(site["site"][:2]) for site in result["sites"] if site["own"]}
+    assert own == ({("layers.1.mlp.down_proj", "linear")} if code else set())
+    if code:
+        assert result["source"]["site"] == ["layers.1.mlp.down_proj", "linear", 0]
+        assert result["proof"]["verdict"] == "trainer differs"

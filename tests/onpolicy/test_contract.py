@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import KINDS, AttentionShape, NumericsContract, OperatorShapes
+from onpolicy.contract import KINDS, OUTSIDE, AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ContractError
 
 ATTENTION = AttentionShape(heads=2, kv_heads=1, head_dim=4, value_dim=4)
@@ -21,6 +21,7 @@ def test_json_keeps_every_field():
         {"dtype": "float32"},
         {"log_prob": "log(softmax)"},
         {"kinds": ("model", "linear")},
+        {"layers": ("0", "outside")},
         {
             "shapes": dataclasses.replace(
                 SHAPES, attention=(dataclasses.replace(ATTENTION, window=8),)
@@ -48,6 +49,15 @@ def test_a_partial_contract_aligns_its_kinds_and_promises_nothing():
     assert [kind for kind in KINDS if part.aligns(kind)] == ["model", "attention"]
     assert not part.is_aligned and not every.is_aligned
     assert [c.shares_model for c in (CONTRACT, every, part, stock)] == [True, True, True, False]
+
+
+def test_a_contract_of_some_layers_aligns_its_kinds_there_and_promises_nothing():
+    part = dataclasses.replace(CONTRACT, kinds=("model", "norm"), layers=("0", OUTSIDE))
+    assert NumericsContract.from_json(part.to_json()) == part
+    assert [layer for layer in ("0", "1", OUTSIDE) if part.aligns("norm", layer)] == ["0", OUTSIDE]
+    assert part.aligns("norm") and not part.aligns("linear", "0")
+    assert CONTRACT.aligns("norm", "1")
+    assert not dataclasses.replace(CONTRACT, layers=("0", "1", OUTSIDE)).is_aligned
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"backend": "cpu"}'])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import KINDS
+from onpolicy.contract import KINDS, OUTSIDE
 from onpolicy.ops.cpu import CpuOperators
 from sglang_patches import attention, determinism, plugin, registry, sampler
 from tests.support.tiny_contract import CONTRACT, LATENT
@@ -62,6 +62,19 @@ def installed(monkeypatch):
 
 def test_every_kind_has_the_patches_of_the_whole_contract(installed):
     assert installed(dataclasses.replace(WHOLE, kinds=KINDS)) == installed(WHOLE)
+
+
+OF_NO_LAYER = OF_KINDS["log_probs"] | {
+    "layers.logits_processor.LogitsProcessor._compute_lm_head",
+}
+
+
+def test_layers_have_the_patches_of_the_whole_contract_less_those_of_no_layer(installed):
+    """And one that finds the norms of SGLang's own layers before it replaces them."""
+    finds_norms = {"models.transformers.TransformersBase.recursive_replace"}
+    every = installed(dataclasses.replace(WHOLE, layers=("0", "1", OUTSIDE)))
+    assert every == installed(WHOLE) | finds_norms
+    assert every - installed(dataclasses.replace(WHOLE, layers=("0", "1"))) == OF_NO_LAYER
 
 
 @pytest.mark.parametrize("kind", KINDS)

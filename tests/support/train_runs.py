@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from onpolicy.outputs.metrics import read_jsonl
+from tests.support.after_import import after_import
 
 ROLLOUTS = 4
 ROOT = Path(__file__).parents[2]
@@ -20,28 +21,8 @@ PATHS = [str(ROOT / "tests/e2e"), str(ROOT)]
 ALIGNED = ("--true-on-policy-mode",)
 TWO_RANKS = ("--actor-num-ranks-per-node", "2")
 
-IN_RANKS = """
-import importlib.abc, importlib.util, sys
-TRAINER, CODE = "onpolicy.train.fsdp.trainer", {code!r}
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != TRAINER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-        def execute_and_more(module):
-            execute(module)
-            exec(CODE, {{}})
-        spec.loader.exec_module = execute_and_more
-        return spec
-if any("default_worker" in argument for argument in sys.orig_argv):
-    if TRAINER in sys.modules:  # the worker is forked
-        exec(CODE, {{}})
-    else:
-        sys.meta_path.insert(0, Finder())
-"""
-"""What Python runs at its start in a run: Ray's workers run some code once they know the trainer."""
+IN_RANKS = "any('default_worker' in argument for argument in sys.orig_argv)"
+"""Of Python's processes in a run those that Ray started."""
 
 
 def write_prompts(file):
@@ -62,7 +43,8 @@ def start_train(
     script = directory / "run.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
-    (directory / "sitecustomize.py").write_text(IN_RANKS.format(code=in_ranks) if in_ranks else "")
+    code = after_import("onpolicy.train.fsdp.trainer", in_ranks, IN_RANKS) if in_ranks else ""
+    (directory / "sitecustomize.py").write_text(code)
     return subprocess.Popen(
         [
             sys.executable, str(script), "train",

@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grads_with_norm_
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
-from onpolicy.models.align import replace_operators
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import Operators
@@ -69,7 +68,7 @@ class FsdpTrainer(PolicyTrainer):
     def _put_operators(self, operators: Operators) -> None:
         for model in (self.model, self.reference):
             if model is not None:
-                replace_operators(model, operators)
+                model.use(operators)
 
     def _score(self, batches: Sequence[PackedTokens], *, reference: bool = False) -> list[Tensor]:
         model = self.reference if reference else self.model

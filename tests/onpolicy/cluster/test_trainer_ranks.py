@@ -10,9 +10,12 @@ import torch
 
 from onpolicy.config.groups import ClusterConfig
 from onpolicy.errors import CheckpointError, ParityError, TrainerLostError
+from onpolicy.explain.source import count_sites
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.contracts import contract_for
+from onpolicy.taps.recording import Recording
 from onpolicy.train import make_trainer
+from onpolicy.train.recording import Wanted
 from tests.support.forked_processes import forked_processes
 from tests.support.samples import make_train_sample
 from tests.support.unstarted_run import changed, make_config
@@ -76,6 +79,19 @@ def test_ranks_check_and_score_as_a_trainer_in_this_process(ranks, alone):
     assert ranks.self_check == alone.self_check
     theirs, ours = (t.log_probs(SEQUENCES, PROMPTS, 1.0) for t in (ranks, alone))
     assert all(torch.equal(x, y) for x, y in zip(theirs, ours, strict=True))
+
+
+def test_ranks_record_what_a_trainer_in_this_process_does(ranks, alone):
+    theirs, ours = (t.recorded_log_probs(Wanted(), SEQUENCES, PROMPTS, 1.0) for t in (ranks, alone))
+    assert all(torch.equal(x, y) for x, y in zip(theirs[0], ours[0], strict=True))
+    rollout, train = Recording.of(theirs[1].passes), Recording.of(ours[1].passes)
+    found = {counts.site: counts for counts in count_sites(rollout, train)}
+    assert found.keys() == train.keys()
+    assert all(c.inputs_differ == c.outputs_differ == 0 for c in found.values())
+    assert all(c.rows == len(train[site][0].keys) for site, c in found.items())
+    # One rank has a part of the rows.
+    part = Recording.of(theirs[1].passes[:1])
+    assert all(counts.rows < len(train[counts.site][0].keys) for counts in count_sites(part, train))
 
 
 def test_a_mismatch_is_raised_as_what_it_was_with_its_traceback_and_whose_it_was(ranks, alone):

@@ -127,7 +127,7 @@ def test_bench_reads_no_list():
     ids=["stock", "part", "case", "megatron", "ranks"],
 )
 def test_an_attribution_has_contracts_of_its_own(argv):
-    TOOLS["explain"]("--attribution")
+    TOOLS["explain"]("--attribution", "kinds")
     TOOLS["explain"](*argv)
     with pytest.raises(ConfigError, match=r"--attribution: .* Leave one of the two out"):
-        TOOLS["explain"]("--attribution", *argv)
+        TOOLS["explain"]("--attribution", "layers", *argv)

@@ -45,26 +45,27 @@ def test_not_a_number_is_a_mismatch():
     assert difference(nan, nan)["num_mismatched_tokens"] == 1
 
 
-def test_effects_are_of_the_model_on_stock_engines_and_of_each_kind_on_top_of_it():
+def test_effects_are_of_the_model_on_stock_engines_and_of_each_part_on_top_of_it():
     model, norm, rotary = effects(ROWS)
-    assert (model.kind, model.before, model.after, model.left) == ("model", 0.10, 0.08, None)
-    assert (norm.kind, norm.before, norm.after, norm.left) == ("norm", 0.08, 0.02, 0.05)
+    assert (model.part, model.before, model.after, model.left) == ("model", 0.10, 0.08, None)
+    assert (norm.part, norm.before, norm.after, norm.left) == ("norm", 0.08, 0.02, 0.05)
     assert norm.percent == pytest.approx(-75)
     assert norm.stands_out and not rotary.stands_out
 
 
-def test_parts_are_added_up_as_a_share_of_what_the_kinds_take_away_together():
+def test_parts_are_added_up_as_a_share_of_what_they_take_away_together():
     assert sums(ROWS) == pytest.approx(((0.06 + 0.001) / 0.08, 0.05 / 0.08))
     assert sums([row(r["name"], 0.0) for r in ROWS]) is None
 
 
-def test_the_text_says_what_each_kind_does_and_the_page_has_a_bar_for_each_row():
-    text = attribution_text(ROWS)
+def test_the_text_says_what_each_part_does_and_the_page_has_a_bar_for_each_row():
+    text = attribution_text(ROWS, "kinds")
     assert "norm: aligned, it takes k3 from 0.08 to 0.02 (-75 %); stock, with all else" in text
     assert "rotary: aligned, it takes k3 from 0.08 to 0.079 (-1 %), no more than chance; " in text
     unchanged = [*ROWS, row(model_and("linear"), 0.08), row(all_but("linear"), 0.0)]
-    assert "linear: aligned, it changes nothing; stock" in attribution_text(unchanged)
-    assert "take away 76 % of that k3 one by one, and leave 62 % of it" in text
+    assert "linear: aligned, it changes nothing; stock" in attribution_text(unchanged, "kinds")
+    assert "There, of one of the kinds alone:" in text
+    assert "the kinds take away 76 % of that k3 one by one, and leave 62 % of it" in text
     page = render_attribution({"rows": ROWS}, text)
     assert page.count("<td class=bar") == len(ROWS) and "width:100.0%" in page
     assert "http" not in page and "<script" not in page
