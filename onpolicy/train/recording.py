@@ -37,8 +37,9 @@ class Recorded:
 
     @staticmethod
     def of_ranks(parts: Sequence[Recorded]) -> Recorded:
-        """Of ranks each of which computes whole rows: all of them, and the evidence of the first."""
-        found = next((part for part in parts if part.evidence is not None), parts[0])
+        """Of ranks each of which computes whole rows: all of them. Of a prefix that several ranks have,
+        the evidence is the last one's, as its row is (`onpolicy.taps.recording.Rows.of`)."""
+        found = next((part for part in reversed(parts) if part.evidence is not None), parts[0])
         return Recorded(
             passes=[calls for part in parts for calls in part.passes],
             evidence=found.evidence,
