@@ -51,7 +51,8 @@ def test_every_push_is_probed_and_no_token_of_these_weights_differs(plain, mode)
 def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(start, plain, tmp_path, mode):
     process = start(tmp_path, *MODES[mode], "--rollout-num-engines", "2")
     log = tmp_path / "run" / "logs" / "engine_1.log"
-    wait_for(lambda: len(metrics_of(tmp_path)) >= 1 or process.poll() is not None)
+    wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
+    assert process.poll() is None, process.stdout.read()[-3000:]
     prefills = log.read_text().count("Prefill batch")
     wait_for(lambda: log.read_text().count("Prefill batch") > prefills)
     servers = [child for child in psutil.Process(process.pid).children() if is_guard(child)]
