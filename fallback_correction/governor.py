@@ -21,6 +21,9 @@ Rung = Literal["stock", "tis", "mis", "decay", "aligned"]
 
 RUNGS: tuple[Rung, ...] = ("stock", "tis", "mis", "decay", "aligned")
 
+READINGS = ("k3", "ess", "log_ppl_abs_diff")
+"""What it goes by: metrics of `mismatch_metrics`, or of a probe (`onpolicy/run/probe.py`)."""
+
 LONGEST_CALM = 64
 """Times `fall_after`."""
 

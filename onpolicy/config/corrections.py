@@ -92,10 +92,6 @@ def _lag(config: TrainConfig) -> list[_RuleBroken]:
         ("rollout_segment_tokens", segment, segment > longest,
          f"no response is longer than --rollout-max-response-len={longest}",
          "Give less, or leave it out for whole responses."),
-        (name, value, config.may_lag and config.governor.mismatch_governor,
-         "the governor goes by how far the engines' log-probabilities are apart, and those of earlier "
-         "weights are, whatever the engines run on",
-         "Leave --mismatch-governor out."),
         (name, value, config.may_lag and config.parity_policy == "fallback",
          "samples of earlier weights are corrected in any case, whether engines mismatch or not",
          "Leave --parity-policy out: a mismatch that the probe of each push finds ends the run."),
@@ -123,6 +119,9 @@ def _free(config: TrainConfig) -> list[_RuleBroken]:
         ("dynamic_sampling", True, is_free and rollout.dynamic_sampling,
          "draws groups in the place of others by rule, and with --rollout-schedule free the clock "
          "decides what is drawn", "Leave one of the two out; --filter-equal-rewards may stay."),
+        ("mismatch_governor", True, is_free and config.governor.mismatch_governor,
+         "it starts servers under another contract when they draw nothing, and with --rollout-schedule "
+         "free they always draw", _LEAVE_ONE_OUT),
         ("colocate", True, is_free and config.engine.colocate,
          "servers give their memory back while the trainer computes, and with --rollout-schedule free "
          "they sample meanwhile", _LEAVE_ONE_OUT),

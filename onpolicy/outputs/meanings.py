@@ -28,6 +28,8 @@ MEANINGS = {
     "probe/num_mismatched_tokens": "tokens among them with another log-probability in the trainer",
     "probe/max_ulp": "largest distance between two such values, in representable numbers",
     "probe/k3": "mean exp(r) - r - 1 over them: how far the engines are apart without staleness",
+    "probe/ess": "(sum w)^2 / (n sum w^2) over them, w = exp(r): 1 where the engines agree",
+    "probe/log_ppl_abs_diff": "mean distance of the answers' mean log-probabilities",
     "lag/mean": "mean pushes between the weights that sampled a token and those that learn from it",
     "lag/share": "share of the tokens that have this lag",
     "lag/k3": "mean exp(r) - r - 1 over them, r = log pi_train - log pi_rollout",

@@ -52,10 +52,14 @@ class Drawing(ABC):
 
         Raises what drawing raised.
         """
-        while self._thread is not None:
-            self._hear()
+        self.drain()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def drain(self) -> None:
+        """Wait until nothing is being drawn. Raises what drawing raised."""
+        while self._thread is not None:
+            self._hear()
 
     def _hear(self) -> None:
         """Wait for a message of the thread: push its version again if it asks for that."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fallback_correction.config import DiscrepancyConfig
-from fallback_correction.governor import RUNGS, Governor, Move, Rung
+from fallback_correction.governor import READINGS, RUNGS, Governor, Move, Rung
 from onpolicy.config import TrainConfig
 from onpolicy.config.corrections import corrections_asked_for
 from onpolicy.config.groups import FallbackConfig
@@ -40,13 +40,14 @@ class Ladder:
         """The corrections in force now.
 
         With a governor: on stock none; from tis on weights, the discrepancy penalty, and the user's
-        own; from mis on rejection and the veto.
+        own; from mis on rejection and the veto. Samples of earlier weights are weighed on stock too.
         """
         flags = self.config.fallback
         if self._governor is None:
             return self._with_lag(flags)
         height = RUNGS.index(self._governor.rung)
-        flags = replace(flags, use_tis=height >= 1, use_rs=height >= 2, get_mismatch_metrics=True)
+        weighs = height >= 1 or self._weighs_lag
+        flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
             flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")
         return flags if height >= 2 else replace(flags, rs_veto_threshold=None)
@@ -54,8 +55,11 @@ class Ladder:
     def _with_lag(self, flags: FallbackConfig) -> FallbackConfig:
         """Samples of earlier weights are weighed, unless something else is to be done about them."""
         corrects = corrections_asked_for(flags) or flags.use_rollout_logprobs
-        weighs = self.config.may_lag and flags.correct_lag and not corrects
-        return replace(flags, use_tis=True) if weighs else flags
+        return replace(flags, use_tis=True) if self._weighs_lag and not corrects else flags
+
+    @property
+    def _weighs_lag(self) -> bool:
+        return self.config.may_lag and self.config.fallback.correct_lag
 
     @property
     def lr_scale(self) -> float:
@@ -63,9 +67,14 @@ class Ladder:
         return 1.0 if self._governor is None else self._governor.lr_scale
 
     def update(self, metrics: Mapping[str, float]) -> Move | None:
-        """Take in a rollout's metrics, equal on all ranks; returns the move they lead to, if any."""
+        """Take in a rollout's metrics, equal on all ranks; returns the move they lead to, if any.
+
+        Where tokens may lag these would measure staleness, so that the readings are the probe's.
+        """
         if self._governor is None or "parity/num_compared_tokens" not in metrics:
             return None
+        if self.config.may_lag:
+            return self._governor.update(**{name: metrics[f"probe/{name}"] for name in READINGS})
         return self._governor.update(
             k3=metrics.get("mismatch/k3", metrics["train/k3_kl"]),
             ess=metrics.get("mismatch/ess", 1.0),

@@ -1,7 +1,8 @@
 """Whether engines and trainer agree after a push, where samples are too old to be compared in training.
 
 Each engine answers the same few requests; the trainer, which holds the pushed weights then, scores the
-answers, and every log-probability is compared bit by bit.
+answers, and every log-probability is compared bit by bit. How far they are apart is what the governor
+goes by.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from fallback_correction.governor import READINGS
+from fallback_correction.mismatch_metrics import mismatch_metrics
+from fallback_correction.tokens import TokenBatch
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ParityError
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sampling import make_requests, require_version
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.inputs import Inputs
-from onpolicy.types import Completion, Request, SamplingParams
+from onpolicy.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,8 @@ PROMPTS = 4
 
 LONGEST = 16
 """Tokens of an answer."""
+
+_NONE = ParityCounts()
 
 
 class Probe:
@@ -52,26 +59,18 @@ class Probe:
         completions = self._engines.generate(requests)
         for completion in completions:
             require_version(completion, self._engines.weight_version)
-        total = self._counts(requests, completions)
+        temperature = self.config.rollout.rollout_temperature
+        train = self._engines.score(requests, completions, temperature)
+        rollout = [torch.tensor(c.rollout_log_probs, dtype=torch.float32) for c in completions]
+        total = sum((compare_log_probs(*of)[0] for of in zip(train, rollout, strict=True)), _NONE)
         if total.num_mismatched:
             self._judge(total)
         return {
             "probe/num_compared_tokens": total.num_compared,
             "probe/num_mismatched_tokens": total.num_mismatched,
             "probe/max_ulp": total.max_ulp,
-            "probe/k3": total.mean_k3,
+            **_distances(train, rollout),
         }
-
-    def _counts(
-        self, requests: Sequence[Request], completions: Sequence[Completion]
-    ) -> ParityCounts:
-        temperature = self.config.rollout.rollout_temperature
-        scores = self._engines.score(requests, completions, temperature)
-        counts = [
-            compare_log_probs(score, torch.tensor(c.rollout_log_probs, dtype=torch.float32))[0]
-            for score, c in zip(scores, completions, strict=True)
-        ]
-        return sum(counts, ParityCounts())
 
     def _judge(self, total: ParityCounts) -> None:
         aligned, asked = self._engines.contract.is_aligned, self.config.parity.parity_policy
@@ -88,3 +87,10 @@ class Probe:
             )
         if aligned:
             logger.warning("%s", message)
+
+
+def _distances(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, float]:
+    """`probe/*` of READINGS, over float32 [R] of each answer."""
+    lengths = [len(scores) for scores in train]
+    found = mismatch_metrics(TokenBatch.packed(torch.cat([*train]), torch.cat([*rollout]), lengths))
+    return {f"probe/{name}": found[f"mismatch/{name}"] for name in READINGS}

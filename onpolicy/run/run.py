@@ -59,6 +59,7 @@ class Run:
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
+        self._probed: Metrics = {}
         self._is_free = config.rollout.rollout_schedule == "free"
         self._on_exit = ExitStack()
 
@@ -173,10 +174,10 @@ class Run:
         if not self.engines.weight_version:
             logger.info("pushing the trainer's weights to the servers")
         self.engines.push_weights(str(self.rollouts_done))
-        found = self.probe.compare() if self.config.may_lag else {}
+        self._probed = self.probe.compare() if self.config.may_lag else {}
         done = time.perf_counter()
         return {
-            **found,
+            **self._probed,
             "perf/rollout_time": rollout_time,
             "perf/rollout_wait_time": started - waited,
             "perf/weight_sync_time": done - started,
@@ -247,9 +248,13 @@ class Run:
         logger.info("the first sample with a mismatch is in %s", file)
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
-        """Let the governor, if there is one, change what the engines run on."""
-        move = self.ladder.update(metrics)
+        """Let the governor, if there is one, change what the engines run on, when they draw nothing.
+
+        Where samples lag it goes by the probe of the weights that they are drawn under.
+        """
+        move = self.ladder.update({**metrics, **self._probed})
         if move is not None:
+            self.rollouts.drain()
             self.journal.on_move(step, move)
             self._use_ladder()
         return self.ladder.metrics()

@@ -1,6 +1,7 @@
 """Runs whose engines sample ahead: the schedule decides every bit, and no clock does."""
 
 import dataclasses
+import json
 import random
 import threading
 import time
@@ -17,7 +18,7 @@ from tests.support.run_in_memory import (
     records_of,
     run_in_memory,
 )
-from tests.support.tiny_policy import log_probs_of
+from tests.support.tiny_policy import ALIGNED, STOCK, log_probs_of
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -301,3 +302,59 @@ def test_an_engine_that_dies_after_the_trainer_went_on_gets_the_weights_that_it_
     summary = run(tmp_path, mode, host, Kills, weight_sync=weight_sync)
     assert host.num_restarts == 1
     assert summary.run_hash == plain(mode)[1].run_hash
+
+
+GOVERNED = {
+    "true_on_policy_mode": False, "mismatch_governor": True, "governor_k3": 1e-12,
+    "governor_rise_after": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["lag 1", "segments", "lag 1, segments"])
+def test_the_governor_changes_the_engines_when_they_draw_nothing(tmp_path, mode):
+    seen = []
+
+    class Watched(Keeps):
+        def _use_ladder(self):
+            seen.append(getattr(self, "rollouts", None) and self.rollouts._thread)
+            super()._use_ladder()
+
+    host = Host()
+    run(tmp_path, mode, host, Watched, **GOVERNED)
+    moves = [
+        json.loads(line) for line in (tmp_path / "run/governor.jsonl").read_text().splitlines()
+    ]
+    assert [(move["step"], move["to"]) for move in moves] == [
+        (0, "tis"), (1, "mis"), (2, "decay"), (3, "aligned"),
+    ]  # fmt: skip
+    assert seen == [None] * 5  # before the run, and at each move
+    assert [engine.spec.contract for engine in host.engines] == [STOCK, ALIGNED]
+    apart = [record["probe/k3"] for record in records_of(tmp_path)]
+    assert min(apart[:3]) > 0 and apart[3:] == [0] * (ROLLOUTS - 3)
+
+
+@pytest.mark.parametrize("mode", ["lag 1", "lag 1, segments"])
+def test_what_was_drawn_before_a_move_is_trained_on_as_the_schedule_says(tmp_path, mode):
+    """The step after the servers were started again has tokens of the old ones, and of these alone."""
+    run(tmp_path, mode, **GOVERNED)
+    lags = {
+        step: {step - int(s.version) for g in groups for x in g.samples for s in x.completion.spans}
+        for step, groups in Keeps.last.trained.items()
+    }
+    assert all(min(lags[step]) == 1 for step in range(1, ROLLOUTS))
+
+
+@pytest.mark.parametrize("mode", ["lag 1", "lag 1, segments"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_governed_run_that_is_resumed_goes_on_to_the_same_bits(tmp_path, mode, step):
+    class Ends(Run):
+        def train(self, groups, at):
+            if at == step:
+                raise Interrupted
+            return super().train(groups, at)
+
+    broken = tmp_path / "broken"
+    saves = {"save": str(broken / "save"), "load": str(broken / "save"), "save_interval": 1}
+    with pytest.raises(Interrupted):
+        run(broken, mode, make_run=Ends, **saves, **GOVERNED)
+    assert same(run(broken, mode, **saves, **GOVERNED), run(tmp_path / "whole", mode, **GOVERNED))

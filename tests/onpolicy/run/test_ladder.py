@@ -134,6 +134,21 @@ def test_samples_that_lag_are_weighed_unless_that_is_switched_off_or_replaced(la
     assert make(governed=False, aligned=True, lag=lag, **flags).fallback.use_tis == weighs
 
 
+def test_where_samples_lag_the_probe_is_read_and_not_the_samples():
+    ladder = make(lag=1)
+    stale = {**BAD, "mismatch/k3": 1.0, "mismatch/ess": 0.1, "mismatch/log_ppl_abs_diff": 1.0}
+    agrees = {"probe/k3": 0.0, "probe/ess": 1.0, "probe/log_ppl_abs_diff": 0.0}
+    assert ladder.update({**stale, **agrees}) is None
+    for reading in ({"probe/k3": 1.0}, {"probe/ess": 0.1}, {"probe/log_ppl_abs_diff": 1.0}):
+        assert make(lag=1).update({**stale, **agrees, **reading}).after == "tis"
+
+
+@pytest.mark.parametrize("correct_lag", [True, False])
+def test_samples_that_lag_are_weighed_on_the_lowest_rung_too(correct_lag):
+    ladder = make(lag=1, correct_lag=correct_lag)
+    assert standing(ladder) == ("stock", correct_lag, False, 1.0)
+
+
 def test_a_rollout_that_was_not_trained_on_says_nothing():
     assert make().update({"rollout/num_filtered_groups": 8.0}) is None
 
