@@ -94,6 +94,7 @@ def test_a_mismatch_leads_to_the_correction_if_the_policy_is_to_fall_back(start,
         assert "correction/weight_mean" not in record
 
 
+@pytest.mark.runs
 def test_the_governor_climbs_to_aligned_operators_and_down_again_and_resumes(start, tmp_path):
     """Rungs: mis 2, decay 3, aligned 4; up after each bad rollout, down after two calm ones."""
     save = str(tmp_path / "save")

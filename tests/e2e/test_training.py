@@ -105,6 +105,7 @@ def test_some_samples_of_every_rollout_and_evaluation_can_be_read(plain):
     assert compared == [0] * 8 + [None] * 8  # of the first of two optimizer steps
 
 
+@pytest.mark.runs
 def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, data, tmp_path):
     """Weights go by another way too. The lost requests are sent again, and nothing comes twice.
 
@@ -134,6 +135,7 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, dat
     ]  # fmt: skip
 
 
+@pytest.mark.runs
 def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
     start, plain, tmp_path
 ):
@@ -167,6 +169,7 @@ TrainerRanks.export = export_or_die
 """
 
 
+@pytest.mark.runs
 def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
     start, plain, tmp_path
 ):

@@ -22,8 +22,8 @@ def test_several_ranks_of_fsdp_on_this_host_are_taken():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--ray-address", "10.0.0.1:6379"), "--ray-address, --actor-num-nodes: .* on this host"),
-        (("--actor-num-nodes", "2"), "--ray-address, --actor-num-nodes: .* on this host"),
+        (("--ray-address", "10.0.0.1:6379"), "--ray-address, --actor-num-nodes: .* of this host"),
+        (("--actor-num-nodes", "2"), "--ray-address, --actor-num-nodes: .* of this host"),
         ((*TWO_RANKS, "--train-backend", "megatron"), "node=2: with --train-backend=megatron"),
         ((*TWO_RANKS, "--attribution", "layers"), "node=2: with --attribution explain"),
         (("--train-backend", "megatron", "--megatron-tp", "2"), "--megatron-tp=2: .* whole rows"),

@@ -11,7 +11,7 @@ from onpolicy.run.run import Run
 from tests.support.cluster_in_memory import Cluster, PlacedEngine
 from tests.support.run_in_memory import run_in_memory
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.runs]
 
 ROLLOUTS, AT = 4, 2
 """A fault comes in the step AT, after the first checkpoint."""

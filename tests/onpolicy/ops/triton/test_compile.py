@@ -20,9 +20,9 @@ FORWARD = {"_linear_kernel", "_grouped_linear_kernel", "_attention_kernel"}
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """For each generation, what compile_kernels.py prints: both at a time."""
-    cache = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
+def compiled(request):
+    """For each generation, what compile_kernels.py prints: both at a time, of kernels that changed."""
+    cache = {"TRITON_CACHE_DIR": str(request.config.cache.mkdir("kernels"))}
     command = [sys.executable, SCRIPT, *map(str, SHARED_MEMORY)]
     done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, **cache}, check=True)
     return dict(zip(SHARED_MEMORY, json.loads(done.stdout), strict=True))
