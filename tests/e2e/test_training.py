@@ -210,6 +210,7 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
     assert samples_of(tmp_path) == samples_of(plain[0], "rollout")
 
 
+@pytest.mark.runs
 def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start, tmp_path):
     process = start(tmp_path, "--num-rollout", "1000")
     wait_for(lambda: len(metrics_of(tmp_path)) >= 1)

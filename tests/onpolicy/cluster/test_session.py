@@ -117,7 +117,7 @@ def test_who_has_no_token_does_not_get_in(owner):
     environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     stranger = subprocess.run(
         [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}"],
-        env={**environment, "RAY_AUTH_TOKEN": "another" * 5},
+        env={**environment, "RAY_AUTH_TOKEN": "another" * 5, "RAY_NUM_REDIS_GET_RETRIES": "2"},
         capture_output=True,
         text=True,
         timeout=120,
