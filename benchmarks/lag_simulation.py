@@ -41,6 +41,9 @@ class Costs:
     train: float
     """An optimizer step on a token of a rollout."""
 
+    score: float
+    """The old log-probability of a token, in a pass of its own where samples of a step lag."""
+
     push: float
 
 
@@ -153,10 +156,11 @@ def simulate(setting: Setting, costs: Costs, seed: int = 0) -> Outcome:
                 drawn += seconds
         batch = batches[version]
         tokens = sum(group.total + setting.samples * setting.prompt for group in batch)
-        trained = tokens * costs.train
+        lag = max(version - group.first_version for group in batch)
+        trained = tokens * (costs.train + (costs.score if lag else 0.0))
         outcome.tokens += sum(group.total for group in batch)
         outcome.trainer_seconds += trained
-        outcome.longest_lag = max(outcome.longest_lag, *(version - g.first_version for g in batch))
+        outcome.longest_lag = max(outcome.longest_lag, lag)
         outcome.wall += max(drawn, trained) + costs.push
     return outcome
 
@@ -220,21 +224,28 @@ def measured_costs(measured: dict[str, Any], engines: int = 1) -> Costs:
     and the trainer work in turns.
 
     Drawing takes `token` for every token of the longest response and `response` for every token of all:
-    least squares over the steps, neither below 0. Prompts are part of that. The trainer grows with the
-    engines, so that it takes as long for their samples as the measured one for those of one engine.
+    least squares over the steps, neither below 0. Prompts are part of that. What its steps take longer
+    with segments, where both sides work in turns too, is `score`. The trainer grows with the engines, so
+    that it takes as long for their samples as the measured one for those of one engine.
     """
-    steps = measured["schedules"]["lag 0"]
-    tokens, longest = steps["tokens"], steps["longest_responses"]
-    token, response = fit(longest, tokens, steps["drawing_seconds"])
-    samples = measured["num_prompts"] * measured["n_samples_per_prompt"]
-    trained = sum(tokens) + len(tokens) * samples * measured["prompt_len"]
+    steps, stale = measured["schedules"]["lag 0"], measured["schedules"]["segments"]
+    token, response = fit(steps["longest_responses"], steps["tokens"], steps["drawing_seconds"])
+    train = trained_token(measured, steps)
     return Costs(
         token=token,
         response=response,
         prefill=0.0,
-        train=sum(steps["train_seconds"]) / trained / engines,
+        train=train / engines,
+        score=max(trained_token(measured, stale) - train, 0.0) / engines,
         push=fmean(steps["push_seconds"]),
     )
+
+
+def trained_token(measured: dict[str, Any], steps: dict[str, Any]) -> float:
+    """Seconds to train on a token, of a prompt or a response, in the steps of a schedule."""
+    samples = measured["num_prompts"] * measured["n_samples_per_prompt"]
+    prompts = len(steps["tokens"]) * samples * measured["prompt_len"]
+    return sum(steps["train_seconds"]) / (sum(steps["tokens"]) + prompts)
 
 
 def fit(a: Sequence[float], b: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -263,10 +274,11 @@ def measured_setting(measured: dict[str, Any], engines: int) -> Setting:
 
 def given_costs(given: argparse.Namespace, setting: Setting) -> Costs:
     costs = Costs(
-        token=given.token_seconds, response=given.response_seconds,
-        prefill=given.prefill_seconds, train=0.0, push=given.push_seconds,
+        token=given.token_seconds, response=given.response_seconds, prefill=given.prefill_seconds,
+        train=0.0, score=0.0, push=given.push_seconds,
     )  # fmt: skip
-    return replace(costs, train=train_cost(setting, costs, given.train_ratio))
+    train = train_cost(setting, costs, given.train_ratio)
+    return replace(costs, train=train, score=given.score_ratio * train)
 
 
 def main() -> None:
@@ -277,6 +289,9 @@ def main() -> None:
     parser.add_argument("--push-seconds", type=float, default=1.0)
     parser.add_argument(
         "--train-ratio", type=float, default=0.5, help="training over drawing at lag 0"
+    )
+    parser.add_argument(
+        "--score-ratio", type=float, default=1 / 3, help="scoring stale samples over training"
     )
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--groups-per-engine", type=int, default=4)

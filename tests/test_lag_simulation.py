@@ -7,7 +7,7 @@ import pytest
 from benchmarks import lag_simulation
 from benchmarks.lag_simulation import Costs, Setting, draw, simulate
 
-COSTS = Costs(token=1.0, response=0.25, prefill=0.0, train=0.1, push=2.0)
+COSTS = Costs(token=1.0, response=0.25, prefill=0.0, train=0.1, score=0.0, push=2.0)
 SETTING = Setting(groups=4, samples=2, engines=2, slots=4, steps=10, prompt=0)
 
 
@@ -44,6 +44,14 @@ def test_a_lag_hides_the_shorter_of_the_two(equal_lengths):
     assert lagged.longest_lag == 1
 
 
+def test_stale_samples_cost_a_pass_more(equal_lengths):
+    """From the second step of a lag on, 4 seconds; a step without a lag has none."""
+    costs = dataclasses.replace(COSTS, score=0.05)
+    assert simulate(SETTING, costs).trainer_seconds == pytest.approx(10 * 8)
+    lagged = simulate(dataclasses.replace(SETTING, lag=1), costs)
+    assert lagged.trainer_seconds == pytest.approx(10 * 8 + 9 * 4)
+
+
 def test_every_schedule_trains_on_whole_groups_and_tails_wait_in_rounds_alone():
     runs = {
         name: simulate(dataclasses.replace(SETTING, steps=30, **values), COSTS)
@@ -58,18 +66,19 @@ def test_every_schedule_trains_on_whole_groups_and_tails_wait_in_rounds_alone():
 def measured(costs, steps):
     """A result whose steps have these longest responses and tokens, and take what the costs say."""
     longest, tokens = zip(*steps, strict=True)
-    rows = {
+    lag_0 = {
         "tokens": tokens,
         "longest_responses": longest,
         "drawing_seconds": [costs.token * m + costs.response * t for m, t in steps],
         "train_seconds": [costs.train * (t + 8 * 5) for t in tokens],
         "push_seconds": [costs.push] * len(steps),
     }
-    sizes = {"num_prompts": 4, "n_samples_per_prompt": 2, "prompt_len": 5}
-    return {"schedules": {"lag 0": rows}, **sizes}
+    trained = [(costs.train + costs.score) * (t + 8 * 5) for t in tokens]
+    schedules = {"lag 0": lag_0, "segments": {**lag_0, "train_seconds": trained}}
+    return {"schedules": schedules, "num_prompts": 4, "n_samples_per_prompt": 2, "prompt_len": 5}
 
 
-@pytest.mark.parametrize("changes", [{}, {"response": 0.0}, {"token": 0.0}])
+@pytest.mark.parametrize("changes", [{}, {"response": 0.0}, {"token": 0.0}, {"score": 0.05}])
 def test_costs_are_read_from_the_steps_that_were_measured(changes):
     costs = dataclasses.replace(COSTS, **changes)
     result = measured(costs, [(100, 300), (90, 500), (200, 450)])
