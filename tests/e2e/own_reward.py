@@ -6,6 +6,11 @@ def score(sample):
     return {"score": even / len(sample.response_ids), "even": even}
 
 
+def begins_even(sample):
+    """As often 1 as 0, so that some groups are without a signal."""
+    return float(sample.response_ids[0] % 2 == 0)
+
+
 def fails_more_and_more(sample):
     """Fails on one sample of the first epoch, two rollouts long, and on every one after it."""
     if sample.weight_version == "2" or (sample.prompt.index, sample.sample_index) == (3, 1):

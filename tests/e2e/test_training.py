@@ -10,7 +10,7 @@ import pytest
 from onpolicy.outputs.meanings import MEANINGS
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.forked_processes import forked_processes
-from tests.support.processes import is_guard
+from tests.support.processes import is_guard, trainer_ranks
 from tests.support.train_runs import (
     ROLLOUTS,
     TWO_RANKS,
@@ -143,11 +143,7 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
     argv = ["--save", str(save), "--save-interval", "1", "--max-rank-restarts", "1"]
     process = start(tmp_path, *argv)
     wait_for((save / "step_000002" / "state.json").is_file)
-    (rank,) = (
-        p
-        for p in psutil.Process(process.pid).children(recursive=True)
-        if "TrainerRank" in " ".join(p.cmdline())
-    )
+    (rank,) = trainer_ranks(process.pid)
     rank.kill()
     output = finish(process)
     assert "rank 0 of the trainer ended by itself, or was killed" in output

@@ -34,6 +34,12 @@ def is_guard(process):
     return "sglang_patches.serve" in " ".join(process.cmdline())
 
 
+def trainer_ranks(pid):
+    """The processes of a run's trainer."""
+    descendants = psutil.Process(pid).children(recursive=True)
+    return [process for process in descendants if "TrainerRank" in " ".join(process.cmdline())]
+
+
 def is_gone(process):
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
