@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from onpolicy.cluster import environment
 from onpolicy.errors import EngineError
@@ -76,34 +77,46 @@ def main() -> int:
 
 def _serve(directory: Path) -> None:
     """Start Ray's processes, say where, and wait until the guard ends us."""
-    from ray._private.node import Node
-    from ray._private.parameter import RayParams
-
-    class Head(Node):
-        def start_api_server(self, **_: object) -> None:
-            """Start none: without a dashboard it only counts usage, and Ray waits seconds for it."""
-
     os.environ["TMPDIR"] = str(directory)  # of all that actors leave, too
     on_memory, store = _object_store()
-    parameters = RayParams(
+    node = start_node(
+        head=True,
         temp_dir=str(directory),
         session_name="ray",  # sockets below it have short names
         node_ip_address="127.0.0.1",
         num_cpus=len(os.sched_getaffinity(0)),
         object_store_memory=store,
         plasma_directory=None if on_memory else str(directory),
+        _system_config=SYSTEM,
+    )
+    print(f"{ADDRESS}{node.gcs_address}", flush=True)
+    signal.pause()
+
+
+def start_node(*, head: bool, **parameters: Any) -> Any:
+    """Start Ray's processes of a node (`ray._private.node.Node`), which end with this one.
+
+    `parameters`: what is its own of `RayParams`.
+    """
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class WithoutDashboard(Node):
+        def start_api_server(self, **_: object) -> None:
+            """Start none: without a dashboard it only counts usage, and Ray waits seconds for it."""
+
+    given = RayParams(
         include_dashboard=False,
         include_log_monitor=False,  # type: ignore[arg-type]
         no_monitor=True,
         min_worker_port=0,
         max_worker_port=0,
-        _system_config=SYSTEM,  # type: ignore[arg-type]
+        **parameters,
     )
-    node = Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+    node = WithoutDashboard(given, head=head, shutdown_at_exit=False, spawn_reaper=True)
     # Ray's workers end when there is no process with their raylet's number: it must leave no zombie.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    print(f"{ADDRESS}{node.gcs_address}", flush=True)
-    signal.pause()
+    return node
 
 
 def _object_store() -> tuple[bool, int]:

@@ -15,12 +15,7 @@ import aiohttp
 from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
-from onpolicy.rollout.base import (
-    EnginesRestartedError,
-    MemoryKind,
-    RolloutGroup,
-    SamplingJob,
-)
+from onpolicy.rollout.base import EnginesRestartedError, MemoryKind, RolloutGroup, SamplingJob
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.interruption import interrupt

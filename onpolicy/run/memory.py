@@ -203,6 +203,19 @@ def push_memory(config: TrainConfig, size: ModelSize) -> ProcessMemory:
     return ProcessMemory("a push", {"3 copies of a bucket": 3 * max(bucket, largest)})
 
 
+def sides_memory(
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    spec: EngineSpec,
+    size: ModelSize,
+    ranks: int,
+    servers: int,
+) -> list[ProcessMemory]:
+    """What so many ranks and servers hold, of those sides that there are."""
+    trainer = [trainer_memory(config, hf_config, spec, size, ranks)] if ranks else []
+    return trainer + ([server_memory(spec, size, hf_config, servers)] if servers else [])
+
+
 def run_memory(
     config: TrainConfig,
     hf_config: PretrainedConfig,
@@ -211,10 +224,8 @@ def run_memory(
     ranks: int,
     servers: int,
 ) -> list[ProcessMemory]:
-    """What so many of a run's ranks and servers hold on one host."""
-    processes = [trainer_memory(config, hf_config, spec, size, ranks)] if ranks else []
-    if servers:
-        processes.append(server_memory(spec, size, hf_config, servers))
+    """What so many of a run's ranks and servers hold on one host, and a push between them."""
+    processes = sides_memory(config, hf_config, spec, size, ranks, servers)
     if not config.engine.rollout_server_url:
         processes.append(push_memory(config, size))
     return processes

@@ -40,7 +40,7 @@ class Rollout:
     metrics: Metrics
 
 
-def make_rollout(
+def _rollout_of(
     groups: list[SampleGroup], metrics: Metrics, tokens: float, seconds: float
 ) -> Rollout:
     """With `metrics` and those of the groups; `tokens` were drawn in `seconds`."""
@@ -81,7 +81,7 @@ class Sampler:
 
         `tokens`, `seconds`: what was drawn since the last rollout, and how long that took.
         """
-        return make_rollout(*self._scored(complete), tokens, seconds)
+        return _rollout_of(*self._scored(complete), tokens, seconds)
 
     def roll_out(self, step: int, version: int, generate: Generate) -> Rollout:
         """Draw the groups of a step: the oldest that are complete, in rounds until there are enough.
@@ -98,7 +98,7 @@ class Sampler:
             found["rollout/num_surplus_groups"] += len(self.ready)
             self.ready = []  # a step's samples are all of one version
         tokens, seconds = found.pop("tokens", 0.0), found.pop("seconds", 0.0)
-        return make_rollout(groups, found, tokens, seconds)
+        return _rollout_of(groups, found, tokens, seconds)
 
     def _draw_round(self, version: int, generate: Generate, found: Metrics) -> None:
         started = time.perf_counter()

@@ -13,7 +13,7 @@ import sys
 import psutil
 
 from onpolicy.cluster import environment
-from onpolicy.cluster.local_ray import SYSTEM
+from onpolicy.cluster.local_ray import SYSTEM, start_node
 from onpolicy.system import guard
 from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import ROOT
@@ -93,36 +93,20 @@ def raylets(count, cores=1):
 
 def serve(directory, number, cores, head=None):
     """Start Ray's processes of a node, and wait until the guard ends us."""
-    from ray._private import node
-    from ray._private.parameter import RayParams
-
-    class WithoutDashboard(node.Node):
-        def start_api_server(self, **_):
-            pass
-
     of_the_head = {"session_name": "ray", "_system_config": SYSTEM | documented()}
-    parameters = RayParams(
+    node = start_node(
+        head=head is None,
         **({"gcs_address": head} if head else of_the_head),
         node_ip_address=f"127.0.0.{int(number) + 2}",
         node_name=f"host{number}",
         num_cpus=int(cores),
         num_gpus=0,
         object_store_memory=STORE,
-        include_dashboard=False,
-        include_log_monitor=False,
-        no_monitor=True,
-        min_worker_port=0,
-        max_worker_port=0,
         node_manager_port=0,
         temp_dir=str(directory),
     )
-    started = WithoutDashboard(
-        parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=False
-    )
-    raylet = started.all_processes["raylet"][0].process.pid
-    # No zombies: workers look for their raylet's number.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    print(READY + json.dumps([started.gcs_address, raylet]), flush=True)
+    raylet = node.all_processes["raylet"][0].process.pid
+    print(READY + json.dumps([node.gcs_address, raylet]), flush=True)
     signal.pause()
 
 

@@ -11,7 +11,7 @@ import inspect
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 # sgl-deep-gemm, deep_gemm/__init__.py.
 BF16_GEMM_NT = {
@@ -86,9 +86,9 @@ def deep_gemm(version: str, calls: list[SimpleNamespace]) -> SimpleNamespace:
     return module
 
 
-_LIBRARY = torch.library.Library("recorded", "DEF")
+_LIBRARY = library.Library("recorded", "DEF")
 _LIBRARY.define(SGL_KERNEL_FWD)
-FA3 = torch.library.Library("flash_attn_3", "DEF")
+FA3 = library.Library("flash_attn_3", "DEF")
 FA3.define(FLASH_ATTN_3_BWD)
 
 

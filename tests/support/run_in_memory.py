@@ -28,6 +28,13 @@ from tests.support.unstarted_run import changed
 ROLLOUTS = 4
 PROMPTS = [Prompt(index=i, prompt_ids=[i + 2, 9 - i], label="x", text="ab") for i in range(5)]
 EVAL_SETS = {"": PROMPTS[:2], "hard": PROMPTS[3:]}
+GOVERNED = {
+    "true_on_policy_mode": False,
+    "mismatch_governor": True,
+    "governor_k3": 1e-12,
+    "governor_rise_after": 1,
+}
+"""A governor that climbs at every rollout which differs at all."""
 
 Reward = Callable[[Sample], float]
 

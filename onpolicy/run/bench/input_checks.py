@@ -20,8 +20,7 @@ from onpolicy.run.memory import (
     ProcessMemory,
     require_cache,
     require_memory,
-    server_memory,
-    trainer_memory,
+    sides_memory,
 )
 
 
@@ -79,9 +78,4 @@ def processes(
 ) -> list[ProcessMemory]:
     """What so many ranks and servers of each thing that is measured hold: all are there at once."""
     count = 2 if config.longest_response is None else len(schedules(config))
-    held = []
-    if servers:
-        held.append(server_memory(spec, size, hf_config, count * servers))
-    if ranks:
-        held.append(trainer_memory(train_config, hf_config, spec, size, count * ranks))
-    return held
+    return sides_memory(train_config, hf_config, spec, size, count * ranks, count * servers)

@@ -14,6 +14,7 @@ from onpolicy.errors import EngineError
 from onpolicy.run.run import Run
 from tests.support.engines_in_memory import Engine, Host
 from tests.support.run_in_memory import (
+    GOVERNED,
     even_tokens,
     records_of,
     run_in_memory,
@@ -150,19 +151,25 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("step", "save_interval"), [(1, 1), (3, 1), (4, 2)])
-def test_a_resumed_run_goes_on_to_the_same_bits(plain, tmp_path, mode, step, save_interval):
-    class Ends(Run):
+def interrupted_at(step):
+    """A run that is interrupted before it trains."""
+
+    class InterruptedRun(Run):
         def train(self, groups, at):
             if at == step:
                 raise Interrupted
             return super().train(groups, at)
 
+    return InterruptedRun
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("step", "save_interval"), [(1, 1), (3, 1), (4, 2)])
+def test_a_resumed_run_goes_on_to_the_same_bits(plain, tmp_path, mode, step, save_interval):
     save = str(tmp_path / "save")
     values = {"save": save, "load": save, "save_interval": save_interval}
     with pytest.raises(Interrupted):
-        run(tmp_path, mode, make_run=Ends, **values)
+        run(tmp_path, mode, make_run=interrupted_at(step), **values)
     resumed = run(tmp_path, mode, **values)
     directory, straight = plain(mode)
     assert same(resumed, straight)
@@ -304,12 +311,6 @@ def test_an_engine_that_dies_after_the_trainer_went_on_gets_the_weights_that_it_
     assert summary.run_hash == plain(mode)[1].run_hash
 
 
-GOVERNED = {
-    "true_on_policy_mode": False, "mismatch_governor": True, "governor_k3": 1e-12,
-    "governor_rise_after": 1,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("mode", ["lag 1", "segments", "lag 1, segments"])
 def test_the_governor_changes_the_engines_when_they_draw_nothing(tmp_path, mode):
     seen = []
@@ -347,14 +348,8 @@ def test_what_was_drawn_before_a_move_is_trained_on_as_the_schedule_says(tmp_pat
 @pytest.mark.parametrize("mode", ["lag 1", "lag 1, segments"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_governed_run_that_is_resumed_goes_on_to_the_same_bits(tmp_path, mode, step):
-    class Ends(Run):
-        def train(self, groups, at):
-            if at == step:
-                raise Interrupted
-            return super().train(groups, at)
-
     broken = tmp_path / "broken"
     saves = {"save": str(broken / "save"), "load": str(broken / "save"), "save_interval": 1}
     with pytest.raises(Interrupted):
-        run(broken, mode, make_run=Ends, **saves, **GOVERNED)
+        run(broken, mode, make_run=interrupted_at(step), **saves, **GOVERNED)
     assert same(run(broken, mode, **saves, **GOVERNED), run(tmp_path / "whole", mode, **GOVERNED))

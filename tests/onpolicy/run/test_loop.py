@@ -25,6 +25,7 @@ from onpolicy.weights.digest import WeightDigest
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import (
     EVAL_SETS,
+    GOVERNED,
     PROMPTS,
     ROLLOUTS,
     even_tokens,
@@ -248,17 +249,11 @@ def interrupted_at(step):
     return Ends()
 
 
-GOVERNED = {
-    "true_on_policy_mode": False,
-    "mismatch_governor": True,
-    "governor_k3": 1e-12,
-    "governor_rise_after": 1,
-    "num_rollout": 6,
-}
+CLIMBING = {**GOVERNED, "num_rollout": 6}
 
 
 @pytest.mark.parametrize(
-    "mode", [{"lr_decay_style": "linear"}, GOVERNED], ids=["decaying", "governed"]
+    "mode", [{"lr_decay_style": "linear"}, CLIMBING], ids=["decaying", "governed"]
 )
 @pytest.mark.parametrize(("step", "save_interval"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
 def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, mode, step, save_interval):
@@ -309,7 +304,7 @@ def test_a_rank_that_is_lost_while_a_checkpoint_is_written_costs_no_bit(
     assert not [file.name for file in (tmp_path / "save").iterdir() if "partial" in file.name]
 
 
-@pytest.mark.parametrize("mode", [{}, GOVERNED], ids=["aligned", "governed"])
+@pytest.mark.parametrize("mode", [{}, CLIMBING], ids=["aligned", "governed"])
 @pytest.mark.parametrize(("lost", "save_interval"), [([0], 1), ([2], 2), ([1, 3, 3], 1)])
 def test_a_run_that_loses_ranks_and_hosts_goes_on_to_the_same_bits(
     tmp_path, caplog, mode, lost, save_interval
@@ -380,7 +375,7 @@ def test_whatever_ends_a_run_its_engines_end_and_its_directory_is_free(tmp_path,
 
 def test_a_move_of_the_governor_changes_what_both_engines_run_on(tmp_path):
     samples, host = Samples(), Host()
-    run_in_memory(tmp_path, host, samples, **GOVERNED)
+    run_in_memory(tmp_path, host, samples, **CLIMBING)
     lines = (tmp_path / "run" / "governor.jsonl").read_text().splitlines()
     moves = [json.loads(line) for line in lines]
     assert [(move["step"], move["from"], move["to"]) for move in moves] == [
@@ -408,5 +403,5 @@ def test_corrections_of_a_rung_are_the_trainers_from_the_next_rollout_on(tmp_pat
             seen.append((fallback.use_tis, fallback.use_rs))
             return super().train(groups, step)
 
-    run_in_memory(tmp_path, make_run=Seeing, **GOVERNED)
+    run_in_memory(tmp_path, make_run=Seeing, **CLIMBING)
     assert seen == [(False, False), (True, False), *[(True, True)] * 4]
