@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onpolicy.run.memory import ModelSize
+from onpolicy.models.size import ModelSize
 
 FORWARD = 2
 """Operations of a forward pass for each parameter and token."""

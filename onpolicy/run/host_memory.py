@@ -12,8 +12,10 @@ from onpolicy.cluster.placement import Placement
 from onpolicy.cluster.session import free_memory_on
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.models.size import ModelSize
 from onpolicy.run.engine_specs import rollout_spec
-from onpolicy.run.memory import ModelSize, ProcessMemory, require_host, run_memory
+from onpolicy.run.memory import ProcessMemory, run_memory
+from onpolicy.run.memory_checks import require_host
 
 Held = Callable[[int, int], list[ProcessMemory]]
 """(ranks of the trainer, servers) -> what they hold on one host."""

@@ -12,6 +12,7 @@ from onpolicy.config.eval_sets import eval_sets
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.outputs.directory import check_sinks
 from onpolicy.outputs.rollout_journal import RolloutJournal
@@ -29,7 +30,7 @@ from onpolicy.run.input_checks import (
     require_weights,
 )
 from onpolicy.run.ladder import Ladder
-from onpolicy.run.memory import ModelSize, require_run_fits
+from onpolicy.run.memory_checks import require_run_fits
 from onpolicy.run.placement import placement_here
 from onpolicy.run.push_checks import require_transport
 from onpolicy.run.replay_checks import read_replayed

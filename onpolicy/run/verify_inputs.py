@@ -15,6 +15,7 @@ from onpolicy.config.tools import VerifyConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit, weight_files
 from onpolicy.outputs.console import duration
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
@@ -24,7 +25,7 @@ from onpolicy.run.contracts import contract_for
 from onpolicy.run.duration import operations_per_second, verify_work
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
-from onpolicy.run.memory import ModelSize, require_run_fits
+from onpolicy.run.memory_checks import require_run_fits
 from onpolicy.run.placement import placement_here
 from onpolicy.run.push_checks import require_transport
 from onpolicy.types import Prompt

@@ -8,6 +8,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
@@ -15,13 +16,8 @@ from onpolicy.run.bench.schedules import schedules
 from onpolicy.run.bench.setting import backends, make_train_config, setting
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
-from onpolicy.run.memory import (
-    ModelSize,
-    ProcessMemory,
-    require_cache,
-    require_memory,
-    sides_memory,
-)
+from onpolicy.run.memory import ProcessMemory, sides_memory
+from onpolicy.run.memory_checks import require_cache, require_memory
 
 
 def check_inputs(config: BenchConfig) -> None:

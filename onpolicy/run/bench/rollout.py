@@ -14,6 +14,7 @@ from onpolicy.cluster.places import Places
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.bench.alternate import Measure, alternate
@@ -22,7 +23,6 @@ from onpolicy.run.bench.requests import random_prompts, sampling_params
 from onpolicy.run.bench.setting import KINDS, setting, settings
 from onpolicy.run.cluster import places_on_cluster
 from onpolicy.run.engine_specs import make_rollout_group, rollout_spec
-from onpolicy.run.memory import ModelSize
 from onpolicy.run.placement import placement_of_servers
 from onpolicy.types import Request
 

@@ -6,9 +6,9 @@ from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run import memory
+from onpolicy.models.size import ModelSize
+from onpolicy.run import memory_checks
 from onpolicy.run.duration import STEP, Work, operations_per_second, verify_work
-from onpolicy.run.memory import ModelSize
 from onpolicy.run.verify_inputs import (
     CHUNKS,
     LONGEST_PROMPT,
@@ -70,7 +70,7 @@ def test_the_run_recomputes_activations_and_takes_flags_of_the_users(checkpoint)
 def test_what_does_not_fit_this_host_is_refused_before_anything_starts(
     checkpoint, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(memory_checks, "free_memory", lambda: 1 << 30)
     with pytest.raises(
         ConfigError, match=r"memory=\d.* GiB together: this host has 1\.00 GiB free"
     ):

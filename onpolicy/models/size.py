@@ -1,0 +1,57 @@
+"""What of a model decides how much memory it takes, counted without making it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.layers import decoder_layers
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """All are numbers of elements."""
+
+    parameters: int
+    layers: int
+    largest_layer: int
+    """Parameters of the largest decoder layer."""
+
+    largest_parameter: int
+    width: int
+    """What all linears of a decoder layer take and give for one token."""
+
+    hidden: int
+    vocab: int
+
+    @staticmethod
+    def of(config: PretrainedConfig, trust_remote_code: bool = False) -> ModelSize:
+        """Counted on the meta device."""
+        model = empty_causal_lm(config, trust_remote_code)
+        model.tie_weights()
+        layers = decoder_layers(model)
+        parameters = list(model.parameters())
+        return ModelSize(
+            parameters=sum(p.numel() for p in parameters),
+            layers=len(layers),
+            largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            largest_parameter=max(p.numel() for p in parameters),
+            width=max(_width(layer, config) for layer in layers),
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+        )
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of embedding, head and last norm, as if all layers were of equal size."""
+        return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
+
+
+def _width(layer: nn.Module, config: PretrainedConfig) -> int:
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    linears = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
+    experts = [p for p in layer.parameters() if p.dim() == 3]
+    return sum(sum(w.shape) for w in linears) + chosen * sum(sum(p.shape[1:]) for p in experts)
