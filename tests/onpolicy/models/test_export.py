@@ -1,6 +1,7 @@
 """What a run exports is a checkpoint for anybody: no part of onpolicy is needed to use it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -51,7 +52,7 @@ def test_plain_transformers_loads_it_and_computes_what_the_trained_weights_say(
     weights, path = exported
     done = subprocess.run(
         [sys.executable, "-c", PLAIN, str(path), PROMPT],
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        env={**os.environ, "HOME": str(tmp_path)},  # the kernels of this process, too
         cwd=tmp_path,
         capture_output=True,
         text=True,
