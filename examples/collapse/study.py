@@ -37,23 +37,31 @@ CORRECTIONS = (
     "dc_0.0037", "dc_0.03", "dc_0.1", "length_decay", "bypass", "governor",
 )  # fmt: skip
 
+CHANGES = {
+    "lr_1e-3": ("--lr", "1e-3"),
+    "two_steps": ("--global-batch-size", "48"),
+    "lag_2": ("--rollout-lag", "2", "--no-correct-lag"),
+}
+"""Changes of the setting: twice the learning rate, two optimizer steps a rollout, stale weights."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run: a file in arms/, and the variables of train.sh."""
+    """One run: a file in arms/, the variables of train.sh, and what of its setting is changed."""
 
     arm: str
     seed: int
     weight_format: str = ""
     rollouts: int = 160
     estimator: str = "reinforce_plus_plus"
+    change: str = ""
 
     @property
     def name(self) -> str:
         """Example: int4-nothing-grpo-400-0"""
         estimator = "" if self.estimator == "reinforce_plus_plus" else self.estimator
         rollouts = "" if self.rollouts == 160 else str(self.rollouts)
-        parts = [self.weight_format, self.arm, estimator, rollouts, str(self.seed)]
+        parts = [self.weight_format, self.arm, estimator, rollouts, self.change, str(self.seed)]
         return "-".join(part for part in parts if part)
 
     @property
@@ -62,9 +70,14 @@ class Run:
         values |= {"ESTIMATOR": self.estimator}
         return values | ({"FORMAT": self.weight_format} if self.weight_format else {})
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of train.sh."""
+        return (self.arm, *CHANGES.get(self.change, ()))
+
 
 def plan() -> Iterator[Run]:
-    """Every run of the protocol."""
+    """Every run of the protocol, and of its second part, in which the setting is changed."""
     for seed in SEEDS:
         yield Run(arm="aligned", seed=seed)
         for weight_format in FORMATS:
@@ -74,6 +87,14 @@ def plan() -> Iterator[Run]:
             yield Run(arm=arm, seed=seed, weight_format=weight_format, estimator="grpo")
         for arm, weight_format in (("aligned", ""), ("nothing", "int4"), ("nothing", "fp8_e4m3")):
             yield Run(arm=arm, seed=seed, weight_format=weight_format, rollouts=LONG)
+    for seed in SEEDS:
+        for arm, weight_format in (("aligned", ""), ("nothing", "int3")):
+            yield Run(
+                arm=arm, seed=seed, weight_format=weight_format, estimator="grpo", change="lr_1e-3"
+            )
+        for arm, weight_format in (("aligned", ""), ("nothing", "int3"), ("tis_token", "int3")):
+            yield Run(arm=arm, seed=seed, weight_format=weight_format, change="two_steps")
+        yield Run(arm="aligned", seed=seed, change="lag_2")
 
 
 def record_of(run: Run) -> Path:
@@ -84,7 +105,7 @@ def carry_out(run: Run) -> None:
     """Run it, and write its record. Raises CalledProcessError if the run fails."""
     directory, start = WORK / run.name, time.time()
     environment = {**os.environ, **run.variables, "WORK_DIR": str(WORK), "RUN_DIR": str(directory)}
-    subprocess.run([HERE / "train.sh", run.arm], env=environment, check=True)
+    subprocess.run([HERE / "train.sh", *run.arguments], env=environment, check=True)
     write_record(run, directory, time.time() - start)
 
 
@@ -94,7 +115,7 @@ def write_record(run: Run, directory: Path, seconds: float) -> None:
         raise ValueError(f"{directory}: {len(curves['reward'])} rollouts, not {run.rollouts}.")
     shown = " ".join(f"{name}={value}" for name, value in run.variables.items())
     record = {
-        "command": f"{shown} examples/collapse/train.sh {run.arm}",
+        "command": f"{shown} examples/collapse/train.sh {' '.join(run.arguments)}",
         "seconds": round(seconds),
         "curves": curves,
     }

@@ -29,7 +29,8 @@ def cases() -> dict[tuple[str, str], list[Run]]:
         if record_of(run).exists():
             estimator = "" if run.estimator == "reinforce_plus_plus" else f", {run.estimator}"
             rollouts = "" if run.rollouts == 160 else f", {run.rollouts} rollouts"
-            case = (run.weight_format or "full", f"{run.arm}{estimator}{rollouts}")
+            change = f", {run.change}" if run.change else ""
+            case = (run.weight_format or "full", f"{run.arm}{estimator}{rollouts}{change}")
             found.setdefault(case, []).append(run)
     return found
 
