@@ -35,6 +35,8 @@ MIS = {
     "tis_upper_bound": 1.05,
     "tis_batch_normalize": True,
 }
+SMOOTH = {"trainer": {"adam_eps": 1e-2}}
+"""With the default AdamW gives a gradient that is nothing but rounding a step of the whole rate."""
 FALLS_BACK = {"parity": {"parity_policy": "fallback"}, "fallback": MIS}
 
 
@@ -60,7 +62,7 @@ def job(checkpoint):
 @pytest.fixture(scope="module")
 def reference(checkpoint):
     """Two steps of the other engine on one rank."""
-    return train(Job(path=checkpoint, backend="fsdp"))
+    return train(Job(path=checkpoint, backend="fsdp", changes=SMOOTH))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -77,7 +79,7 @@ def test_alone_its_first_step_is_the_other_engines(alone, checkpoint, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_it_trains_as_the_other_engine(ranks, job, reference, layout):
-    results = ranks.run(train, job.under(LAYOUTS[layout]))
+    results = ranks.run(train, job.under(LAYOUTS[layout], **SMOOTH))
     log_probs, metrics, weights = results[0]
     assert results[1][0] == log_probs  # on all ranks alike
     assert log_probs[0] == reference[0][0]
@@ -88,7 +90,7 @@ def test_in_every_layout_it_trains_as_the_other_engine(ranks, job, reference, la
         for name in ("train/loss", "train/grad_norm", "train/entropy"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
     for name, tensor in reference[2].items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("layout", ["data", "context", "pipeline"])
