@@ -2,8 +2,8 @@
 
     python examples/collapse/study.py [--only 'int3-*' ...] [--list]
 
-Runs one after the other, in the order of the patterns, and can be ended and called again at any time; two
-calls with different patterns, side by side, take half the time on 2 cores.
+Runs one after the other, in the order of the patterns, and can be ended and called again at any time.
+Two calls with different patterns, side by side, take half the time on 2 cores, once there is a model.
 A record is results/NAME.json: the command and the curves. Run directories are in WORK_DIR
 (runs/collapse).
 """
