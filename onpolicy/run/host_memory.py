@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from transformers import PretrainedConfig
 
@@ -14,7 +13,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.size import ModelSize
 from onpolicy.run.engine_specs import rollout_spec
-from onpolicy.run.memory import ProcessMemory, run_memory
+from onpolicy.run.memory import ProcessMemory, RunMemory
 from onpolicy.run.memory_checks import require_host
 
 Held = Callable[[int, int], list[ProcessMemory]]
@@ -32,7 +31,7 @@ def held_by(
     """What a run's processes hold; its longest sequence has so many tokens."""
     size = ModelSize.of(hf_config, config.model.trust_remote_code)
     spec = rollout_spec(config, hf_config, contract, longest_sequence)
-    return partial(run_memory, config, hf_config, spec, size)
+    return RunMemory(config, hf_config, spec, size).with_push
 
 
 def fitting(

@@ -149,29 +149,23 @@ def push_memory(config: TrainConfig, size: ModelSize) -> ProcessMemory:
     return ProcessMemory("a push", {"3 copies of a bucket": 3 * max(bucket, largest)})
 
 
-def sides_memory(
-    config: TrainConfig,
-    hf_config: PretrainedConfig,
-    spec: EngineSpec,
-    size: ModelSize,
-    ranks: int,
-    servers: int,
-) -> list[ProcessMemory]:
-    """What so many ranks and servers hold, of those sides that there are."""
-    trainer = [trainer_memory(config, hf_config, spec, size, ranks)] if ranks else []
-    return trainer + ([server_memory(spec, size, hf_config, servers)] if servers else [])
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """What so many ranks and servers hold: of those sides that there are, on one host or in all."""
 
+    config: TrainConfig
+    hf_config: PretrainedConfig
+    spec: EngineSpec
+    size: ModelSize
 
-def run_memory(
-    config: TrainConfig,
-    hf_config: PretrainedConfig,
-    spec: EngineSpec,
-    size: ModelSize,
-    ranks: int,
-    servers: int,
-) -> list[ProcessMemory]:
-    """What so many of a run's ranks and servers hold on one host, and a push between them."""
-    processes = sides_memory(config, hf_config, spec, size, ranks, servers)
-    if not config.engine.rollout_server_url:
-        processes.append(push_memory(config, size))
-    return processes
+    def sides(self, ranks: int, servers: int) -> list[ProcessMemory]:
+        """Trainer and servers."""
+        config, hf_config, spec, size = self.config, self.hf_config, self.spec, self.size
+        trainer = [trainer_memory(config, hf_config, spec, size, ranks)] if ranks else []
+        return trainer + ([server_memory(spec, size, hf_config, servers)] if servers else [])
+
+    def with_push(self, ranks: int, servers: int) -> list[ProcessMemory]:
+        """The same, and a push between them."""
+        is_elsewhere = bool(self.config.engine.rollout_server_url)
+        push = [] if is_elsewhere else [push_memory(self.config, self.size)]
+        return self.sides(ranks, servers) + push

@@ -15,7 +15,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
-from onpolicy.run.memory import ProcessMemory, run_memory
+from onpolicy.run.memory import ProcessMemory, RunMemory
 from onpolicy.system.memory import free_memory, gib
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ def require_run_fits(
     servers = 0 if config.engine.rollout_server_url else config.engine.rollout_num_engines
     if servers:
         require_cache(spec)
-    processes = run_memory(config, hf_config, spec, size, config.cluster.num_ranks, servers)
+    memory = RunMemory(config, hf_config, spec, size)
+    processes = memory.with_push(config.cluster.num_ranks, servers)
     require_memory(processes, spec.contract.device, config.dry_run, config.cluster.ray_address)
 
 

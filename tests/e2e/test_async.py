@@ -7,8 +7,15 @@ import psutil
 import pytest
 
 from onpolicy.outputs.meanings import meaning
-from tests.support.processes import is_guard, trainer_ranks
-from tests.support.train_runs import ROLLOUTS, finish, metrics_of, run_hash, wait_for
+from tests.support.processes import is_guard
+from tests.support.train_runs import (
+    ROLLOUTS,
+    a_rank_is_lost,
+    finish,
+    metrics_of,
+    run_hash,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.runs]
 
@@ -46,9 +53,9 @@ def test_every_push_is_probed_and_no_token_of_these_weights_differs(plain, mode)
         assert all(meaning(name) for name in record if name.startswith(("lag/", "probe/")))
     assert records[0].get("lag/mean", 0) == 0  # the first is of the checkpoint's weights
     for record in records[1:]:
-        assert record["lag/mean"] >= 1
-        assert any(record.get(f"lag/{lag}/k3", 0) > 0 for lag in (1, 2))
-        assert all(0 < record.get(f"lag/{lag}/ess", 0.5) < 1 for lag in (1, 2))
+        lag = min(record["step"], int(MODES[mode][1]))
+        assert record["lag/mean"] >= lag
+        assert record[f"lag/{lag}/k3"] > 0 and 0 < record[f"lag/{lag}/ess"] < 1
         assert record["correction/weight_mean"] != 1  # weighed by default
 
 
@@ -74,13 +81,8 @@ def test_what_was_drawn_without_a_signal_is_drawn_anew(plain):
 
 
 def test_a_rank_that_is_lost_while_engines_sample_ahead_costs_no_bit(start, plain, tmp_path):
-    mode, save = "lag 1", tmp_path / "save"
-    saves = ("--save", str(save), "--save-interval", "1")
-    process = start(tmp_path, *MODES[mode], *saves, "--max-rank-restarts", "1")
-    wait_for(lambda: (save / "step_000002" / "state.json").is_file() or process.poll() is not None)
-    (rank,) = trainer_ranks(process.pid)
-    rank.kill()
-    output = finish(process)
+    mode = "lag 1"
+    output = finish(a_rank_is_lost(start, tmp_path, *MODES[mode]))
     assert "the run begins from the last checkpoint" in output
     assert run_hash(output) == plain(mode)[1]
 

@@ -10,10 +10,11 @@ import pytest
 from onpolicy.outputs.meanings import MEANINGS
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.forked_processes import forked_processes
-from tests.support.processes import is_guard, trainer_ranks
+from tests.support.processes import is_guard
 from tests.support.train_runs import (
     ROLLOUTS,
     TWO_RANKS,
+    a_rank_is_lost,
     exported_weights,
     finish,
     metrics_of,
@@ -139,13 +140,7 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, dat
 def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
     start, plain, tmp_path
 ):
-    save = tmp_path / "save"
-    argv = ["--save", str(save), "--save-interval", "1", "--max-rank-restarts", "1"]
-    process = start(tmp_path, *argv)
-    wait_for((save / "step_000002" / "state.json").is_file)
-    (rank,) = trainer_ranks(process.pid)
-    rank.kill()
-    output = finish(process)
+    output = finish(a_rank_is_lost(start, tmp_path))
     assert "rank 0 of the trainer ended by itself, or was killed" in output
     assert "the run begins from the last checkpoint" in output
     assert run_hash(output) == plain[2]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.after_import import after_import
+from tests.support.processes import trainer_ranks
 
 ROLLOUTS = 4
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,18 @@ def start_train(
         stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
+
+
+def a_rank_is_lost(start, directory, *argv):
+    """A run whose one rank is killed when two rollouts are saved, and which may start it again."""
+    save = directory / "save"
+    saves = ("--save", str(save), "--save-interval", "1")
+    process = start(directory, *argv, *saves, "--max-rank-restarts", "1")
+    saved = (save / "step_000002" / "state.json").is_file
+    wait_for(lambda: saved() or process.poll() is not None)
+    (rank,) = trainer_ranks(process.pid)
+    rank.kill()
+    return process
 
 
 def finish(process, code=0):

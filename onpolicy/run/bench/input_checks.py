@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
-from onpolicy.config import TrainConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN, EngineSpec
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.run.bench.schedules import schedules
 from onpolicy.run.bench.setting import backends, make_train_config, setting
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
-from onpolicy.run.memory import ProcessMemory, sides_memory
+from onpolicy.run.memory import ProcessMemory, RunMemory
 from onpolicy.run.memory_checks import require_cache, require_memory
 
 
@@ -57,21 +54,15 @@ def check_inputs(config: BenchConfig) -> None:
             require_cache(spec)
         ranks = 0 if config.what == "rollout" else config.cluster.num_ranks
         servers = 0 if config.what == "step" else config.engines.rollout_num_engines
-        size = ModelSize.of(hf_config)
-        held = processes(config, train_config, hf_config, spec, size, ranks, servers)
+        memory = RunMemory(train_config, hf_config, spec, ModelSize.of(hf_config))
+        held = processes(config, memory, ranks, servers)
         require_memory(held, contract.device, ray_address=config.cluster.ray_address)
         flags.require_passed()
 
 
 def processes(
-    config: BenchConfig,
-    train_config: TrainConfig,
-    hf_config: PretrainedConfig,
-    spec: EngineSpec,
-    size: ModelSize,
-    ranks: int,
-    servers: int,
+    config: BenchConfig, memory: RunMemory, ranks: int, servers: int
 ) -> list[ProcessMemory]:
     """What so many ranks and servers of each thing that is measured hold: all are there at once."""
     count = 2 if config.longest_response is None else len(schedules(config))
-    return sides_memory(train_config, hf_config, spec, size, count * ranks, count * servers)
+    return memory.sides(count * ranks, count * servers)

@@ -23,6 +23,7 @@ from onpolicy.run.bench.requests import random_prompts, sampling_params
 from onpolicy.run.bench.setting import KINDS, setting, settings
 from onpolicy.run.cluster import places_on_cluster
 from onpolicy.run.engine_specs import make_rollout_group, rollout_spec
+from onpolicy.run.memory import RunMemory
 from onpolicy.run.placement import placement_of_servers
 from onpolicy.types import Request
 
@@ -38,7 +39,8 @@ def bench_rollout(config: BenchConfig) -> dict[str, Any]:
     if config.cluster.ray_address:
         longest = config.prompt_len + config.max_new_tokens
         spec = rollout_spec(train_config, hf_config, contract, longest)
-        held = partial(processes, config, train_config, hf_config, spec, ModelSize.of(hf_config))
+        memory = RunMemory(train_config, hf_config, spec, ModelSize.of(hf_config))
+        held = partial(processes, config, memory)
     with places_on_cluster(config.cluster, place, config.cpu.cpu_threads, held) as places:
         return _measured(config, hf_config, places)
 
