@@ -1,12 +1,14 @@
 """Runs whose engines sample ahead of the trainer, on real servers: the schedule decides every bit."""
 
 import json
+import re
 import signal
 
 import psutil
 import pytest
 
 from onpolicy.outputs.meanings import meaning
+from onpolicy.run.probe import PROMPTS
 from tests.support.processes import is_guard
 from tests.support.train_runs import (
     ROLLOUTS,
@@ -24,6 +26,7 @@ MODES = {
     "lag 1, segments": ("--rollout-lag", "1", "--rollout-segment-tokens", "7"),
     "lag 2, dynamic sampling": (
         "--rollout-lag", "2", "--dynamic-sampling", "--custom-rm-path", "own_reward.begins_even",
+        "--rollout-max-response-len", "120",
     ),
 }  # fmt: skip
 
@@ -59,14 +62,20 @@ def test_every_push_is_probed_and_no_token_of_these_weights_differs(plain, mode)
         assert record["correction/weight_mean"] != 1  # weighed by default
 
 
+def sequences_since_the_push(log):
+    """How many an engine has begun: the probe's first."""
+    text = log.read_text().rpartition("POST /flush_cache")[2]
+    return sum(map(int, re.findall(r"Prefill batch, #new-seq: (\d+)", text)))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(start, plain, tmp_path, mode):
     process = start(tmp_path, *MODES[mode], "--rollout-num-engines", "2")
     log = tmp_path / "run" / "logs" / "engine_1.log"
     wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
     assert process.poll() is None, process.stdout.read()[-3000:]
-    prefills = log.read_text().count("Prefill batch")
-    wait_for(lambda: log.read_text().count("Prefill batch") > prefills)
+    wait_for(lambda: sequences_since_the_push(log) > PROMPTS or process.poll() is not None)
+    assert process.poll() is None, process.stdout.read()[-3000:]
     servers = [child for child in psutil.Process(process.pid).children() if is_guard(child)]
     servers[-1].send_signal(signal.SIGKILL)
     output = finish(process)
