@@ -109,6 +109,11 @@ class CorrectionConfig:
         return self.level != "none"
 
     @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a token's weight depends on more of the global batch than its own sequence."""
+        return self.self_normalize or not self.rejected_in_denominator
+
+    @property
     def looks_at_sequences(self) -> bool:
         """Whether a token's fate depends on the other tokens of its sequence."""
         return (

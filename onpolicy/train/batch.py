@@ -9,13 +9,15 @@ are [R], of all response tokens; float32 where nothing else is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fallback_correction.config import CorrectionConfig
+from fallback_correction.correction import correct
+from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
 from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
@@ -85,8 +87,8 @@ class PackedBatch:
 class ScoredBatch(PackedBatch):
     """With log-probabilities that stay the same in all optimizer steps of a rollout."""
 
-    old_log_probs: Tensor
-    """Of the policy before the first optimizer step."""
+    old_log_probs: Tensor | None
+    """Of the policy before the first optimizer step; None where the loss's own forward pass has them."""
 
     ref_log_probs: Tensor | None
     """Of the reference model; None without a KL penalty."""
@@ -106,7 +108,8 @@ class WeighedBatch(ScoredBatch):
     """Factors of each token's policy loss: 1 without a correction."""
 
     correction: CorrectionConfig | None
-    """In bypass: the weights and the rejection that the loss takes from its own log-probabilities."""
+    """The weights and the rejection that the loss takes from its own log-probabilities, where nobody
+    computed the policy's before."""
 
     custom: CustomCorrection | None
     """The user's own correction."""
@@ -145,7 +148,7 @@ def packed_batch(
 
 
 def with_scores(
-    batch: PackedBatch, old_log_probs: Tensor, ref_log_probs: Tensor | None
+    batch: PackedBatch, old_log_probs: Tensor | None, ref_log_probs: Tensor | None
 ) -> ScoredBatch:
     """The second stage of a micro-batch."""
     return ScoredBatch(**_fields(batch), old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
@@ -168,6 +171,27 @@ def with_weights(
         importance_weights=importance_weights,
         correction=correction,
         custom=custom,
+    )
+
+
+def completed(batch: WeighedBatch, log_probs: Tensor) -> WeighedBatch:
+    """The third stage with what was left to the loss's own log-probabilities, float32 [R].
+
+    Sequences are whole in a micro-batch, so weights of every level work; a mean over the global batch
+    does not. Raises NonfiniteError as `batch.correction` has it.
+    """
+    log_probs = log_probs.detach()
+    if batch.old_log_probs is None:
+        batch = replace(batch, old_log_probs=log_probs)
+    if batch.correction is None:
+        return batch
+    tokens = batch.tokens(log_probs)
+    correction, weights = correct(tokens, batch.correction), batch.importance_weights
+    return replace(
+        batch,
+        mask=without_nonfinite(tokens, batch.correction).mask,
+        kept=correction.mask,
+        importance_weights=weights if correction.weights is None else correction.weights,
     )
 
 

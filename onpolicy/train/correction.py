@@ -1,9 +1,9 @@
 """The seam to `fallback_correction`: what the samples of an unaligned rollout need before their loss.
 
-Runs on all micro-batches of a rollout at once, since weights are normalised and metrics averaged
-over the global batch: it makes the last stage of each (`batch.py`). In bypass (--use-rollout-logprobs)
-nobody has computed the trainer's log-probabilities yet: the loss takes weights and rejection from
-its own.
+Runs on all micro-batches of a rollout at once, since weights may be normalised and metrics are averaged
+over the global batch: it makes the last stage of each (`batch.py`). Where nobody computes the trainer's
+log-probabilities before the loss, the loss takes weights and rejection from its own: in bypass
+(--use-rollout-logprobs), and wherever they are those of the old policy, bit for bit (`needs_scores`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, with_weights
+from onpolicy.train.batch import (
+    PackedBatch,
+    ScoredBatch,
+    WeighedBatch,
+    completed,
+    with_weights,
+)
 from onpolicy.train.correction_flags import custom_correction, make_penalty, weight_correction
 from onpolicy.train.distributed import gather_vectors
 from onpolicy.train.lag_metrics import lag_metrics
@@ -51,6 +57,8 @@ class Corrections:
     def use(self, flags: FallbackConfig) -> None:
         """Take corrections from other flags from now on."""
         self.flags, self.weights = flags, weight_correction(flags)
+        rejects = CorrectionConfig(nonfinite="reject") if flags.tis_nonfinite == "reject" else None
+        self.applied = self.weights or rejects
         self.penalty = self._penalty if flags.dc.mode else None
         self.custom = custom_correction(self.config, flags)
         self.bypass = flags.use_rollout_logprobs
@@ -60,6 +68,15 @@ class Corrections:
         """Whether the distance between the engines is measured."""
         corrects = self.weights or self.penalty or self.custom
         return self.flags.get_mismatch_metrics or bool(corrects)
+
+    def needs_scores(self, num_steps: int) -> bool:
+        """Whether a corrected rollout's old log-probabilities must be there before the loss.
+
+        In its only optimizer step the loss's own are those of the old policy, as in verl's on-policy
+        mode. They are too late for a second step, and for what looks at the whole batch.
+        """
+        whole = self.weights is not None and self.weights.needs_whole_batch
+        return num_steps > 1 or whole or self.penalty is not None
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on."""
@@ -85,8 +102,8 @@ class Corrections:
     def measure(self, steps: Sequence[TrainedStep]) -> Metrics:
         """How far the engines were apart on a rollout's first optimizer step; collective.
 
-        By the log-probabilities of the loss's own forward pass, which are there in any mode; in
-        bypass also what the loss of every step did with them.
+        By the log-probabilities of the loss's own forward pass, which are there in any mode; also what
+        the loss of every step did with them, where it was left to it.
         """
         if not self.wants_metrics:
             return {}
@@ -98,7 +115,7 @@ class Corrections:
             **mismatch_metrics(tokens, gather_vectors),
             **estimator_report(tokens, advantages, upper, gather_vectors),
         }
-        if self.bypass and (config := self.weights):
+        if (config := self.weights) and batches[0].correction is not None:
             metrics |= _means(
                 [correct(_tokens(*step), config, gather_vectors).metrics for step in steps]
             )
@@ -110,7 +127,8 @@ class Corrections:
             return {}
         batches, train_log_probs = steps[0]
         tokens = _tokens(batches, train_log_probs)
-        return lag_metrics(batches, tokens, lags, self.flags.tis_upper_bound)
+        learnt = [completed(*pair) for pair in zip(batches, train_log_probs, strict=True)]
+        return lag_metrics(learnt, tokens, lags, self.flags.tis_upper_bound)
 
     def k3(self, step: Sequence[PackedBatch], train_log_probs: Sequence[Tensor]) -> float:
         """`mismatch/k3` of other log-probabilities of the trainer's; collective."""
@@ -118,10 +136,9 @@ class Corrections:
 
     def _without_nonfinite(self, steps: Steps) -> Steps:
         """Let nothing else look at tokens that --tis-nonfinite rejects."""
-        if self.flags.tis_nonfinite != "reject":
+        if self.applied is None or self.applied.nonfinite != "reject":
             return steps
-        config = self.weights or CorrectionConfig(nonfinite="reject")
-        finite = without_nonfinite(_old_tokens(_rollout(steps)), config)
+        finite = without_nonfinite(_old_tokens(_rollout(steps)), self.applied)
         return [[replace(b, mask=part) for b, part in step] for step in _split(steps, finite.mask)]
 
     def _penalised(self, steps: Steps, penalty: DiscrepancyPenalty) -> tuple[Steps, Metrics]:
@@ -137,8 +154,10 @@ class Corrections:
         self, step: Sequence[ScoredBatch], active: bool
     ) -> tuple[list[WeighedBatch], Metrics]:
         tokens, metrics = _old_tokens(step), dict[str, float]()
-        kept, weights = tokens.mask, torch.ones_like(tokens.train_log_probs)
-        if active and not self.bypass and self.weights is not None:
+        kept = torch.cat([batch.mask for batch in step])
+        weights = torch.ones_like(tokens.train_log_probs)
+        left = active and (self.bypass or step[0].old_log_probs is None)
+        if active and not left and self.weights is not None:
             correction = correct(tokens, self.weights, gather_vectors)
             tokens, metrics = replace(tokens, mask=correction.counted), correction.metrics
             kept = correction.mask
@@ -157,7 +176,7 @@ class Corrections:
                 torch.where(batch.mask, share, 0),
                 keep,
                 weight,
-                correction=self.weights if active and self.bypass else None,
+                correction=self.applied if left else None,
                 custom=self.custom if active else None,
             )
             for batch, share, keep, weight in parts
@@ -170,8 +189,10 @@ def _rollout(steps: Steps) -> list[ScoredBatch]:
 
 
 def _old_tokens(batches: Sequence[ScoredBatch]) -> TokenBatch:
-    """Both engines' log-probabilities before the first optimizer step, of every sampled token."""
-    return _tokens(batches, [batch.old_log_probs for batch in batches])
+    """Both engines' log-probabilities before the first optimizer step, of every sampled token; the
+    rollout's for both where nobody computed the trainer's."""
+    old = [b.rollout_log_probs if b.old_log_probs is None else b.old_log_probs for b in batches]
+    return _tokens(batches, old)
 
 
 def _tokens(batches: Sequence[PackedBatch], train_log_probs: Sequence[Tensor]) -> TokenBatch:

@@ -6,18 +6,15 @@ batch is the sum over micro-batches and ranks, however it was cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fallback_correction.choices import require_choices
-from fallback_correction.config import CorrectionConfig
-from fallback_correction.correction import correct
-from fallback_correction.ratios import without_nonfinite
 from onpolicy.algorithm.kl import KlType, kl_estimate, unbiased_kl
 from onpolicy.algorithm.objectives import ObjectiveConfig, opsm_mask, token_loss
-from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.batch import WeighedBatch, completed
 
 Metrics = dict[str, Tensor]
 
@@ -49,8 +46,7 @@ def policy_loss(
     log_probs: float32 [R], with gradient. Returns (loss, sums of metrics weighted like the loss), all
     scalars to be summed over the global batch. Raises NonfiniteError as `batch.correction` has it.
     """
-    if batch.correction is not None:
-        batch = _corrected(batch, batch.correction, log_probs)
+    batch = completed(batch, log_probs)
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
     if batch.ref_log_probs is not None:
         kl_shares = shares if settings.rejected_in_kl else kept
@@ -66,6 +62,7 @@ def _policy_term(
 ) -> tuple[Tensor, Tensor, Tensor, Metrics]:
     """The policy's part of the loss, shares of the tokens that count, and of those that are kept."""
     old, tokens = batch.old_log_probs, batch.tokens(log_probs)
+    assert old is not None  # the batch is completed
     shares = torch.where(batch.mask, batch.shares, 0)
     objective = token_loss(log_probs, old, batch.advantages, tokens, settings.objective)
     loss, metrics = objective.loss, dict[str, Tensor]()
@@ -86,21 +83,6 @@ def _policy_term(
         metrics["train/pg_clipfrac"] = weighted_sum(objective.clipped.float(), shares)
         metrics["train/ppo_kl"] = weighted_sum(old - log_probs, shares)
     return total, shares, kept, metrics
-
-
-def _corrected(batch: WeighedBatch, config: CorrectionConfig, log_probs: Tensor) -> WeighedBatch:
-    """The batch with the weights and the rejection that these log-probabilities mean.
-
-    Sequences are whole in a micro-batch, so every level works; a mean over the global batch does not.
-    """
-    tokens = batch.tokens(log_probs)
-    correction, weights = correct(tokens, config), batch.importance_weights
-    return replace(
-        batch,
-        mask=without_nonfinite(tokens, config).mask,
-        kept=correction.mask,
-        importance_weights=weights if correction.weights is None else correction.weights,
-    )
 
 
 def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:

@@ -63,9 +63,10 @@ def miles_correction(
         loss: Tensor, log_probs: Tensor, batch: WeighedBatch
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         lens = batch.response_lens
+        old = log_probs if bypass or batch.old_log_probs is None else batch.old_log_probs
         given = {
             "pg_loss": loss,
-            "train_log_probs": (log_probs if bypass else batch.old_log_probs).split(lens),
+            "train_log_probs": old.split(lens),
             "rollout_log_probs": batch.rollout_log_probs.split(lens),
             "loss_masks": batch.mask.float().split(lens),
             "total_lengths": [len(s.sample.token_ids) for s in batch.samples],

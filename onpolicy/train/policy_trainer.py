@@ -212,7 +212,7 @@ class PolicyTrainer(PolicyScorer):
         """Old and reference log-probabilities, before the first optimizer step changes anything."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        old = iter(self._old_log_probs(batches, corrected=corrected))
+        old = iter(self._old_log_probs(batches, len(steps), corrected=corrected))
         reference = iter(self._reference_log_probs(batches))
         scored = [[with_scores(b, next(old), next(reference)) for b in step] for step in steps]
         return scored, {"perf/log_probs_time": time.perf_counter() - start}
@@ -223,16 +223,20 @@ class PolicyTrainer(PolicyScorer):
         """The same of a rollout that is corrected after all; the reference's do not change."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        old = iter(self._old_log_probs(batches, corrected=True))
+        old = iter(self._old_log_probs(batches, len(steps), corrected=True))
         scored = [[replace(batch, old_log_probs=next(old)) for batch in step] for step in steps]
         return scored, {"perf/log_probs_time": time.perf_counter() - start}
 
-    def _old_log_probs(self, batches: Sequence[PackedBatch], *, corrected: bool) -> list[Tensor]:
+    def _old_log_probs(
+        self, batches: Sequence[PackedBatch], num_steps: int, *, corrected: bool
+    ) -> Sequence[Tensor | None]:
         """On policy under an aligned contract the rollout's: computing them again would give the same
         bits."""
-        if corrected and not self.config.fallback.use_rollout_logprobs:
-            return self._score([batch.packed for batch in batches])
-        return [batch.rollout_log_probs for batch in batches]
+        if not corrected or self.corrections.bypass:
+            return [batch.rollout_log_probs for batch in batches]
+        if not self.corrections.needs_scores(num_steps):
+            return [None] * len(batches)
+        return self._score([batch.packed for batch in batches])
 
     def _reference_log_probs(self, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
         if not self.config.algorithm.use_kl_loss:

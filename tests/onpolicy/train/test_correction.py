@@ -15,7 +15,7 @@ from fallback_correction.config import RejectionRule, Veto
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups, validate
 from onpolicy.train import distributed
-from onpolicy.train.batch import with_scores
+from onpolicy.train.batch import completed, with_scores
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings, weight_correction
 from onpolicy.train.loss import policy_loss
@@ -42,8 +42,11 @@ def make_samples(log_ratios, advantages, rollout=-1.0):
     ]
 
 
-def score(config, log_ratios, advantages, max_tokens=1000, ref=None):
-    """(micro-batches with their scores, the trainer's log-probabilities of each)."""
+def score(config, log_ratios, advantages, max_tokens=1000, ref=None, before=True):
+    """(micro-batches with their scores, the trainer's log-probabilities of each).
+
+    before: whether the trainer's were computed before the loss.
+    """
     distributed.init_process_group()
     samples = make_samples(log_ratios, advantages)
     batches = make_micro_batches(samples, max_tokens=max_tokens)
@@ -52,7 +55,7 @@ def score(config, log_ratios, advantages, max_tokens=1000, ref=None):
         r = torch.tensor([x for s in batch.samples for x in log_ratios[s.sample.prompt.index]])
         own.append((batch.rollout_log_probs + r).requires_grad_())
         bypass = config.fallback.use_rollout_logprobs
-        old = batch.rollout_log_probs if bypass else own[-1].detach().clone()
+        old = batch.rollout_log_probs if bypass else own[-1].detach().clone() if before else None
         scored.append(with_scores(batch, old, None if ref is None else torch.full_like(r, ref)))
     return scored, own
 
@@ -65,9 +68,9 @@ def prepare(config, *scores, active=True, **more):
     return corrections, weighed, own, metrics
 
 
-def losses(config, log_ratios, advantages, max_tokens=1000, ref=None):
+def losses(config, log_ratios, advantages, max_tokens=1000, **more):
     """(loss, {index: gradients of the sample's tokens}, sums of metrics) of a global batch."""
-    _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens=max_tokens, ref=ref)
+    _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens=max_tokens, **more)
     results = [policy_loss(x, b, loss_settings(config)) for x, b in zip(own, batches, strict=True)]
     total = sum(loss for loss, _ in results)
     total.backward()
@@ -192,6 +195,71 @@ def test_what_bypass_did_is_measured_over_all_its_optimizer_steps():
     measured = corrections.measure([first, second])
     assert measured["correction/truncated_fraction"] == 0.5  # all of one step, none of the other
     assert measured["mismatch/k1"] == -2.0  # the first step alone
+
+
+# In one optimizer step
+
+
+def measured(config, *scores, **more):
+    corrections, batches, own, metrics = prepare(config, *scores, **more)
+    trained = [(batches, own)]
+    lags = corrections.measure_lags(trained, [0, 1])
+    return metrics | corrections.measure(trained) | lags
+
+
+ONE_STEP = [
+    [],
+    ["--use-tis"],
+    ["--use-tis", "--tis-level", "sequence"],
+    ["--use-tis", "--tis-level", "geometric", "--tis-mode", "clip"],
+    ["--use-tis", "--tis-mode", "mask", "--use-kl-loss", "--rejected-in-kl"],
+    ["--use-tis", "--use-rs", "--rs-level", "sequence", "--use-opsm", "--use-kl-loss"],
+    ["--use-rs", "--rs-upper-bound", "1.1", "--policy-loss", "cispo"],
+    ["--use-tis", "--rs-veto-threshold", "0.5", "--loss-aggregation", "token-mean"],
+    ["--tis-nonfinite", "reject", "--get-mismatch-metrics"],
+    ["--use-tis", "--tis-nonfinite", "reject", "--tis-level", "sequence"],
+]
+
+
+@pytest.mark.parametrize("flags", ONE_STEP, ids=" ".join)
+@pytest.mark.parametrize("max_tokens", [1, 1000])
+def test_in_one_step_the_loss_does_to_the_bit_what_scores_before_it_would_have_done(
+    flags, max_tokens
+):
+    config = config_of(*flags)
+    assert not Corrections(config).needs_scores(1) and Corrections(config).needs_scores(2)
+    rng = random.Random(0)
+    r = [[rng.gauss(0, 0.7) for _ in range(rng.randrange(1, 7))] for _ in range(6)]
+    if "reject" in flags:
+        r[2][0], r[3][-1] = NAN, -INF
+    case = r, [rng.uniform(-1, 1) for _ in r], max_tokens
+    ref = -1.5 if "--use-kl-loss" in flags else None
+    early, late = (losses(config, *case, ref=ref, before=before) for before in (True, False))
+    assert early == late and early[0] != 0
+    early, late = (
+        measured(config, *case[:2], max_tokens=max_tokens, before=before)
+        for before in (True, False)
+    )
+    assert early == late and early["lag/0/share"] == 1
+
+
+def test_what_the_loss_is_left_to_do_is_not_what_it_does_without(monkeypatch):
+    config = config_of("--use-tis")
+    late = losses(config, R, [2.0, -1.0], before=False)
+    monkeypatch.setattr(
+        "onpolicy.train.loss.completed", lambda batch, own: completed(batch, own - 1)
+    )
+    assert losses(config, R, [2.0, -1.0], before=False) != late
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--use-tis", "--tis-batch-normalize"], ["--use-rs", "--no-rejected-in-denominator"],
+     ["--dc-mode", "fixed"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_looks_at_the_whole_batch_needs_scores_before_the_loss(flags):
+    assert Corrections(config_of(*flags)).needs_scores(1)
 
 
 # What is not finite

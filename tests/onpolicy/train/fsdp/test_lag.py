@@ -64,6 +64,20 @@ def test_stale_tokens_are_weighed_by_how_far_the_policy_went_and_are_not_compare
     assert metrics["correction/weight_mean"] == pytest.approx(mean, rel=1e-6) != 1
 
 
+def test_one_step_on_stale_tokens_needs_no_pass_that_scores_them(make, monkeypatch):
+    """With one and without it every weight and every metric has the same bits."""
+    (scored, old), (plain, same) = (stale(make, fallback=WEIGHED) for _ in range(2))
+    monkeypatch.setattr(scored.corrections, "needs_scores", lambda num_steps: True)
+    monkeypatch.setattr(plain, "_score", None)
+    expected, found = (
+        {k: v for k, v in trainer.train(samples, 5, RATES).items() if not k.startswith("perf/")}
+        for trainer, samples in ((scored, old), (plain, same))
+    )
+    assert found == expected and found["correction/weight_mean"] != 1
+    for name, tensor in weights(scored).items():
+        assert torch.equal(tensor, weights(plain)[name])
+
+
 def test_without_a_correction_stale_tokens_are_learnt_from_as_they_are(make):
     trainer, old = stale(make)
     weighed, same = stale(make, fallback=WEIGHED)

@@ -169,15 +169,21 @@ def test_a_mismatch_is_counted_and_logged_if_the_policy_is_to_warn(make, caplog)
     assert "3 of" in caplog.text
 
 
-def test_under_a_stock_contract_old_log_probs_are_computed_again(make):
-    """So the ratio starts at 1 although the rollout's log-probabilities differ."""
-    trainer = make(aligned=False)
+@pytest.mark.parametrize("rates", [RATES, RATES * 2])
+def test_under_a_stock_contract_old_log_probs_are_the_trainers_own(make, rates, monkeypatch):
+    """So the ratio starts at 1 although the rollout's log-probabilities differ; what one optimizer
+    step computes anyway is not computed before it."""
+    trainer, passes = make(aligned=False), []
     samples = [
         with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)
     ]
-    metrics = trainer.train(samples, 0, RATES)
-    assert metrics["parity/num_mismatched_tokens"] >= len(samples)
-    assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    score = trainer._score
+    monkeypatch.setattr(trainer, "_score", lambda *args: passes.append(args) or score(*args))
+    metrics = trainer.train(samples, 0, rates)
+    assert len(passes) == len(rates) - 1
+    assert metrics["parity/num_mismatched_tokens"] * len(rates) >= len(samples)
+    assert (metrics["train/ppo_kl"] == 0) == (rates == RATES)
+    assert abs(metrics["train/ppo_kl"]) < 0.1  # to the rollout it would be 0.5 / length
     assert metrics["train/train_rollout_logprob_abs_diff"] > 0
 
 
