@@ -42,7 +42,7 @@ class Costs:
     """An optimizer step on a token of a rollout."""
 
     score: float
-    """The old log-probability of a token, in a pass of its own where samples of a step lag."""
+    """The old log-probability of a token that lags, where a pass of its own computes it."""
 
     push: float
 
@@ -291,7 +291,8 @@ def main() -> None:
         "--train-ratio", type=float, default=0.5, help="training over drawing at lag 0"
     )
     parser.add_argument(
-        "--score-ratio", type=float, default=1 / 3, help="scoring stale samples over training"
+        "--score-ratio", type=float, default=0.0,
+        help="scoring stale samples over training; a third where their loss cannot do it",
     )
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--groups-per-engine", type=int, default=4)

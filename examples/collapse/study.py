@@ -38,12 +38,21 @@ CORRECTIONS = (
     "dc_0.0037", "dc_0.03", "dc_0.1", "length_decay", "bypass", "governor",
 )  # fmt: skip
 
-CHANGES = {
-    "lr_1e-3": ("--lr", "1e-3"),
-    "two_steps": ("--global-batch-size", "48"),
-    "lag_2": ("--rollout-lag", "2", "--no-correct-lag"),
+REPLAY = "--use-rollout-routing-replay"
+
+CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "lr_1e-3": ({}, ("--lr", "1e-3")),
+    "lr_2e-3": ({}, ("--lr", "2e-3")),
+    "two_steps": ({}, ("--global-batch-size", "48")),
+    "lag_2": ({}, ("--rollout-lag", "2", "--no-correct-lag")),
+    "lag_2_weighed": ({}, ("--rollout-lag", "2")),
+    "64_digits": ({"DIGITS": "64"}, ()),
+    "8_experts": ({"EXPERTS": "8"}, ()),
+    "8_experts_replayed": ({"EXPERTS": "8"}, (REPLAY,)),
 }
-"""Changes of the setting: twice the learning rate, two optimizer steps a rollout, stale weights."""
+"""Changes of the setting, (variables, flags) of train.sh: twice and four times the learning rate, two
+optimizer steps a rollout, stale weights (as they are; weighed as is the default), longer answers, a
+mixture of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +77,21 @@ class Run:
     @property
     def variables(self) -> dict[str, str]:
         values = {"SEED": str(self.seed), "NUM_ROLLOUT": str(self.rollouts)}
-        values |= {"ESTIMATOR": self.estimator}
+        values |= {"ESTIMATOR": self.estimator, **self._change[0]}
         return values | ({"FORMAT": self.weight_format} if self.weight_format else {})
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Of train.sh."""
-        return (self.arm, *CHANGES.get(self.change, ()))
+        return (self.arm, *self._change[1])
+
+    @property
+    def _change(self) -> tuple[dict[str, str], tuple[str, ...]]:
+        return CHANGES[self.change] if self.change else ({}, ())
 
 
 def plan() -> Iterator[Run]:
-    """Every run of the protocol, and of its second part, in which the setting is changed."""
+    """Every run of the protocol, and of its later parts, in which the setting is changed."""
     for seed in SEEDS:
         yield Run(arm="aligned", seed=seed)
         for weight_format in FORMATS:
@@ -89,13 +102,26 @@ def plan() -> Iterator[Run]:
         for arm, weight_format in (("aligned", ""), ("nothing", "int4"), ("nothing", "fp8_e4m3")):
             yield Run(arm=arm, seed=seed, weight_format=weight_format, rollouts=LONG)
     for seed in SEEDS:
-        for arm, weight_format in (("aligned", ""), ("nothing", "int3")):
-            yield Run(
-                arm=arm, seed=seed, weight_format=weight_format, estimator="grpo", change="lr_1e-3"
-            )
-        for arm, weight_format in (("aligned", ""), ("nothing", "int3"), ("tis_token", "int3")):
-            yield Run(arm=arm, seed=seed, weight_format=weight_format, change="two_steps")
-        yield Run(arm="aligned", seed=seed, change="lag_2")
+        for arm in ("aligned", "nothing"):
+            yield changed(arm, seed, "lr_1e-3", "grpo")
+        for arm in ("aligned", "nothing", "tis_token"):
+            yield changed(arm, seed, "two_steps")
+        yield changed("aligned", seed, "lag_2")
+    for seed in SEEDS:
+        for arm in ("aligned", "nothing"):
+            yield changed(arm, seed, "lr_2e-3", "grpo")
+        yield changed("aligned", seed, "lag_2_weighed")
+        for arm in ("aligned", "nothing", "tis_token", "tis_sequence"):
+            yield changed(arm, seed, "64_digits")
+        for arm in ("aligned", "nothing", "tis_token"):
+            yield changed(arm, seed, "8_experts")
+        yield changed("nothing", seed, "8_experts_replayed")
+
+
+def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:
+    """A run in a changed setting, on an engine of 3 bits unless it is aligned."""
+    weight_format = "" if arm == "aligned" else "int3"
+    return Run(arm=arm, seed=seed, weight_format=weight_format, estimator=estimator, change=change)
 
 
 def record_of(run: Run) -> Path:

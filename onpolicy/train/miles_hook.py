@@ -53,8 +53,8 @@ def miles_correction(
     """The function as a correction of a micro-batch.
 
     It gets `args`, the per-token loss [R], lists of one tensor per sequence, and what else of `GIVEN`
-    its signature names; train_log_probs are the old policy's, or with `bypass`, where nobody
-    computed them, the loss's own. It returns (loss [R], masks, metrics of [R]); metrics become
+    its signature names; train_log_probs are the old policy's, or the loss's own where nobody
+    computed them, as with `bypass`. It returns (loss [R], masks, metrics of [R]); metrics become
     `tis/<name>`, as shares of the global batch. Raises ConfigError if it needs more than is given.
     """
     names = _asked_for(function)
