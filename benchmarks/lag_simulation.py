@@ -291,7 +291,9 @@ def main() -> None:
         "--train-ratio", type=float, default=0.5, help="training over drawing at lag 0"
     )
     parser.add_argument(
-        "--score-ratio", type=float, default=0.0,
+        "--score-ratio",
+        type=float,
+        default=0.0,
         help="scoring stale samples over training; a third where their loss cannot do it",
     )
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 512])

@@ -49,8 +49,8 @@ def make_model(vocab_size: int, num_digits: int, num_experts: int) -> torch.nn.M
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 32,
-        "max_position_embeddings": max(64, 2 * num_digits + 4),
-        "tie_word_embeddings": True,
+        "max_position_embeddings": max(64, 2 * num_digits + 8),
+        "tie_word_embeddings": not num_experts,  # SGLang's own Qwen3-MoE leaves a tied one empty
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, Qwen3MoeConfig
 
-from onpolicy.errors import WeightSyncError
+from onpolicy.errors import ContractError, WeightSyncError
 from sglang_patches import registry, weights
 from tests.support.tiny import make_checkpoint
 
@@ -67,3 +67,29 @@ def test_a_loader_that_leaves_an_old_weight_is_refused(path, rounds, monkeypatch
     monkeypatch.setattr(Engine, "load_weights", lambda self, pushed: list(pushed))
     with pytest.raises(WeightSyncError, match=f"parameter={NORM}: .* does not hold the bits"):
         push(Engine(path, WHOLE), rounds)
+
+
+class Heads(nn.Module):
+    """An embedding and an output projection, as SGLang names them."""
+
+    def __init__(self, *, tied, head):
+        super().__init__()
+        self.config = Qwen3MoeConfig(tie_word_embeddings=tied)
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(4, 2)
+        self.lm_head = self.model.embed_tokens if head is None else nn.Linear(2, 4, bias=False)
+        if head is not None:
+            self.lm_head.weight.data.copy_(head(self.model.embed_tokens.weight))
+
+
+@pytest.mark.parametrize(
+    ("tied", "head"), [(True, None), (True, torch.clone), (False, torch.zeros_like)]
+)
+def test_a_tied_output_projection_is_the_embedding_or_has_its_bits(tied, head):
+    weights.require_tied(Heads(tied=tied, head=head))
+
+
+@pytest.mark.parametrize("head", [torch.zeros_like, lambda weight: weight * 1.0001])
+def test_a_tied_output_projection_that_nothing_filled_is_refused(head):
+    with pytest.raises(ContractError, match=r"tie_word_embeddings=True: .*its own.*not tied"):
+        weights.require_tied(Heads(tied=True, head=head))
