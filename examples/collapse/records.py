@@ -22,6 +22,9 @@ CURVES = {
     "truncated": "rollout/truncated_ratio",
     "length": "rollout/response_length",
     "lambda": "dc/lambda",
+    "weight_mean": "correction/weight_mean",
+    "weight_mean_before": "correction/weight_mean_before",
+    "k3_without_replay": "routing/k3_without_replay",
 }
 """{name in a record: metric of the run}"""
 

@@ -230,8 +230,8 @@ class PolicyTrainer(PolicyScorer):
     def _old_log_probs(
         self, batches: Sequence[PackedBatch], num_steps: int, *, corrected: bool
     ) -> Sequence[Tensor | None]:
-        """On policy under an aligned contract the rollout's: computing them again would give the same
-        bits."""
+        """The rollout's in bypass, and on policy under an aligned contract, where computing them again
+        would give the same bits; None where the loss's own are they."""
         if not corrected or self.corrections.bypass:
             return [batch.rollout_log_probs for batch in batches]
         if not self.corrections.needs_scores(num_steps):

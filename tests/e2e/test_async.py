@@ -22,7 +22,7 @@ from tests.support.train_runs import (
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.runs]
 
 MODES = {
-    "lag 1": ("--rollout-lag", "1"),
+    "lag 1": ("--rollout-lag", "1", "--global-batch-size", "16"),  # one step: nothing is scored before
     "lag 1, segments": ("--rollout-lag", "1", "--rollout-segment-tokens", "7"),
     "lag 2, dynamic sampling": (
         "--rollout-lag", "2", "--dynamic-sampling", "--custom-rm-path", "own_reward.begins_even",
@@ -68,10 +68,15 @@ def sequences_since_the_push(log):
     return sum(map(int, re.findall(r"Prefill batch, #new-seq: (\d+)", text)))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(start, plain, tmp_path, mode):
-    process = start(tmp_path, *MODES[mode], "--rollout-num-engines", "2")
-    log = tmp_path / "run" / "logs" / "engine_1.log"
+@pytest.mark.parametrize(
+    ("mode", "engines"), [("lag 1", 2), ("lag 1, segments", 2), ("lag 2, dynamic sampling", 1)]
+)
+def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(
+    start, plain, tmp_path, mode, engines
+):
+    """The only one, or the last of two, whose samples the other may take over."""
+    process = start(tmp_path, *MODES[mode], "--rollout-num-engines", str(engines))
+    log = tmp_path / "run" / "logs" / f"engine_{engines - 1}.log"
     wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
     assert process.poll() is None, process.stdout.read()[-3000:]
     wait_for(lambda: sequences_since_the_push(log) > PROMPTS or process.poll() is not None)
