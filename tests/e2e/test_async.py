@@ -1,6 +1,5 @@
 """Runs whose engines sample ahead of the trainer, on real servers: the schedule decides every bit."""
 
-import json
 import re
 import signal
 
@@ -11,11 +10,14 @@ from onpolicy.outputs.meanings import meaning
 from onpolicy.run.probe import PROMPTS
 from tests.support.processes import is_guard
 from tests.support.train_runs import (
+    FREE,
     ROLLOUTS,
     a_rank_is_lost,
     finish,
+    journal_of,
     metrics_of,
     run_hash,
+    steps_of,
     wait_for,
 )
 
@@ -112,21 +114,6 @@ def test_a_run_that_is_killed_and_resumed_trains_on_what_it_had_drawn(start, pla
     output = finish(start(tmp_path, *argv, "--rollout-num-engines", "2"))
     assert "resumed from" in output
     assert run_hash(output) == plain(mode)[1]
-
-
-FREE = (
-    "--rollout-schedule", "free", "--rollout-max-response-len", "120", "--max-staleness", "3",
-    "--over-sampling-batch-size", "1",
-)  # fmt: skip
-"""Four responses at a time, so that some are being drawn at every push."""
-
-
-def journal_of(directory):
-    return directory / "run" / "rollouts.jsonl"
-
-
-def steps_of(file):
-    return [line for line in map(json.loads, file.read_text().splitlines()) if "groups" in line]
 
 
 def test_a_free_run_that_is_interrupted_killed_and_resumed_is_repeated_to_the_bit(start, tmp_path):

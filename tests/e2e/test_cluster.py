@@ -12,8 +12,10 @@ import pytest
 from tests.support.processes import is_gone, is_guard
 from tests.support.raylets import raylets
 from tests.support.train_runs import (
+    FREE,
     exported_weights,
     finish,
+    journal_of,
     metrics_of,
     run_hash,
     summary,
@@ -66,6 +68,14 @@ def test_ranks_and_engines_on_several_hosts_give_the_hash_of_one(
         r"GiB together, and (host\d) \((127\.0\.0\.\d)\) has [\d.]+ GiB free", output
     )
     assert asked == [(host, address) for host, address, _ in placed]
+
+
+def test_a_free_run_of_several_hosts_is_repeated_on_one_with_one_engine(start, cluster, tmp_path):
+    ran = tmp_path / "ran"
+    output = finish(start(ran, *FREE, *on(cluster), "--actor-num-nodes", "2"))
+    replay = ("--replay", str(journal_of(ran)))
+    assert run_hash(finish(start(tmp_path / "again", *FREE, *replay))) == run_hash(output)
+    assert summary(output)["tokens mismatched"] == "0"
 
 
 def test_a_killed_controller_leaves_no_process_on_any_host(start, cluster, tmp_path):

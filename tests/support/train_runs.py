@@ -22,6 +22,12 @@ PATHS = [str(ROOT / "tests/e2e"), str(ROOT)]
 ALIGNED = ("--true-on-policy-mode",)
 TWO_RANKS = ("--actor-num-ranks-per-node", "2")
 
+FREE = (
+    "--rollout-schedule", "free", "--rollout-max-response-len", "120", "--max-staleness", "3",
+    "--over-sampling-batch-size", "1",
+)  # fmt: skip
+"""Four responses at a time, so that some are being drawn at every push."""
+
 IN_RANKS = "any('default_worker' in argument for argument in sys.orig_argv)"
 """Of Python's processes in a run those that Ray started."""
 
@@ -104,3 +110,11 @@ def wait_for(condition, seconds=300):
 def metrics_of(directory):
     file = directory / "run" / "metrics.jsonl"
     return [r for r in read_jsonl(file) if "rollout/raw_reward" in r] if file.exists() else []
+
+
+def journal_of(directory):
+    return directory / "run" / "rollouts.jsonl"
+
+
+def steps_of(file):
+    return [line for line in map(json.loads, file.read_text().splitlines()) if "groups" in line]
