@@ -49,10 +49,12 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "64_digits": ({"DIGITS": "64"}, ()),
     "8_experts": ({"EXPERTS": "8"}, ()),
     "8_experts_replayed": ({"EXPERTS": "8"}, (REPLAY,)),
+    "kv_e4m3": ({}, ("--sglang-kv-cache-dtype", "fp8_e4m3")),
+    "kv_e5m2": ({}, ("--sglang-kv-cache-dtype", "fp8_e5m2")),
 }
 """Changes of the setting, (variables, flags) of train.sh: twice and four times the learning rate, two
 optimizer steps a rollout, stale weights (as they are; weighed as is the default), longer answers, a
-mixture of experts."""
+mixture of experts, a cache of keys and values in FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,11 @@ def plan() -> Iterator[Run]:
         for arm in ("aligned", "nothing", "tis_token"):
             yield changed(arm, seed, "8_experts")
         yield changed("nothing", seed, "8_experts_replayed")
+    for seed in SEEDS:
+        yield Run(arm="nothing", seed=seed, weight_format="bf16")
+        for change in ("kv_e4m3", "kv_e5m2"):
+            yield Run(arm="nothing", seed=seed, weight_format="bf16", change=change)
+        yield Run(arm="tis_token", seed=seed, weight_format="bf16", change="kv_e4m3")
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:
