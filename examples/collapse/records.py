@@ -24,6 +24,7 @@ CURVES = {
     "lambda": "dc/lambda",
     "weight_mean": "correction/weight_mean",
     "weight_mean_before": "correction/weight_mean_before",
+    "rejected": "correction/rejected_fraction",
     "k3_without_replay": "routing/k3_without_replay",
 }
 """{name in a record: metric of the run}"""

@@ -44,6 +44,26 @@ def test_a_slip_is_carried_on(monkeypatch):
     assert make_inputs.answer([1, 1, 9]) == "121"
 
 
+def test_longer_answers_are_right_as_often_and_fit_the_model():
+    import make_inputs
+
+    rng = random.Random(0)
+    for count in (12, 64):
+        values = [make_inputs.digits(rng, solvable=True, count=count) for _ in range(2000)]
+        right = sum(make_inputs.answer(v, rng) == make_inputs.answer(v) for v in values) / 2000
+        assert right == pytest.approx(0.92**12, abs=0.05)
+        # the prompt and "=", the longest response, and the one more that a server wants
+        config = make_inputs.make_model(14, count, num_experts=0).config
+        assert config.max_position_embeddings > (count + 1) + (count + 2) + 1
+
+
+def test_a_mixture_is_not_tied_as_sglangs_own_model_cannot_be():
+    import make_inputs
+
+    config = make_inputs.make_model(14, 12, num_experts=8).config
+    assert config.num_experts == 8 and not config.tie_word_embeddings
+
+
 def curves_of(rewards, **more):
     zeros = [0.0] * len(rewards)
     named = ("k3", "gradient_norm", "entropy", "truncated")
