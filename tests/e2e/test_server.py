@@ -1,6 +1,8 @@
 """A real server: who may talk to it, what it refuses, and what it refuses to start with."""
 
 import dataclasses
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,9 +19,11 @@ from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import engine_environment, engine_flags
 from onpolicy.rollout.server import EngineServer, require_free_port
 from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.contracts import contract_for
 from onpolicy.system.network import free_port
-from tests.support.engines_fixture import make_requests
+from tests.support.engines_fixture import make_engines, make_requests
 from tests.support.processes import engine_processes, listening_addresses
+from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -194,16 +198,29 @@ def test_it_refuses_to_serve_with(name, spec, tmp_path):
     command = [sys.executable, str(script), *engine_flags(spec, free_port("127.0.0.1"))]
     done = subprocess.run(
         command,
-        env={**__import__("os").environ, **engine_environment(spec)},
+        env={**os.environ, **engine_environment(spec)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert done.returncode != 0
-    import re
-
     assert re.search(message, done.stderr + done.stdout)
+
+
+def test_a_stock_engine_whose_tied_output_projection_nothing_fills_is_refused(tmp_path):
+    """SGLang's own Qwen3MoeForCausalLM would sample noise."""
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3-moe", tie_word_embeddings=True)
+    pair = make_engines(checkpoint, tmp_path)
+    contract = contract_for(pair.config, pair.hf_config, aligned=False)
+    spec = dataclasses.replace(pair.rollout.servers[0].spec, contract=contract)
+    server = EngineServer(spec, 0, tmp_path / "engine.log")
+    server.start()
+    try:
+        with pytest.raises(EngineError, match=r"tie_word_embeddings=True: .*Qwen3Moe.* not tied"):
+            server.wait_until_healthy(200)
+    finally:
+        server.stop()
 
 
 def test_without_a_contract_the_plugin_changes_nothing(monkeypatch):
