@@ -38,8 +38,6 @@ CORRECTIONS = (
     "dc_0.0037", "dc_0.03", "dc_0.1", "length_decay", "bypass", "governor",
 )  # fmt: skip
 
-REPLAY = "--use-rollout-routing-replay"
-
 CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "lr_1e-3": ({}, ("--lr", "1e-3")),
     "lr_2e-3": ({}, ("--lr", "2e-3")),
@@ -48,7 +46,7 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "lag_2_weighed": ({}, ("--rollout-lag", "2")),
     "64_digits": ({"DIGITS": "64"}, ()),
     "8_experts": ({"EXPERTS": "8"}, ()),
-    "8_experts_replayed": ({"EXPERTS": "8"}, (REPLAY,)),
+    "8_experts_replayed": ({"EXPERTS": "8"}, ("--use-rollout-routing-replay",)),
     "kv_e4m3": ({}, ("--sglang-kv-cache-dtype", "fp8_e4m3")),
     "kv_e5m2": ({}, ("--sglang-kv-cache-dtype", "fp8_e5m2")),
 }
