@@ -39,6 +39,7 @@ CORRECTIONS = (
 )  # fmt: skip
 
 CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "": ({}, ()),
     "lr_1e-3": ({}, ("--lr", "1e-3")),
     "lr_2e-3": ({}, ("--lr", "2e-3")),
     "two_steps": ({}, ("--global-batch-size", "48")),
@@ -50,9 +51,9 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "kv_e4m3": ({}, ("--sglang-kv-cache-dtype", "fp8_e4m3")),
     "kv_e5m2": ({}, ("--sglang-kv-cache-dtype", "fp8_e5m2")),
 }
-"""Changes of the setting, (variables, flags) of train.sh: twice and four times the learning rate, two
-optimizer steps a rollout, stale weights (as they are; weighed as is the default), longer answers, a
-mixture of experts, a cache of keys and values in FP8."""
+"""Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
+two optimizer steps a rollout; stale weights, as they are, and weighed as is the default; longer
+answers; a mixture of experts; a cache of keys and values in FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +78,13 @@ class Run:
     @property
     def variables(self) -> dict[str, str]:
         values = {"SEED": str(self.seed), "NUM_ROLLOUT": str(self.rollouts)}
-        values |= {"ESTIMATOR": self.estimator, **self._change[0]}
+        values |= {"ESTIMATOR": self.estimator, **CHANGES[self.change][0]}
         return values | ({"FORMAT": self.weight_format} if self.weight_format else {})
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Of train.sh."""
-        return (self.arm, *self._change[1])
-
-    @property
-    def _change(self) -> tuple[dict[str, str], tuple[str, ...]]:
-        return CHANGES[self.change] if self.change else ({}, ())
+        return (self.arm, *CHANGES[self.change][1])
 
 
 def plan() -> Iterator[Run]:

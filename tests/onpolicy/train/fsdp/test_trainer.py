@@ -183,7 +183,7 @@ def test_under_a_stock_contract_old_log_probs_are_the_trainers_own(make, rates, 
     assert len(passes) == len(rates) - 1
     assert metrics["parity/num_mismatched_tokens"] * len(rates) >= len(samples)
     assert (metrics["train/ppo_kl"] == 0) == (rates == RATES)
-    assert abs(metrics["train/ppo_kl"]) < 0.1  # to the rollout it would be 0.5 / length
+    assert abs(metrics["train/ppo_kl"]) < 0.01  # to the rollout it is 0.026 and more
     assert metrics["train/train_rollout_logprob_abs_diff"] > 0
 
 
