@@ -8,8 +8,12 @@ implementation of a model knows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -22,7 +26,8 @@ def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[st
     Returns views of `tensor` under the checkpoint's names. Raises ConfigError if the checkpoint
     holds something that is no part of `tensor`.
     """
-    stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    with _Views():
+        stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     memory = _memory(tensor)
     if any(_memory(view) != memory for view in stored.values()):
         raise ConfigError(
@@ -31,6 +36,15 @@ def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[st
             "piece. Choose another checkpoint."
         )
     return stored
+
+
+class _Views(TorchFunctionMode):
+    """Leaves pieces of a tensor where they are; transformers (from 5.13 on) copies each it cuts off."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _memory(tensor: Tensor) -> int:
