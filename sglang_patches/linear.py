@@ -35,8 +35,7 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         return operators.linear(x, layer.weight, bias)
 
     def row_forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if x.shape[-1] == layer.input_size:
-            x = x.chunk(layer.tp_size, dim=-1)[layer.tp_rank]
+        x = own_part(x, layer.input_size_per_partition)
         apart = layer.bias if layer.skip_bias_add else None
         bias = None if layer.skip_bias_add else layer.bias
         out = operators.row_parallel_linear(x, layer.weight, bias, row_parallel(contract))

@@ -30,6 +30,8 @@ def install(operators: Operators) -> None:
         hidden_states: torch.Tensor,
         lm_head: Any,
         embedding_bias: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,  # from 0.5.23 on: memory that a result may be written into
     ) -> torch.Tensor:
         weight = lm_head.weight[: lm_head.org_vocab_size]
         logits = operators.linear(hidden_states.to(weight.dtype), weight, embedding_bias)

@@ -29,6 +29,7 @@ _NEUTRAL = {
     "ebnf": None,
     "structural_tag": None,
     "beam_width": None,
+    "watermark": None,
 }
 _ALL_TOKENS = 1 << 30
 _GREEDY = 1

@@ -1,6 +1,6 @@
 """The seam between SGLang versions: what this plug-in supports, and where those versions differ.
 
-Supported: 0.5.17 (torch 2.11) to 0.5.21 (torch 2.13). What differs between them is asked here by
+Supported: 0.5.17 (torch 2.11) to 0.5.23 (torch 2.14). What differs between them is asked here by
 feature, never by comparing version numbers elsewhere.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from onpolicy.errors import ContractError
 
-SUPPORTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21")
+SUPPORTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 
 def sglang_version() -> str:

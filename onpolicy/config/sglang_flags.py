@@ -27,7 +27,10 @@ _OURS = {
 
 _ATTENTION = "the attention operator is part of the contract"
 _WEIGHTS = "the engine must hold the weights that are trained, bit for bit"
+_SAMPLED = "tokens are sampled from softmax(logits / temperature) alone"
 _COMPILED = "compiled operators round differently from the aligned ones"
+_FUSED = "a kernel of whole layers takes the place of the operators in the contract"
+_SHARED = "the contract knows one way to share a model: tensor parallelism"
 _SUMS = "the order of sums over ranks is part of the contract"
 
 _UNALIGNED = {
@@ -39,9 +42,14 @@ _UNALIGNED = {
     "bf16-gemm-backend": "matrix products are part of the contract",
     "enable-tf32-matmul": "it rounds float32 products to TF32, rotary angles among them",
     "enable-fused-qk-norm-rope": "norms and rotary embeddings are part of the contract",
+    "enable-amd-monokernel": _FUSED,
+    "enable-nvidia-megakernel": _FUSED,
+    "monokernel-backend": _FUSED,
     "sampling-backend": "the sampler is part of the contract",
     "tokenizer-worker-num": "requests are checked and given their seeds in one process",
-    "enable-custom-logit-processor": "tokens are sampled from softmax(logits / temperature) alone",
+    "enable-custom-logit-processor": _SAMPLED,
+    "enable-watermark": _SAMPLED,
+    "watermark-config": _SAMPLED,
     "model-impl": "both engines run the Hugging Face model definition",
     "json-model-override-args": "both engines run the model that the checkpoint describes",
     "kv-cache-dtype": "cached keys and values must keep the bits that training computes",
@@ -70,9 +78,12 @@ _UNALIGNED = {
     "decode-context-parallel-size": _SUMS,
     "attn-cp-size": _SUMS,
     "attention-context-parallel-size": _SUMS,
+    "enable-kv-cache-sharding": _SUMS,
     "enable-quant-communications": "it rounds what tensor-parallel ranks tell each other",
     "enable-fp32-lm-head": "the output projection is part of the contract",
-    "enable-dp-attention": "the contract knows one way to share a model: tensor parallelism",
+    "enable-dp-attention": _SHARED,
+    "attn-dp-size": _SHARED,
+    "attention-data-parallel-size": _SHARED,
     "rl-on-policy-target": "the contract's operators take its place",
 }
 

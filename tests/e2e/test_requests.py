@@ -75,7 +75,7 @@ REFUSED = {
     "a token beyond the vocabulary": ({"input_ids": [VOCABULARY]}, rf"=137: {TOKENS}"),
     "a token beyond int32": ({"input_ids": [2**40]}, TOKENS),
     "a token beyond int64": ({"input_ids": [2**70]}, "input_ids"),
-    "true for a token": ({"input_ids": [True]}, rf"=True: {TOKENS}"),
+    "true for a token": ({"input_ids": [True]}, rf"=True: {TOKENS}|boolean `true`, expected"),
     "a fraction for a token": ({"input_ids": [1.5]}, "input_ids"),
     "a text for a token": ({"input_ids": ["a"]}, "input_ids"),
     "a bad token in a batch": ({"input_ids": [[5], [6, 999]]}, rf"input_ids\[1\]=999: {TOKENS}"),
@@ -91,14 +91,20 @@ REFUSED = {
         {"sampling_params": {**PARAMS, "n": 10**6}},
         f"n=1000000: must be an integer from 1 to {MOST_SAMPLES}",
     ),
-    "a fraction of tokens": ({"sampling_params": {"max_new_tokens": 1.5}}, "Expected `int"),
+    "a fraction of tokens": (
+        {"sampling_params": {"max_new_tokens": 1.5}},
+        "Expected `int|`1.5`, expected i64",
+    ),
     "a start before the prompt": ({"logprob_start_len": -2}, "logprob_start_len=-2: must be an"),
     "more likeliest tokens than there are": (
         {"top_logprobs_num": VOCABULARY + 1},
         f"top_logprobs_num=138: must be an integer from 0 to {VOCABULARY}",
     ),
     "log-probabilities of no token": ({"token_ids_logprob": [VOCABULARY]}, "token_ids_logprob"),
-    "an unknown parameter": ({"sampling_params": {"hot": 1}}, "the request cannot be read: .*hot"),
+    "an unknown parameter": (
+        {"sampling_params": {"hot": 1}},
+        "the request cannot be read: .*hot|unknown field `hot`",
+    ),
 }
 
 
