@@ -1,13 +1,16 @@
 # Everything runs in .venv, which holds the pinned versions of requirements/.
 PYTHON ?= python3
+VENV := .venv
+PINS := requirements
+TORCH ?= 2.13.0
 # Where the default torch wheel is a CUDA build, take the CPU one:
 #   make setup TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_ARGS ?=
 SOAK_ARGS ?=
 
-BIN := .venv/bin
+BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
-INSTALLED := .venv/.installed
+INSTALLED := $(VENV)/.installed
 
 # On a machine with a GPU there is no .venv: this Python has torch, triton, transformers and pytest.
 #   make gpu-test GPU_TEST_ARGS='--gpu-models Qwen3-4B -k gemm'
@@ -19,18 +22,18 @@ GPU_BENCH_ARGS ?=
 CPU_SETTINGS ?=
 ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-runs test-cpus soak architectures lint gpu-test gpu-bench
+.PHONY: setup demo test test-runs test-cpus test-sglang soak architectures lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
 
-$(INSTALLED): $(wildcard requirements/*) pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH_ARGS) torch==2.13.0
-	$(BIN)/pip install --quiet --requirement requirements/cpu.txt
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu-no-deps.txt
+$(INSTALLED): $(wildcard $(PINS)/*.*) pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH_ARGS) torch==$(TORCH)
+	$(BIN)/pip install --quiet --requirement $(PINS)/cpu.txt
+	$(BIN)/pip install --quiet --no-deps --requirement $(PINS)/cpu-no-deps.txt
 	$(BIN)/pip install --quiet --no-deps --editable .
-	cp requirements/torchvision_beside_cpu_torch.* \
+	cp $(PINS)/torchvision_beside_cpu_torch.* \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
@@ -48,6 +51,16 @@ test-runs: setup
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'
 test-cpus: setup
 	$(BIN)/python tests/support/instruction_sets.py $(CPU_SETTINGS)
+
+# What the seam to SGLang needs, with another supported version: which hook moved, from its source, then, in an
+# environment of its own with what that version pins: hooks, parity, determinism, weight updates, aborts.
+#   make test-sglang VERSION=0.5.22
+SEAM := sglang_patches parity e2e/test_verify.py e2e/test_server.py e2e/test_requests.py e2e/test_serve_text.py \
+  e2e/test_weight_sync.py e2e/test_async.py::test_a_free_run_that_is_interrupted_killed_and_resumed_is_repeated_to_the_bit
+test-sglang: setup
+	PYTHONPATH=. $(BIN)/python tests/support/sglang_version.py $(VERSION)
+	$(MAKE) setup VENV=.sglang/$(VERSION)/venv PINS=.sglang/$(VERSION)
+	.sglang/$(VERSION)/venv/bin/python -m pytest $(addprefix tests/,$(SEAM)) --numprocesses 2 --dist loadfile
 
 # Kills processes of whole runs at random moments; about an hour. It goes on where it was stopped:
 #   make soak SOAK_ARGS='--kills 40 --seed 1'

@@ -1,0 +1,95 @@
+"""What another SGLang needs before it can be tried: its wheel, the hooks that are there, and its pins.
+
+    python tests/support/sglang_version.py 0.5.24        # `make test-sglang VERSION=0.5.24` calls this
+
+fetches the wheel into .sglang/0.5.24, says which hook moved, and writes requirements there in which what
+that SGLang pins takes the place of ours. It ends with exit code 1 if a hook is not where it was.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib.metadata import PathDistribution, version
+from pathlib import Path
+
+from sglang_patches import versions
+from tests.support.sglang_hooks import differences
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "requirements"
+
+
+def fetch(wanted: str, directory: Path) -> Path:
+    """Unpack the wheel of SGLang `wanted` below `directory`; where its package is."""
+    unpacked = directory / "wheel"
+    if not unpacked.exists():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        subprocess.run([*command, "--dest", directory, f"sglang=={wanted}"], check=True)
+        (wheel,) = directory.glob("sglang-*.whl")
+        partial = directory / "wheel.partial"
+        zipfile.ZipFile(wheel).extractall(partial)
+        partial.rename(unpacked)
+        wheel.unlink()
+    return unpacked
+
+
+def pins(unpacked: Path) -> dict[str, str]:
+    """The versions that an SGLang pins with ==, by the name of the package in lower case."""
+    (info,) = unpacked.glob("sglang-*.dist-info")
+    found: dict[str, str] = {}
+    for requirement in PathDistribution(info).requires or ():
+        pinned = re.match(
+            r"([\w.-]+)(?:\[.*?\])?==([\w.]+)$", requirement.partition(";")[0].strip()
+        )
+        if pinned and "extra ==" not in requirement:
+            found[_normal(pinned[1])] = pinned[2]
+    return found
+
+
+def repinned(text: str, pinned: dict[str, str]) -> str:
+    """Requirements in which packages of `pinned` have its versions; comments stay."""
+
+    def line(match: re.Match[str]) -> str:
+        return f"{match[1]}=={pinned.get(_normal(match[1]), match[2])}"
+
+    return re.sub(r"^([\w.-]+)==(\S+)$", line, text, flags=re.MULTILINE)
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def write_requirements(directory: Path, pinned: dict[str, str]) -> None:
+    """Write what `make setup` reads, beside the wheel."""
+    for file in REQUIREMENTS.iterdir():
+        if file.suffix == ".txt":
+            (directory / file.name).write_text(repinned(file.read_text(), pinned))
+        elif file.is_file():
+            (directory / file.name).write_bytes(file.read_bytes())
+
+
+def main(wanted: str) -> int:
+    if wanted not in versions.SUPPORTED:
+        print(
+            f"VERSION={wanted}: must be one of {', '.join(versions.SUPPORTED)}, or no engine starts. To "
+            "try another, add it to SUPPORTED in sglang_patches/versions.py."
+        )
+        return 2
+    directory = ROOT / ".sglang" / wanted
+    directory.mkdir(parents=True, exist_ok=True)
+    unpacked = fetch(wanted, directory)
+    pinned = pins(unpacked)
+    write_requirements(directory, pinned | {"sglang": wanted})
+    print(f"SGLang {wanted} pins torch {pinned['torch']}; tried with {version('torch')}.")
+    missing, changed = differences(unpacked, Path(sysconfig.get_path("purelib")))
+    for title, lines in (("moved", missing), ("takes other arguments", changed)):
+        print(f"{title}: {len(lines)}", *lines, sep="\n  ", flush=True)
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
