@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,6 +27,8 @@ from tests.support.processes import engine_processes, listening_addresses
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -178,8 +181,18 @@ SABOTAGE = {
         "the onpolicy plug-in did not run",
     ),
     "an operator that is not row-invariant": (
-        "import onpolicy.ops.cpu as cpu, torch.nn.functional as F\n"
-        "cpu.tiled_linear = lambda pool, x, weight, bias, *_: F.linear(x, weight, bias)",
+        """
+        import onpolicy.ops.cpu as cpu
+        from tests.support.violations import few, next_up
+
+        right = cpu.tiled_linear
+
+        def broken(pool, x, *rest):
+            out = right(pool, x, *rest)
+            return next_up(out) if few(len(x)) else out
+
+        cpu.tiled_linear = broken
+        """,
         "operator=linear, shape=",
     ),
 }
@@ -198,7 +211,7 @@ def test_it_refuses_to_serve_with(name, spec, tmp_path):
     command = [sys.executable, str(script), *engine_flags(spec, free_port("127.0.0.1"))]
     done = subprocess.run(
         command,
-        env={**os.environ, **engine_environment(spec)},
+        env={**os.environ, **engine_environment(spec), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
