@@ -8,6 +8,9 @@ from onpolicy.compat.process import prepare_process
 prepare_process()  # before torch is imported
 
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,25 @@ collect_rarely()  # thousands of tests are objects that stay
 settings.register_profile("onpolicy", deadline=None, derandomize=True, max_examples=80)
 settings.register_profile("few", settings.get_profile("onpolicy"), max_examples=15)
 settings.load_profile("onpolicy")
+
+
+TEMPORARY = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all processes of a session a temporary directory that goes with it, whatever they leave.
+
+    Its path is short, since sockets stand there. What `tmp_path` keeps for a look stays outside.
+    """
+    if not hasattr(config, "workerinput"):  # workers inherit it
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        config.stash[TEMPORARY] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t")
+        tempfile.tempdir = None  # read anew
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (temporary := config.stash.get(TEMPORARY, None)) is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

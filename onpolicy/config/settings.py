@@ -16,7 +16,7 @@ DECIDE_NO_RESULT = frozenset({
     # where things are or go, and what is logged
     "run_dir", "save", "save_interval", "keep_checkpoints", "load", "allow_changed_settings",
     "max_rank_restarts",
-    "use_tensorboard", "use_wandb", "wandb_project", "wandb_group", "wandb_run_name",
+    "use_tensorboard", "use_wandb", "wandb_required", "wandb_project", "wandb_group", "wandb_run_name",
     "log_samples", "log_samples_interval", "get_mismatch_metrics", "eval_interval",
     "custom_config_path", "dry_run", "trust_remote_code", "rm_workers", "rm_max_error_rate",
     "replay",

@@ -188,7 +188,7 @@ def check_sinks(output: OutputConfig) -> None:
     if output.use_tensorboard:
         check_tensorboard()
     if output.use_wandb:
-        check_wandb()
+        check_wandb(output)
 
 
 def versions() -> Mapping[str, Any]:

@@ -1,52 +1,105 @@
-"""Metrics on Weights & Biases: checked before anything starts, and a resumed run goes on there."""
+"""Metrics on Weights & Biases, which a run can do without: what fails there is said once.
+
+Unless --wandb-required asks otherwise, a run that cannot reach Weights & Biases when it starts logs into
+its own directory, for `wandb sync`, and one that loses it goes on alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onpolicy.config.groups import OutputConfig
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, OutputError, in_one_line
 from onpolicy.outputs.metrics import Sink
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 RUN_ID = "wandb_run_id"
 """File in the run directory that names the run there."""
+
+FINISH_SECONDS = 120
+"""How long the end of a run waits for what is not sent yet; it stays in the run directory."""
 
 
 class WandbSink(Sink):
     """Continues the run that `directory` names, if it names one.
 
     After a resume, steps that had been logged before the run was cut short come again, with the same
-    values but for times; Weights & Biases keeps the first ones.
+    values but for times; Weights & Biases keeps the first ones. Raises OutputError for what fails there
+    if the output is required to be there.
     """
 
     def __init__(self, output: OutputConfig, directory: Path, config: Mapping[str, Any]):
+        self._is_required = output.wandb_required
+        self._directory = directory
+        self._run: Any = None
+        self._run = self._attempt(lambda: self._open(output, config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._run is not None:
+            self._attempt(lambda: self._run.log(dict(metrics), step=step))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._attempt(lambda: self._run.finish())
+
+    def _open(self, output: OutputConfig, config: Mapping[str, Any]) -> Any:
         import wandb
 
-        file = directory / RUN_ID
-        self._run = wandb.init(
+        file = self._directory / RUN_ID
+        run = wandb.init(
             project=output.wandb_project,
             group=output.wandb_group or None,
             name=output.wandb_run_name or None,
             id=file.read_text().strip() if file.exists() else None,
             resume="allow",
-            dir=str(directory),
+            dir=str(self._directory),
             config=dict(config),
+            settings=wandb.Settings(finish_timeout=FINISH_SECONDS, finish_timeout_raises=True),
         )
-        file.write_text(f"{self._run.id}\n")
+        file.write_text(f"{run.id}\n")
+        return run
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+    def _attempt(self, call: Callable[[], Answer]) -> Answer | None:
+        """What `call` returns; None, and nothing is logged there from now on, if it fails."""
+        try:
+            return call()
+        except Exception as error:  # of its service, the network, the disk: wandb wraps not all
+            message = f"Weights & Biases failed ({type(error).__name__}: {in_one_line(error)})"
+            if self._is_required:
+                raise OutputError(
+                    f"{message}, and --wandb-required is given. Go on with --load, or without the flag."
+                ) from error
+            logger.warning(
+                "%s. The run goes on without it; all metrics are in metrics.jsonl, and `wandb sync %s` "
+                "sends what is there. --wandb-required would end such a run.",
+                message, self._directory / "wandb",
+            )  # fmt: skip
+            self._run = None
+            _end_service()
+            return None
 
-    def close(self) -> None:
-        self._run.finish()
+
+def _end_service() -> None:
+    """Have wandb end its service now: when a process ends it prints a traceback of a broken one."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
 
 
-def check_wandb() -> None:
-    """Raise ConfigError if a run could not be logged there: not installed, or nobody is logged in.
+def check_wandb(output: OutputConfig) -> None:
+    """Have a run that could not be logged there log into its directory, and say so.
 
-    Asks a person at a terminal for a key. Says nothing against WANDB_MODE=offline or disabled.
+    Asks a person at a terminal for a key. Says nothing against WANDB_MODE=offline or disabled. Raises
+    ConfigError if wandb is not installed, or if the run is required to be there.
     """
     try:
         import wandb
@@ -55,12 +108,30 @@ def check_wandb() -> None:
             f"--use-wandb: wandb cannot be imported ({error}). Install it: pip install wandb; or leave "
             "the flag out."
         ) from error
-    if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
-        return
     try:
-        wandb.login(verify=True)
-    except wandb.Error as error:
-        raise ConfigError(
-            f"--use-wandb: {error} Run `wandb login`, or set WANDB_API_KEY; set WANDB_MODE=offline to "
-            "log into the run directory, for `wandb sync` later."
-        ) from error
+        if wandb.setup().settings.mode not in ("offline", "dryrun", "disabled"):
+            wandb.login(verify=True)
+    except (wandb.Error, ValueError, OSError) as error:
+        _log_offline(f"--use-wandb: {_reason(error)}", output.wandb_required, error)
+        wandb.teardown()  # it has read WANDB_MODE
+
+
+def _reason(error: Exception) -> str:
+    """What keeps the run away; a mode that wandb does not know is one of its ValueErrors."""
+    mode = os.environ.get("WANDB_MODE")
+    if isinstance(error, ValueError) and mode is not None:
+        return f"WANDB_MODE={mode} is no mode of wandb (online, offline, disabled)."
+    return in_one_line(error)
+
+
+def _log_offline(reason: str, is_required: bool, error: Exception) -> None:
+    remedy = (
+        "Run `wandb login`, or set WANDB_API_KEY; set WANDB_MODE=offline to log into the run directory, "
+        "for `wandb sync` later."
+    )
+    if is_required:
+        raise ConfigError(f"{reason} {remedy}") from error
+    logger.warning(
+        "%s The run logs into its directory, as with WANDB_MODE=offline. %s", reason, remedy
+    )
+    os.environ["WANDB_MODE"] = "offline"

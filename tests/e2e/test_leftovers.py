@@ -62,6 +62,25 @@ def under_way(tmp_path, process):
     assert process.poll() is None, process.stdout.read()[-3000:]
 
 
+MESSY_TESTS = (
+    "tests/onpolicy/outputs/test_wandb_sink.py",
+    "tests/e2e/test_server.py::test_it_refuses_to_serve_with",
+)
+"""Services that are killed, and servers without a guard."""
+
+
+def test_the_tests_themselves_leave_nothing(tmp_path):
+    with TemporaryDirectory(prefix="t") as temporary:
+        environment = {**os.environ, "TMPDIR": temporary, "PYTEST_DEBUG_TEMPROOT": str(tmp_path)}
+        command = [sys.executable, "-m", "pytest", *MESSY_TESTS]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        footprint = Footprint(process.pid, Path(temporary))
+        output, _ = process.communicate()
+        assert process.returncode == 0, output[-3000:]
+        assert footprint.left(PATIENCE) == []
+        assert footprint.shared_memory  # there was something to clean up
+
+
 @pytest.mark.anew
 def test_a_run_that_ends_leaves_nothing_and_lets_nobody_in_meanwhile(run, tmp_path):
     key_file, flags = tmp_path / "key", tmp_path / "flags.yaml"

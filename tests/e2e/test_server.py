@@ -22,6 +22,8 @@ from onpolicy.rollout.server import EngineServer, require_free_port
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.contracts import contract_for
 from onpolicy.system.network import free_port
+from onpolicy.system.private_directory import PrivateDirectory
+from sglang_patches import shared_names
 from tests.support.engines_fixture import make_engines, make_requests
 from tests.support.processes import engine_processes, listening_addresses
 from tests.support.tiny import make_checkpoint
@@ -209,14 +211,16 @@ def test_it_refuses_to_serve_with(name, spec, tmp_path):
         + "if __name__ == '__main__':\n    main(sys.argv[1:])\n"
     )
     command = [sys.executable, str(script), *engine_flags(spec, free_port("127.0.0.1"))]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **engine_environment(spec), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment = {**os.environ, **engine_environment(spec), "PYTHONPATH": str(ROOT)}
+    with PrivateDirectory(shared_names.PATTERNS) as directory:  # no guard removes what it leaves
+        done = subprocess.run(
+            command,
+            env={**environment, shared_names.DIRECTORY_VARIABLE: str(directory.path)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
     assert done.returncode != 0
     assert re.search(message, done.stderr + done.stdout)
 

@@ -64,6 +64,9 @@ class OutputConfig:
     use_wandb: bool = False
     """Also log to Weights & Biases (set WANDB_MODE=offline for no network)."""
 
+    wandb_required: bool = False
+    """End a run that Weights & Biases fails; else it is said once, and the run goes on without it."""
+
     wandb_project: str = "onpolicy"
     """Project name there."""
 

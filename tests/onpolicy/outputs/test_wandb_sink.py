@@ -1,13 +1,19 @@
-"""Weights & Biases without a network: what is checked beforehand, and that a resumed run goes on."""
+"""Weights & Biases without a network: what is checked beforehand, what a run outlives, a resumed run."""
 
+import contextlib
 import dataclasses
+import os
+import re
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import OutputConfig
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, OutputError
 from onpolicy.outputs.directory import RunDirectory, check_sinks
 
 OUTPUT = OutputConfig(use_wandb=True, wandb_group="sums", wandb_run_name="first")
@@ -24,12 +30,123 @@ def nobody(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     wandb.teardown()
     yield monkeypatch
-    wandb.teardown()
+    with contextlib.suppress(Exception):  # of a service that a test killed
+        wandb.teardown()
 
 
-def test_nobody_logged_in_is_noticed_before_anything_starts(nobody):
-    with pytest.raises(ConfigError, match=r"^--use-wandb: .*wandb login.*WANDB_MODE=offline"):
-        check_sinks(OUTPUT)
+REQUIRED = dataclasses.replace(OUTPUT, wandb_required=True)
+
+
+def ours(caplog):
+    """What onpolicy said."""
+    return [r.getMessage() for r in caplog.records if r.name.startswith("onpolicy.")]
+
+
+UNREACHABLE = {
+    "no key": ({}, "No API key configured.*wandb login"),
+    "an empty mode": ({"WANDB_MODE": ""}, "WANDB_MODE= is no mode of wandb"),
+    "an unknown mode": ({"WANDB_MODE": "of"}, "WANDB_MODE=of is no mode of wandb"),
+    "no network": (
+        {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"},  # nobody listens there
+        "--use-wandb: .*127.0.0.1:9",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREACHABLE)
+def test_a_run_that_cannot_be_logged_there_says_so_once_and_logs_into_its_directory(
+    nobody, caplog, name, tmp_path
+):
+    variables, message = UNREACHABLE[name]
+    for variable, value in variables.items():
+        nobody.setenv(variable, value)
+    if "WANDB_MODE" not in variables:
+        nobody.setenv("WANDB_MODE", "online")
+    check_sinks(OUTPUT)
+    (warning,) = ours(caplog)
+    assert re.search(f"{message}.*as with WANDB_MODE=offline", warning)
+    assert os.environ["WANDB_MODE"] == "offline"
+    sink = open_sink(tmp_path)
+    sink.log(0, {"rollout/raw_reward": 0.5})
+    sink.close()
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert ours(caplog) == [warning]
+
+
+@pytest.mark.parametrize("name", UNREACHABLE)
+def test_a_run_that_must_be_there_is_refused_before_anything_starts(nobody, name):
+    variables, message = UNREACHABLE[name]
+    for variable, value in variables.items():
+        nobody.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"{message}.*WANDB_MODE=offline"):
+        check_sinks(REQUIRED)
+
+
+def open_sink(tmp_path, output=OUTPUT):
+    config = dataclasses.replace(TrainConfig(), output=output)
+    _, sink = RunDirectory(str(tmp_path / "run"), resumes=False).sinks(config, 0)
+    return sink
+
+
+def kill_the_service():
+    children = [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
+    assert children
+    for child in children:
+        child.kill()
+    psutil.wait_procs(children)
+
+
+def log_until_it_is_noticed(sink):
+    for step in range(200):
+        sink.log(step, {"x": 1.0})
+        time.sleep(0.01)
+    sink.close()
+
+
+def test_a_run_whose_service_dies_goes_on_and_says_so_once(nobody, caplog, tmp_path):
+    nobody.setenv("WANDB_MODE", "offline")
+    sink = open_sink(tmp_path)
+    kill_the_service()
+    log_until_it_is_noticed(sink)
+    (warning,) = ours(caplog)
+    assert re.search("Weights & Biases failed .*goes on without it.*metrics.jsonl", warning)
+
+
+def test_a_run_that_must_be_there_ends_when_its_service_dies(nobody, tmp_path):
+    nobody.setenv("WANDB_MODE", "offline")
+    sink = open_sink(tmp_path, REQUIRED)
+    kill_the_service()
+    with pytest.raises(OutputError, match=r"Weights & Biases failed .*--wandb-required"):
+        log_until_it_is_noticed(sink)
+
+
+FULL_DISK = """
+import dataclasses, resource, sys
+from pathlib import Path
+from onpolicy.config.groups import OutputConfig
+from onpolicy.outputs.wandb_sink import WandbSink
+import wandb
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+output = OutputConfig(use_wandb=True, wandb_required=sys.argv[2] == "required")
+sink = WandbSink(output, Path(sys.argv[1]), {})
+sink.log(0, {"x": 1.0})
+sink.close()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("how", ["asked for", "required"])
+def test_a_full_disk_is_said_once_and_ends_a_run_only_if_it_must_be_there(nobody, how, tmp_path):
+    """In a process of its own, whose files can have no byte."""
+    nobody.setenv("WANDB_MODE", "offline")
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.count("Weights & Biases failed (OSError: [Errno 27] File too large)") == 1
+    if how == "required":
+        assert "OutputError: Weights & Biases failed" in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "went on\n")
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
