@@ -23,6 +23,7 @@ from sglang_patches import (
     configurations,
     cpu_sizes,
     determinism,
+    echo,
     embedding,
     experts,
     forks,
@@ -32,7 +33,9 @@ from sglang_patches import (
     linear,
     lm_head,
     model,
+    model_names,
     parallel_samples,
+    prompt_log_probs,
     registry,
     request_seeds,
     requests,
@@ -56,6 +59,7 @@ def load() -> None:
     contract = NumericsContract.from_json(text)
     shared_names.install()
     harmful_requests.install()
+    model_names.install()
     status.install()
     weights.install(contract)
     if contract.device == "cpu":
@@ -93,7 +97,9 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
     if contract.aligns("log_probs", OUTSIDE):
         determinism.install(contract)
         sampler.install(operators, contract)
+        prompt_log_probs.install(operators, contract)
         requests.install()
+        echo.install()
         request_seeds.install()
         parallel_samples.install()
     trainers_model.install(contract)

@@ -16,6 +16,8 @@ COMPLETION_TARGET = (
     "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request"
 )
 
+TOKENIZE_TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+
 _NEUTRAL = {
     "top_p": 1.0,
     "min_p": 0.0,
@@ -45,6 +47,7 @@ _REASON = (
 def install() -> None:
     registry.hook(TARGET, _refuse_filters, "before")
     registry.hook(COMPLETION_TARGET, _refuse_completion, "after")
+    registry.hook(TOKENIZE_TARGET, _refuse_positions, "after")
 
 
 def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
@@ -61,12 +64,18 @@ def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
 
 
 def _refuse_completion(problem: str | None, handler: Any, request: Any) -> str | None:
-    """What SGLang's /v1/completions would ignore, or answer with log-probabilities of its own."""
+    """What SGLang's /v1/completions would ignore."""
     if request.best_of not in (None, request.n):
         return f"best_of={request.best_of}: {_REASON}"
-    if request.echo and request.logprobs is not None:
-        return (
-            f"echo=True, logprobs={request.logprobs}: in true-on-policy mode the log-probabilities of a "
-            "response are the trainer's, those of a prompt are not. Leave one of the two out."
-        )
     return problem
+
+
+def _refuse_positions(tokenized: Any, *_: Any, **__: Any) -> None:
+    """Scores at chosen positions of a prompt, which SGLang computes with operators of its own."""
+    for name in ("token_indices_to_pool", "multi_item_delimiter_indices"):
+        if (positions := getattr(tokenized, name, None)) is not None:
+            raise ValueError(
+                f"{name}={positions!r}: not available in true-on-policy mode, where SGLang's scores at "
+                "chosen positions would not be the trainer's. Ask for the whole prompt's log-probabilities "
+                "with logprob_start_len, or serve without the contract."
+            )

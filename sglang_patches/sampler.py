@@ -61,6 +61,22 @@ def _sampler_class() -> type:
             self._sync_token_ids_across_tp(tokens, sampling_info)
             return tokens
 
+        def compute_logprobs_only(
+            self,
+            logits_output: Any,
+            sampling_info: Any,
+            top_logprobs_nums: list[int],
+            token_ids_logprobs: list[list[int] | None],
+        ) -> None:
+            """What requests of no token ask of the one that would come next."""
+            logits = logits_output.next_token_logits.to(self.dtype)
+            log_probs = self.operators.log_softmax(logits, sampling_info.temperatures)
+            result = self.output_logprob_processor.compute_logprobs(
+                log_probs, top_logprobs_nums, token_ids_logprobs, logits.argmax(-1)
+            )
+            result.token_logprobs = None  # of a token that nobody drew
+            result.write_output_to(logits_output)
+
     return AlignedSampler
 
 

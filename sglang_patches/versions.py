@@ -43,6 +43,11 @@ def has_model_hook() -> bool:
     return sglang_version() not in SUPPORTED[:4]
 
 
+def wants_model_names() -> bool:
+    """Whether /v1/responses takes the name of the served model alone."""
+    return sglang_version() not in SUPPORTED[:3]
+
+
 def longest_prefill(server_args: Any) -> int:
     """Most tokens of one prefill of this engine, as SGLang resolved its flags."""
     try:
