@@ -12,26 +12,32 @@ from typing import Any
 
 from sglang_patches import registry
 
-TARGET = (
-    "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
-    "._convert_to_internal_request"
+_HANDLERS = "sglang.srt.entrypoints.openai"
+COMPLETION_TARGET = (
+    f"{_HANDLERS}.serving_completions.OpenAIServingCompletion._convert_to_internal_request"
 )
+CHAT_TARGET = f"{_HANDLERS}.serving_chat.OpenAIServingChat._convert_to_internal_request"
 
 
 def install() -> None:
-    registry.hook(TARGET, _ask_for_the_prompts, "after")
+    for target in (COMPLETION_TARGET, CHAT_TARGET):
+        registry.hook(target, _refuse_prompt_logprobs, "before")
+    registry.hook(COMPLETION_TARGET, _ask_for_the_prompts, "after")
 
 
-def _ask_for_the_prompts(
-    converted: tuple[Any, Any], _: Any, request: Any, raw_request: Any = None
-) -> tuple[Any, Any]:
-    """What SGLang is asked, and the request that its answer is made for."""
+def _refuse_prompt_logprobs(_: Any, request: Any, raw_request: Any = None) -> None:
     body = getattr(raw_request, "_json", None)  # FastAPI has read it
     if isinstance(body, dict) and body.get("prompt_logprobs") is not None:
         raise ValueError(
-            f"prompt_logprobs={body['prompt_logprobs']!r}: SGLang has no such field. Give echo=true with "
-            "logprobs, or ask /generate with logprob_start_len=0."
+            f"prompt_logprobs={body['prompt_logprobs']!r}: SGLang has no such field. Ask "
+            "/v1/completions with echo and logprobs, or /generate with logprob_start_len=0."
         )
+
+
+def _ask_for_the_prompts(
+    converted: tuple[Any, Any], _: Any, request: Any, *__: Any, **___: Any
+) -> tuple[Any, Any]:
+    """What SGLang is asked, and the request that its answer is made for."""
     asked, answered = converted
     if request.echo and request.logprobs is not None:
         asked.logprob_start_len = 0

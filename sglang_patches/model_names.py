@@ -11,9 +11,7 @@ from typing import Any
 
 from sglang_patches import registry, versions
 
-TARGET = (
-    "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._validate_model"
-)
+TARGET = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._validate_model"
 
 
 def install() -> None:

@@ -75,7 +75,7 @@ def _refuse_positions(tokenized: Any, *_: Any, **__: Any) -> None:
     for name in ("token_indices_to_pool", "multi_item_delimiter_indices"):
         if (positions := getattr(tokenized, name, None)) is not None:
             raise ValueError(
-                f"{name}={positions!r}: not available in true-on-policy mode, where SGLang's scores at "
-                "chosen positions would not be the trainer's. Ask for the whole prompt's log-probabilities "
-                "with logprob_start_len, or serve without the contract."
+                f"{name}={positions!r}: not available in true-on-policy mode, because SGLang scores "
+                "chosen positions by operators of its own. Ask for the log-probabilities of the whole "
+                "prompt with logprob_start_len, or serve without the contract."
             )

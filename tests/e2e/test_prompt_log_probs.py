@@ -5,36 +5,13 @@ import requests
 import torch
 
 from tests.support.engines_fixture import CHUNKED_PREFILL_SIZE, make_requests
+from tests.support.prompt_scores import ask_of_prompts, of_prompt
 from tests.support.violations import always, break_operator
 
 pytestmark = pytest.mark.engine
 
 VOCABULARY = 137
 TEMPERATURES = (1.0, 0.7)
-
-
-def ask(engines, prompts, *, temperature=1.0, **fields):
-    """What /generate answers, one dictionary a prompt; all are in one request, and so in batches."""
-    server = engines.rollout.servers[0]
-    temperatures = [temperature] * len(prompts) if isinstance(temperature, float) else temperature
-    params = [
-        {"max_new_tokens": 1, "temperature": value, "sampling_seed": 3} for value in temperatures
-    ]
-    body = {
-        "input_ids": prompts, "sampling_params": params, "return_logprob": True,
-        "logprob_start_len": 0, **fields,
-    }  # fmt: skip
-    headers = {"Authorization": f"Bearer {server.spec.api_key}"}
-    answer = requests.post(f"{server.url}/generate", json=body, headers=headers, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return [each["meta_info"] for each in answer.json()]
-
-
-def of_prompt(meta):
-    """float32 [n - 1]: of all tokens but the first that was asked for, which nothing precedes."""
-    first, *others = meta["input_token_logprobs"]
-    assert first[0] is None
-    return torch.tensor([value for value, *_ in others])
 
 
 def scored(engines, prompts, temperature=1.0):
@@ -55,7 +32,7 @@ def temperature(request):
 def test_they_are_the_trainers_in_batches_and_in_chunks_of_a_prefill(engines, temperature):
     prompts = make_prompts()
     expected = scored(engines, prompts, temperature)
-    answers = ask(engines, prompts, temperature=temperature)
+    answers = ask_of_prompts(engines, prompts, temperature=temperature)
     assert all(
         torch.equal(of_prompt(answer), theirs)
         for answer, theirs in zip(answers, expected, strict=True)
@@ -68,16 +45,16 @@ def test_a_trainer_off_by_one_bit_is_found(engines, monkeypatch, operator):
     monkeypatch.setattr(operators, operator, getattr(operators, operator))
     break_operator(operators, operator, always)
     others = scored(engines, prompts)
-    answers = ask(engines, prompts)
+    answers = ask_of_prompts(engines, prompts)
     assert not any(torch.equal(of_prompt(a), b) for a, b in zip(answers, others, strict=True))
 
 
 def test_they_depend_neither_on_the_batch_nor_on_the_temperatures_in_it(engines):
     prompts = make_prompts()
     temperatures = [TEMPERATURES[i % 2] for i in range(len(prompts))]
-    together = ask(engines, prompts, temperature=temperatures)
+    together = ask_of_prompts(engines, prompts, temperature=temperatures)
     for prompt, temperature, answer in zip(prompts, temperatures, together, strict=True):
-        (alone,) = ask(engines, [prompt], temperature=temperature)
+        (alone,) = ask_of_prompts(engines, [prompt], temperature=temperature)
         assert torch.equal(of_prompt(answer), of_prompt(alone))
 
 
@@ -85,17 +62,17 @@ def test_a_request_beside_them_samples_what_it_samples_alone(engines):
     (sampled,) = make_requests(1, seed=32, max_new_tokens=1)
     prompts = [*make_prompts(), sampled.prompt_ids]
     starts = [0] * (len(prompts) - 1) + [-1]
-    last = ask(engines, prompts, logprob_start_len=starts)[-1]
-    (alone,) = ask(engines, prompts[-1:], logprob_start_len=-1)
+    last = ask_of_prompts(engines, prompts, logprob_start_len=starts)[-1]
+    (alone,) = ask_of_prompts(engines, prompts[-1:], logprob_start_len=-1)
     assert not last["input_token_logprobs"]
     assert last["output_token_logprobs"] == alone["output_token_logprobs"]
 
 
 def test_those_after_a_cached_prefix_are_the_same(engines):
     prompt = max(make_prompts(), key=len)
-    (whole,) = ask(engines, [prompt])
+    (whole,) = ask_of_prompts(engines, [prompt])
     for start in (1, 47, 48, len(prompt) - 2):
-        (part,) = ask(engines, [prompt], logprob_start_len=start)
+        (part,) = ask_of_prompts(engines, [prompt], logprob_start_len=start)
         assert part["cached_tokens"] > 0 or start == 1
         assert torch.equal(of_prompt(part), of_prompt(whole)[start:])
 
@@ -103,9 +80,11 @@ def test_those_after_a_cached_prefix_are_the_same(engines):
 def test_a_response_sent_back_has_the_numbers_that_it_was_sampled_with(engines):
     requests_ = make_requests(4, seed=33, temperature=0.7)
     for request, completion in zip(requests_, engines.generate(requests_), strict=True):
-        (answer,) = ask(engines, [request.prompt_ids + completion.response_ids], temperature=0.7)
-        sampled = torch.tensor(completion.rollout_log_probs)
-        assert torch.equal(of_prompt(answer)[-len(sampled) :], sampled)
+        (answer,) = ask_of_prompts(
+            engines, [request.prompt_ids + completion.response_ids], temperature=0.7
+        )
+        numbers = torch.tensor(completion.rollout_log_probs)
+        assert torch.equal(of_prompt(answer)[-len(numbers) :], numbers)
 
 
 def rows_of(answers):
@@ -117,7 +96,7 @@ def test_those_of_given_and_of_the_likeliest_tokens_are_of_the_same_distribution
     prompts, tokens = make_prompts(4), list(range(VOCABULARY))
     numbers = list(range(1, len(prompts) + 1))  # every request asks for another one
     asked = {"token_ids_logprob": [tokens] * len(prompts), "top_logprobs_num": numbers}
-    answers = ask(engines, prompts, **asked)
+    answers = ask_of_prompts(engines, prompts, **asked)
     for prompt, number, answer in zip(prompts, numbers, answers, strict=True):
         all_of_them = rows_of(answer["input_token_ids_logprobs"])
         chosen = all_of_them.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
@@ -131,7 +110,7 @@ def test_those_of_given_and_of_the_likeliest_tokens_are_of_the_same_distribution
 def test_a_request_of_no_token_has_the_distribution_of_the_next_one(engines, temperature):
     prompts, tokens = make_prompts(), list(range(VOCABULARY))
     prompts.sort(key=len)
-    answers = ask(
+    answers = ask_of_prompts(
         engines,
         prompts,
         logprob_start_len=-1,

@@ -195,12 +195,63 @@ def test_a_field_that_changes_the_distribution_is_refused_by_name(client, fields
 
 
 @pytest.mark.parametrize(
-    ("fields", "name"),
-    [({"best_of": 3}, "best_of=3"), ({"echo": True, "logprobs": 0}, "echo=True")],
+    ("fields", "message"),
+    [
+        ({"best_of": 3}, "best_of=3: not available in true-on-policy mode"),
+        (
+            {"extra_body": {"prompt_logprobs": 1}},
+            "prompt_logprobs=1: .*Give echo=true with logprobs",
+        ),
+    ],
 )
-def test_what_a_completion_would_ignore_or_answer_otherwise_is_refused(client, fields, name):
-    with pytest.raises(openai.BadRequestError, match=f"{name}.*true-on-policy mode"):
+def test_what_a_completion_would_ignore_is_refused(client, fields, message):
+    with pytest.raises(openai.BadRequestError, match=message):
         client.completions.create(model="any", prompt="x", **fields)
+
+
+def echoed(client, prompt, **fields):
+    """The texts, log-probabilities and alternatives of a prompt that is sent back, and of its answer."""
+    answer = client.completions.create(
+        model="any", prompt=prompt, echo=True, seed=5, max_tokens=4, **fields
+    )
+    pieces = [chunk.choices[0] for chunk in answer] if "stream" in fields else answer.choices
+    parts = [piece.logprobs for piece in pieces if piece.logprobs]
+    return (
+        "".join(piece.text for piece in pieces),
+        [x for part in parts for x in part.token_logprobs],
+        [x for part in parts for x in part.top_logprobs or []],
+    )
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=["whole", "streamed"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_an_echo_has_the_prompts_log_probabilities_and_they_are_the_trainers(
+    engines, client, temperature, fields
+):
+    prompt = PROMPTS[3]
+    text, numbers, _ = echoed(client, prompt, temperature=temperature, logprobs=0, **fields)
+    sequence = make_tokenizer().encode(text)
+    assert text.startswith(prompt) and len(sequence) == len(numbers) == len(prompt) + 4
+    (expected,) = engines.trainer.log_probs([sequence], [1], temperature)
+    assert numbers[0] is None
+    assert numpy.array(numbers[1:], numpy.float32).tobytes() == expected.numpy().tobytes()
+
+
+def test_an_echo_has_as_many_alternatives_as_were_asked_for(client):
+    text, numbers, top = echoed(client, PROMPTS[0], logprobs=2)
+    assert (text, numbers) == echoed(client, PROMPTS[0], logprobs=0)[:2]
+    assert top[0] is None and {len(row) for row in top[1:]} == {2}
+    assert all(max(row.values()) >= x for row, x in zip(top[1:], numbers[1:], strict=True))
+
+
+def test_every_endpoint_takes_any_name_for_the_model_and_answers_by_it(client):
+    question = [{"role": "user", "content": "12+34"}]
+    for answer in (
+        client.completions.create(model="any", prompt="12+34=", max_tokens=4),
+        client.chat.completions.create(model="any", messages=question, max_tokens=4),
+        client.responses.create(model="any", input="12+34", max_output_tokens=16),
+    ):
+        assert answer.model == "any"
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(checkpoint, tmp_path):

@@ -20,6 +20,7 @@ from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.processes import engine_processes, listening_addresses
+from tests.support.prompt_scores import ask_of_prompts, of_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -62,6 +63,15 @@ def test_no_token_differs(engines):
     assert engines.contract.row_parallel_blocks == 2
     assert engines.rollout.clients[0].report()["tp_size"] == 2
     assert count_mismatches(engines, seed=30) == 0
+
+
+def test_no_token_of_a_prompt_differs(engines):
+    prompts = [request.prompt_ids for request in make_requests(8, seed=33)]
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    answers = ask_of_prompts(engines, prompts, temperature=0.7)
+    expected = engines.trainer.log_probs(prompts, [1] * len(prompts), 0.7)
+    for answer, theirs in zip(answers, expected, strict=True):
+        assert torch.equal(of_prompt(answer), theirs)
 
 
 def test_its_ranks_meet_where_nobody_else_comes(engines):

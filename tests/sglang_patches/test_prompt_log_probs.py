@@ -21,7 +21,9 @@ def operators():
 @pytest.fixture
 def forward(operators, monkeypatch):
     hooks = {}
-    monkeypatch.setattr(registry, "hook", lambda target, function, _: hooks.update({target: function}))
+    monkeypatch.setattr(
+        registry, "hook", lambda target, function, _: hooks.update({target: function})
+    )
     prompt_log_probs.install(operators, CONTRACT)
     return lambda **inputs: hooks[prompt_log_probs.TARGET](None, **inputs)
 
