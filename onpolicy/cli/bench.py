@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from onpolicy.cli.parse import parse
 from onpolicy.cli.result import put_out, require_places
 from onpolicy.config import sglang_flags
 from onpolicy.config.ranges import require_ranges
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tools import BenchFlags
 from onpolicy.config.unread import refuse_unread
 from onpolicy.config.validate import require_cluster
+from onpolicy.outputs.console import configure_logging
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print or write the JSON."""
-    config = parse(BenchConfig, argv, "onpolicy bench")
-    _validate(config)
+    flags = parse(BenchFlags, argv, "onpolicy bench")
+    _validate(flags)
+
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
 
     from onpolicy.run.bench.input_checks import check_inputs
     from onpolicy.run.bench.loop import bench_loop
@@ -25,18 +32,29 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.run.bench.schedules import bench_schedules
     from onpolicy.run.bench.step import bench_step
 
-    check_inputs(config)
-    logging.disable(logging.WARNING)  # mismatches of the stock operators are no news here
-    try:
-        loop = bench_loop if config.longest_response is None else bench_schedules
-        bench = {"rollout": bench_rollout, "step": bench_step, "loop": loop}[config.what]
+    config = check_inputs(flags)
+    loop = bench_loop if config.longest_response is None else bench_schedules
+    bench = {"rollout": bench_rollout, "step": bench_step, "loop": loop}[config.what]
+    with _quiet():
         put_out(bench(config), config.json)
-    finally:
-        logging.disable(logging.NOTSET)
     return 0
 
 
-def _validate(config: BenchConfig) -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let only benchmarks say something: mismatches of the stock operators are no news here."""
+    levels = {"": logging.ERROR, "onpolicy": logging.ERROR, "onpolicy.run.bench": logging.INFO}
+    before = {name: logging.getLogger(name).level for name in levels}
+    try:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _validate(config: BenchFlags) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
     require_ranges(config)
     require_cluster(config.cluster)

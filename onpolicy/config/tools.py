@@ -107,7 +107,7 @@ class ExplainConfig(VerifyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class BenchFlags:
     """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
 
     `bench rollout` measures an SGLang server of each kind; `bench step` an optimizer step; `bench loop`
@@ -134,11 +134,12 @@ class BenchConfig:
     n_samples_per_prompt: Count = 4
     """loop: responses to each prompt."""
 
-    prompt_len: Count = 32
-    """Tokens per prompt."""
+    prompt_len: Annotated[int | None, at_least(1)] = None
+    """Tokens per prompt; if not given 32, or what the model's context leaves."""
 
-    max_new_tokens: Count = 96
-    """Tokens sampled for every prompt, or trained on in every sequence."""
+    max_new_tokens: Annotated[int | None, at_least(1)] = None
+    """Tokens sampled for every prompt, or trained on in every sequence; if not given 96, or what the
+    model's context leaves."""
 
     longest_response: Annotated[int | None, at_least(1)] = None
     """loop: measure schedules (lag 0, lag 1, segments, both, free) on aligned operators, instead of
@@ -160,6 +161,17 @@ class BenchConfig:
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*; both servers get them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(BenchFlags):
+    """A benchmark whose lengths are known: what was asked for, else these as far as they fit."""
+
+    prompt_len: Count = 32
+    """Tokens per prompt."""
+
+    max_new_tokens: Count = 96
+    """Tokens sampled for every prompt, or trained on in every sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)

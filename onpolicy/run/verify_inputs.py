@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,20 +16,17 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit, weight_files
-from onpolicy.outputs.console import duration
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.reach import require_addresses
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.duration import operations_per_second, verify_work
+from onpolicy.run.duration import say_how_long, verify_work
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
 from onpolicy.run.memory_checks import require_run_fits
 from onpolicy.run.placement import placement_here
 from onpolicy.run.push_checks import require_transport
 from onpolicy.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 LONGEST_PROMPT = 1024
 """Tokens of the longest prompt, unless --max-prompt-len says otherwise or the context is shorter."""
@@ -80,13 +76,7 @@ def _say_how_long(
     lens = [len(prompt.prompt_ids) for prompt in prompts]
     at_once = (spec.cache_tokens or sum(lens)) // spec.needed_tokens
     work = verify_work(lens, config.max_new_tokens, TRAINED, at_once)
-    speed = operations_per_second(size, spec.contract.device)
-    logger.info(
-        "at least %s: %.1e operations (%d tokens prefilled or scored, %d trained on, %d decode steps) "
-        "at %.1e a second, besides starting the engines",
-        duration(work.operations(size) / speed), work.operations(size), work.scored, work.trained,
-        work.decode_steps, speed,
-    )  # fmt: skip
+    say_how_long(work, size, spec.contract.device)
 
 
 def longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:

@@ -1,10 +1,16 @@
-"""Two things measured in turns: medians, and the ratio of neighbours."""
+"""Things measured in turns: medians, and the ratio of neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
+
+from onpolicy.outputs.console import duration
+
+logger = logging.getLogger(__name__)
 
 Measure = Callable[[], float]
 """Runs once and returns tokens per second."""
@@ -12,14 +18,32 @@ Measure = Callable[[], float]
 
 def alternate(measures: Mapping[str, Measure], repetitions: int) -> dict[str, Any]:
     """Warm both up, measure in turns, and compare medians: each by its name, and `ratio`."""
-    for measure in measures.values():
-        measure()
-    runs: dict[str, list[float]] = {kind: [] for kind in measures}
-    for _ in range(repetitions):
-        for kind, measure in measures.items():
-            runs[kind].append(measure())
+    measured = take_turns(list(measures.values()), 1, repetitions)
+    runs = dict(zip(measures, measured, strict=True))
     result: dict[str, Any] = {
         kind: {"tokens_per_second": median(values), "runs": values} for kind, values in runs.items()
     }
-    ratios = [first / second for first, second in zip(*runs.values(), strict=True)]
+    ratios = [first / second for first, second in zip(*measured, strict=True)]
     return {**result, "ratio": median(ratios)}
+
+
+def take_turns(
+    measures: Sequence[Callable[[], Any]], warm_up: int, repetitions: int
+) -> list[list[Any]]:
+    """What each returned in `repetitions` turns, after `warm_up` that are thrown away and timed.
+
+    Logs how long the others will take.
+    """
+    started = time.perf_counter()
+    for _ in range(warm_up):
+        for measure in measures:
+            measure()
+    spent = time.perf_counter() - started
+    logger.info(
+        "warmed up in %s; about %s more", duration(spent), duration(repetitions / warm_up * spent)
+    )
+    runs: list[list[Any]] = [[] for _ in measures]
+    for _ in range(repetitions):
+        for values, measure in zip(runs, measures, strict=True):
+            values.append(measure())
+    return runs

@@ -26,6 +26,7 @@ from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.prompts import PromptSource
+from onpolicy.run.bench.alternate import take_turns
 from onpolicy.run.bench.loop import LEARNING_RATE, even_share
 from onpolicy.run.bench.requests import random_prompts, sampling_params
 from onpolicy.run.bench.setting import backends, make_train_config, setting, settings
@@ -75,9 +76,7 @@ def bench_schedules(config: BenchConfig) -> dict[str, Any]:
             name: on_exit.enter_context(started(config, hf_config, name, make_engines))
             for name in schedules(config)
         }
-        for _ in range(WARM_UP + config.repetitions):
-            for loop in loops.values():
-                loop.step()
+        take_turns([loop.step for loop in loops.values()], WARM_UP, config.repetitions)
         found = {name: loop.result() for name, loop in loops.items()}
     base = found["lag 0"]["tokens_per_second"]
     for result in found.values():

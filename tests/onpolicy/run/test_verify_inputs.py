@@ -6,9 +6,7 @@ from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import ModelSize
 from onpolicy.run import memory_checks
-from onpolicy.run.duration import STEP, Work, operations_per_second, verify_work
 from onpolicy.run.verify_inputs import (
     CHUNKS,
     LONGEST_PROMPT,
@@ -19,7 +17,6 @@ from onpolicy.run.verify_inputs import (
     make_prompts,
     make_train_config,
 )
-from tests.support.tiny import make_checkpoint
 
 
 def config_of(path="", **values):
@@ -75,12 +72,3 @@ def test_what_does_not_fit_this_host_is_refused_before_anything_starts(
         ConfigError, match=r"memory=\d.* GiB together: this host has 1\.00 GiB free"
     ):
         check_inputs(config_of(checkpoint, run_dir=str(tmp_path)))
-
-
-def test_time_is_a_sum_over_all_passes(tmp_path):
-    work = verify_work([10, 30], max_new_tokens=20, trained=1, at_once=1)
-    assert work == Work(scored=2 * (40 + 80), trained=30, decode_steps=2 * 2 * 20)
-    size = ModelSize.of(load_config(str(make_checkpoint(tmp_path / "model"))))
-    longer = Work(scored=work.scored, trained=work.trained + 7, decode_steps=work.decode_steps)
-    assert longer.operations(size) - work.operations(size) == 7 * STEP * size.parameters
-    assert operations_per_second(size, "cpu") > 0

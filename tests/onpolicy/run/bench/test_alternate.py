@@ -1,6 +1,9 @@
 """Measurements in turns, and what is compared."""
 
-from onpolicy.run.bench.alternate import alternate
+import logging
+import re
+
+from onpolicy.run.bench.alternate import alternate, take_turns
 
 
 def test_neighbours_are_compared_and_the_first_round_is_thrown_away():
@@ -22,3 +25,17 @@ def test_neighbours_are_compared_and_the_first_round_is_thrown_away():
     assert order == ["ours", "theirs"] * 4
     assert result["ours"] == {"tokens_per_second": 3.0, "runs": [2.0, 8.0, 3.0]}
     assert result["ratio"] == 3.0  # the median of 2, 4 and 3
+
+
+def test_after_the_turns_that_warm_up_the_time_of_the_others_is_said(caplog):
+    caplog.set_level(logging.INFO)
+    said = []
+    values = iter(range(10))
+
+    def measure():
+        said.append(len(caplog.records))
+        return next(values)
+
+    assert take_turns([measure, measure], 2, 3) == [[4, 6, 8], [5, 7, 9]]
+    assert said == [0] * 4 + [1] * 6
+    assert re.fullmatch(r"warmed up in \S+; about \S+ more", caplog.messages[0])
