@@ -10,7 +10,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.cli.result import put_out, require_places
 from onpolicy.config import sglang_flags
 from onpolicy.config.ranges import require_ranges
-from onpolicy.config.tools import BenchFlags
+from onpolicy.config.tools import BenchConfig
 from onpolicy.config.unread import refuse_unread
 from onpolicy.config.validate import require_cluster
 from onpolicy.outputs.console import configure_logging
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print or write the JSON."""
-    flags = parse(BenchFlags, argv, "onpolicy bench")
-    _validate(flags)
+    config = parse(BenchConfig, argv, "onpolicy bench")
+    _validate(config)
 
     configure_logging()
     logger.info("loading PyTorch and transformers")
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.run.bench.schedules import bench_schedules
     from onpolicy.run.bench.step import bench_step
 
-    config = check_inputs(flags)
+    config = check_inputs(config)
     loop = bench_loop if config.longest_response is None else bench_schedules
     bench = {"rollout": bench_rollout, "step": bench_step, "loop": loop}[config.what]
     with _quiet():
@@ -54,7 +54,7 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def _validate(config: BenchFlags) -> None:
+def _validate(config: BenchConfig) -> None:
     """Raise ConfigError for the first value that breaks a rule."""
     require_ranges(config)
     require_cluster(config.cluster)

@@ -35,9 +35,10 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.run.engines import EnginePair
     from onpolicy.run.explain import explain
     from onpolicy.run.explain_inputs import with_case
+    from onpolicy.run.lengths import fit_verify
     from onpolicy.run.verify_inputs import check_inputs
 
-    config = with_case(config)
+    config = fit_verify(with_case(config))
     train_config, contract = check_inputs(config)
     if config.attribution:
         result = attribute(config)

@@ -18,6 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """Parse, check everything that can be checked, then train."""
     config = parse(TrainConfig, argv, "onpolicy train")
     validate(config)
+    configure_logging()
     return _dry_run(config) if config.dry_run else _train(config)
 
 
@@ -26,7 +27,9 @@ def _dry_run(config: TrainConfig) -> int:
     from onpolicy.run import saving
     from onpolicy.run.cluster import planned
     from onpolicy.run.inputs import read_inputs
+    from onpolicy.run.lengths import fit_run
 
+    config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
@@ -38,16 +41,17 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig) -> int:
-    configure_logging()
     logger.info("loading PyTorch and transformers")
 
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.cluster import on_cluster
     from onpolicy.run.inputs import read_inputs
+    from onpolicy.run.lengths import fit_run
     from onpolicy.run.restarts import train_through_losses
     from onpolicy.run.run import Run
 
+    config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
     print(config.batch_equation(), flush=True)
     with on_cluster(config, inputs.ladder.contract) as make_engines:

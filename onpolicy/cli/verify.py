@@ -30,9 +30,11 @@ def main(argv: Sequence[str]) -> int:
     logger.info("loading PyTorch and transformers")
 
     from onpolicy.run.cluster import on_cluster
+    from onpolicy.run.lengths import fit_verify
     from onpolicy.run.verify import passes, verify
     from onpolicy.run.verify_inputs import check_inputs
 
+    config = fit_verify(config)
     train_config, contract = check_inputs(config)
     with on_cluster(train_config, contract) as make_engines:
         report = verify(config, make_engines)

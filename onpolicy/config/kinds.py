@@ -36,3 +36,7 @@ HeaderText = Annotated[
 Directory = Annotated[
     str, Rule(lambda x: x.strip(), "is empty. Give a directory, or leave the flag out.")
 ]
+
+
+class Unasked(int):
+    """A default that nobody asked for, so it gives way where it does not fit (`run/lengths.py`)."""

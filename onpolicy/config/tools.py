@@ -12,7 +12,7 @@ import tyro
 
 from fallback_correction.ranges import at_least
 from onpolicy.config import groups, sglang_flags, tensor_parallel
-from onpolicy.config.kinds import Count, Directory, Seed, Temperature
+from onpolicy.config.kinds import Count, Directory, Seed, Temperature, Unasked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class VerifyConfig:
     """Tokens of the longest prompt; if not given 1,024, or what the model's context leaves. The others
     are of random lengths below it."""
 
-    max_new_tokens: Count = 64
-    """Tokens sampled for every prompt."""
+    max_new_tokens: Count = Unasked(64)
+    """Tokens sampled for every prompt; if not given, at most half of the model's context."""
 
     temperature: Temperature = 1.0
     """Sampling temperature."""
@@ -80,8 +80,8 @@ class ExplainConfig(VerifyConfig):
     num_prompts: Count = 8
     """Prompts, of random lengths, sharing prefixes."""
 
-    max_new_tokens: Count = 24
-    """Tokens sampled for every prompt."""
+    max_new_tokens: Count = Unasked(24)
+    """Tokens sampled for every prompt; if not given, at most half of the model's context."""
 
     attribution: Literal["kinds", "layers"] | None = None
     """Measure instead how much of the mismatch each kind of operator, or each decoder layer, causes: the
@@ -107,7 +107,7 @@ class ExplainConfig(VerifyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchFlags:
+class BenchConfig:
     """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
 
     `bench rollout` measures an SGLang server of each kind; `bench step` an optimizer step; `bench loop`
@@ -134,12 +134,12 @@ class BenchFlags:
     n_samples_per_prompt: Count = 4
     """loop: responses to each prompt."""
 
-    prompt_len: Annotated[int | None, at_least(1)] = None
-    """Tokens per prompt; if not given 32, or what the model's context leaves."""
+    prompt_len: Count = Unasked(32)
+    """Tokens per prompt; if not given, at most a third of the model's context."""
 
-    max_new_tokens: Annotated[int | None, at_least(1)] = None
-    """Tokens sampled for every prompt, or trained on in every sequence; if not given 96, or what the
-    model's context leaves."""
+    max_new_tokens: Count = Unasked(96)
+    """Tokens sampled for every prompt, or trained on in every sequence; if not given, at most what the
+    prompt leaves of the model's context."""
 
     longest_response: Annotated[int | None, at_least(1)] = None
     """loop: measure schedules (lag 0, lag 1, segments, both, free) on aligned operators, instead of
@@ -161,17 +161,6 @@ class BenchFlags:
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*; both servers get them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig(BenchFlags):
-    """A benchmark whose lengths are known: what was asked for, else these as far as they fit."""
-
-    prompt_len: Count = 32
-    """Tokens per prompt."""
-
-    max_new_tokens: Count = 96
-    """Tokens sampled for every prompt, or trained on in every sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import Rule, above, at_least, at_most
-from onpolicy.config.kinds import Count, CountOrZero, Engines, HeaderText, Port, Seconds, Threads
+from onpolicy.config.kinds import (
+    Count,
+    CountOrZero,
+    Engines,
+    HeaderText,
+    Port,
+    Seconds,
+    Threads,
+    Unasked,
+)
 
 NO_LIMIT_IS_MINUS_ONE = Rule(
     lambda x: x != 0, "must be -1 (no limit) or at least 1. Leave it out for -1."
@@ -27,8 +36,8 @@ class RolloutConfig:
     n_samples_per_prompt: Count = 8
     """Responses sampled for every prompt; they form one group."""
 
-    rollout_max_response_len: Count = 1024
-    """Longest response, in tokens."""
+    rollout_max_response_len: Count = Unasked(1024)
+    """Longest response, in tokens; if not given, at most half of the model's context."""
 
     rollout_temperature: float = 1.0
     """Divides the logits before sampling, and before log-probabilities are taken on both sides."""

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from onpolicy.config.tools import BenchConfig, BenchFlags
+from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
-from onpolicy.rollout.engine_args import MAX_CONCURRENCY
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.run.bench.lengths import fitted
 from onpolicy.run.bench.schedules import schedules
 from onpolicy.run.bench.setting import backends, make_train_config, setting
 from onpolicy.run.duration import bench_work, say_how_long
 from onpolicy.run.engine_specs import rollout_spec
 from onpolicy.run.input_checks import check_layout
+from onpolicy.run.lengths import fit_bench
 from onpolicy.run.memory import ProcessMemory, RunMemory
 from onpolicy.run.memory_checks import require_cache, require_memory
 
 
-def check_inputs(flags: BenchFlags) -> BenchConfig:
+def check_inputs(config: BenchConfig) -> BenchConfig:
     """What is measured. Raises ConfigError for whatever an engine could not run; starts nothing."""
-    hf_config = load_config(flags.model.hf_checkpoint)
-    config = fitted(flags, hf_config)
-    length = config.prompt_len + (config.longest_response or config.max_new_tokens)
+    hf_config = load_config(config.model.hf_checkpoint)
+    config = fit_bench(config, hf_config)
+    name, sampled = "--max-new-tokens", config.max_new_tokens
+    if config.longest_response is not None:
+        name, sampled = "--longest-response", config.longest_response
+    length, context = config.prompt_len + sampled, hf_config.max_position_embeddings
+    if length + CONTEXT_MARGIN > context:
+        raise ConfigError(
+            f"{name}={sampled}: with --prompt-len {config.prompt_len} and "
+            f"{CONTEXT_MARGIN} tokens that SGLang keeps free it does not fit the model's context of "
+            f"{context}. Lower one of the two."
+        )
     if config.what == "step" and (not config.num_tokens or min(config.num_tokens) < length):
         raise ConfigError(
             f"--num-tokens={' '.join(map(str, config.num_tokens))}: a sequence has --prompt-len + "
@@ -42,7 +51,7 @@ def check_inputs(flags: BenchFlags) -> BenchConfig:
         check_layout(make_train_config(config, "aligned", backend))
     train_config, contract = setting(config, hf_config, "aligned", backends(config)[0])
     spec = rollout_spec(train_config, hf_config, contract, length)
-    with FlagCheck(spec) as sglangs_flags:
+    with FlagCheck(spec) as flags:
         require_fit(config.model.hf_checkpoint, hf_config)
         if config.what != "step":
             require_cache(spec)
@@ -54,7 +63,7 @@ def check_inputs(flags: BenchFlags) -> BenchConfig:
         require_memory(held, contract.device, ray_address=config.cluster.ray_address)
         at_once = (spec.cache_tokens or MAX_CONCURRENCY * length) // spec.needed_tokens
         say_how_long(bench_work(config, num_measured(config), at_once), size, contract.device)
-        sglangs_flags.require_passed()
+        flags.require_passed()
     return config
 
 
