@@ -200,13 +200,21 @@ def test_a_field_that_changes_the_distribution_is_refused_by_name(client, fields
         ({"best_of": 3}, "best_of=3: not available in true-on-policy mode"),
         (
             {"extra_body": {"prompt_logprobs": 1}},
-            "prompt_logprobs=1: .*Give echo=true with logprobs",
+            "prompt_logprobs=1: .*with echo and logprobs",
         ),
     ],
 )
 def test_what_a_completion_would_ignore_is_refused(client, fields, message):
     with pytest.raises(openai.BadRequestError, match=message):
         client.completions.create(model="any", prompt="x", **fields)
+
+
+def test_what_a_chat_would_ignore_is_refused(client):
+    question = [{"role": "user", "content": "x"}]
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs=1: .*logprob_start_len=0"):
+        client.chat.completions.create(
+            model="any", messages=question, extra_body={"prompt_logprobs": 1}
+        )
 
 
 def echoed(client, prompt, **fields):
