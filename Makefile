@@ -56,7 +56,8 @@ test-cpus: setup
 # environment of its own with what that version pins: hooks, parity, determinism, weight updates, aborts.
 #   make test-sglang VERSION=0.5.22
 SEAM := sglang_patches parity e2e/test_verify.py e2e/test_server.py e2e/test_requests.py e2e/test_serve_text.py \
-  e2e/test_prompt_log_probs.py e2e/test_weight_sync.py e2e/test_async.py::test_a_free_run_that_is_interrupted_killed_and_resumed_is_repeated_to_the_bit
+  e2e/test_prompt_log_probs.py e2e/test_weight_sync.py \
+  e2e/test_async.py::test_a_free_run_that_is_interrupted_killed_and_resumed_is_repeated_to_the_bit
 test-sglang: setup
 	PYTHONPATH=. $(BIN)/python tests/support/sglang_version.py $(VERSION)
 	$(MAKE) setup VENV=.sglang/$(VERSION)/venv PINS=.sglang/$(VERSION)

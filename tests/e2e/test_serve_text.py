@@ -211,7 +211,7 @@ def test_what_a_completion_would_ignore_is_refused(client, fields, message):
 
 def test_what_a_chat_would_ignore_is_refused(client):
     question = [{"role": "user", "content": "x"}]
-    with pytest.raises(openai.BadRequestError, match="prompt_logprobs=1: .*logprob_start_len=0"):
+    with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs=1: .*logprob_start_len=0"):
         client.chat.completions.create(
             model="any", messages=question, extra_body={"prompt_logprobs": 1}
         )
