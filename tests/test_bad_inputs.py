@@ -472,7 +472,7 @@ OTHERS = [
     ("bench-repetitions", NOTHING, "bench step --repetitions 0", "--repetitions=0: must be at least 1"),
     ("bench-tokens-few", NOTHING, "bench step --num-tokens 5", "--num-tokens=5: a sequence has .*= 128 tokens"),
     ("bench-tokens-none", NOTHING, "bench step --num-tokens", "--num-tokens=: a sequence has"),
-    ("bench-context", NOTHING, "bench rollout --max-new-tokens 250", "--max-new-tokens=250: .*context of 256"),
+    ("bench-context", NOTHING, "bench rollout --max-new-tokens 255", "--max-new-tokens=255: .*context of 256"),
     ("bench-unread-step", NOTHING, "bench step --num-prompts 3", "--num-prompts=3: only bench rollout or loop reads it"),
     ("bench-unread-rollout", NOTHING, "bench rollout --train-backend megatron", "--train-backend=megatron: only bench step or loop reads it"),
     ("bench-unread-cluster", NOTHING, "bench step --ray-address auto", "--ray-address=auto: only bench rollout or loop reads it"),
