@@ -118,6 +118,7 @@ def test_nccl_has_the_same_setting_in_the_trainer_and_in_sglang(monkeypatch, ask
     assert len(statements) == 1
     settings = SimpleNamespace(enable_symm_mem=False)
     known = {"os": os, "cfg": settings, "server_args": settings}
+    known["kv_shard_symmetric_scratch"] = False  # of a flag that came with 0.5.22 and is not given
     exec(compile(ast.Module(statements, []), "engine.py", "exec"), known)
     assert os.environ["NCCL_CUMEM_ENABLE"] == trainer == (asked or "0")
     monkeypatch.delenv("NCCL_CUMEM_ENABLE")
