@@ -7,6 +7,7 @@ from onpolicy.compat.process import prepare_process
 
 prepare_process()  # before torch is imported
 
+import atexit
 import logging
 import os
 import shutil
@@ -28,9 +29,6 @@ settings.register_profile("few", settings.get_profile("onpolicy"), max_examples=
 settings.load_profile("onpolicy")
 
 
-TEMPORARY = pytest.StashKey[str]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Give all processes of a session a temporary directory that goes with it, whatever they leave.
 
@@ -38,13 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not hasattr(config, "workerinput"):  # workers inherit it
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-        config.stash[TEMPORARY] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t")
+        os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t")
         tempfile.tempdir = None  # read anew
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if (temporary := config.stash.get(TEMPORARY, None)) is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
+        atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
