@@ -153,6 +153,9 @@ class BenchConfig:
     num_tokens: Annotated[tuple[int, ...], at_least(1)] = (2048, 4096, 8192)
     """step: tokens per optimizer step; one measurement for each."""
 
+    profile: bool = False
+    """step: measure again, operator by operator, and print the two sides' tables beside each other."""
+
     json: str = ""
     """Also write the result into this file."""
 

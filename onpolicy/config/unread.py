@@ -129,7 +129,7 @@ READERS = (
     Reader("placement_timeout", "--ray-address", lambda v: v["ray_address"]),
     Reader("num_prompts", "bench rollout or loop", lambda v: v.get("what") != "step"),
     Reader("longest_response", "bench loop", lambda v: v["what"] == "loop"),
-    Reader("num_tokens", "bench step", lambda v: v["what"] == "step"),
+    Reader("num_tokens profile", "bench step", lambda v: v["what"] == "step"),
     Reader("train_backend", "bench step or loop", lambda v: v.get("what") != "rollout"),
     Reader("n_samples_per_prompt", "bench loop", lambda v: v.get("what", "loop") == "loop"),
     Reader("align", "a command other than bench", lambda v: "what" not in v),

@@ -17,6 +17,9 @@ from torch import Tensor
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 
+Piece = Callable[[], None]
+"""Work that depends on no other piece."""
+
 CPU_LOGITS, GPU_LOGITS = 1 << 26, 1 << 27
 """Logits of a chunk, that a device's memory bears: 256 and 512 MiB of float32."""
 
@@ -51,14 +54,22 @@ class Operators(ABC):
         """
 
     def linear_gradients(
-        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
-    ) -> list[Tensor]:
-        """Gradients of `out = linear(x, *head)`, of which those of the head are added up over calls.
+        self,
+        out: Tensor,
+        x: Tensor,
+        head: Sequence[Tensor],
+        grad: Tensor,
+        sums: Sequence[Tensor],
+    ) -> Tensor:
+        """The gradient of x in `out = linear(x, *head)`; those of the head are added to `sums`.
 
-        x: [M, K]; head: weight [N, K] and perhaps bias [N]; grad: [M, N] -> as x, as each of the head,
-        where an implementation may leave the latter in float32.
+        x: [M, K]; head: weight [N, K] and perhaps bias [N]; grad: [M, N]; sums: float32, of the
+        head's shapes -> as x. What is added may have been rounded to the head's dtype.
         """
-        return list(torch.autograd.grad(out, (x, *head), grad))
+        of_x, *of_head = torch.autograd.grad(out, (x, *head), grad)
+        for total, part in zip(sums, of_head, strict=True):
+            total += part
+        return of_x
 
     @classmethod
     def rows_per_chunk(cls, vocab_size: int) -> int:
@@ -201,6 +212,11 @@ class Operators(ABC):
         probabilities = self.elementwise(torch.exp, self.log_softmax(logits, temperature))
         out = probabilities.mul_(-scale)
         return out.scatter_add_(1, targets[:, None], scale).to(logits.dtype)
+
+    def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:
+        """Run what a trainer computes beside the operators, on their threads if they have some."""
+        for piece in pieces:
+            piece()
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         """One token a row, by inverting the cumulative distribution; sums in float64.

@@ -92,9 +92,9 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_logits = vocabulary.take(grad_logits, weight.shape[0])
             if mine is not product:
                 (grad_logits,) = torch.autograd.grad(mine, product, grad_logits)
-            grad_hidden[rows], *grads = operators.linear_gradients(product, part, head, grad_logits)
-            for total, of_chunk in zip(grad_head, grads, strict=True):
-                total += of_chunk
+            grad_hidden[rows] = operators.linear_gradients(
+                product, part, head, grad_logits, grad_head
+            )
         grad_weight, *grad_bias = (total.to(weight.dtype) for total in grad_head)
         return (
             None,

@@ -14,38 +14,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onpolicy.ops import Operators
 from onpolicy.train import distributed
-
-_BLOCK = 1 << 22
-"""Elements that are summed at once."""
+from onpolicy.train.blocks import run_in_blocks
 
 _UNIT = 2.0**30
-"""Of the largest square; the second cut is in units as small again. A block's sum is below 2**53."""
+"""Of the largest square; the second cut is in units as small again. The sum of a block (see
+`onpolicy/train/blocks.py`) is below 2**53."""
 
 
-def global_norm(shards: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> float:
+def global_norm(
+    shards: Sequence[Tensor], operators: Operators, group: dist.ProcessGroup | None = None
+) -> float:
     """2-norm of all float32 tensors of all ranks of `group`, all by default; collective.
 
     Not finite if one of their elements is not.
     """
-    largest = _largest(distributed.gather(_largest_of(shards), group))
+    shards = [x for x in shards if x.numel()]
+    peaks: list[Tensor] = []
+    run_in_blocks(operators, [(lambda x: peaks.append(x.abs().max()), [x]) for x in shards])
+    # One tensor of them all, so that a device is waited for once.
+    ours = float(torch.stack(peaks).max()) if peaks else 0.0
+    largest = _largest(distributed.gather(ours, group))
     if not math.isfinite(largest) or largest == 0:
         return largest
     _, exponent = math.frexp(largest)
-    sums = [
-        _exact_sums(block, 2.0**-exponent)
-        for shard in shards
-        for block in shard.flatten().split(_BLOCK)
-    ]
-    ours = torch.cat(sums).tolist() if sums else []
-    everyones = chain.from_iterable(distributed.gather(ours, group))
+    sums: list[Tensor] = []
+
+    def add(block: Tensor) -> None:
+        sums.append(_exact_sums(block, 2.0**-exponent))
+
+    run_in_blocks(operators, [(add, [x]) for x in shards])
+    mine = torch.cat(sums).tolist() if sums else []
+    everyones = chain.from_iterable(distributed.gather(mine, group))
     return math.sqrt(math.fsum(everyones)) * 2.0**exponent
-
-
-def _largest_of(shards: Sequence[Tensor]) -> float:
-    """The largest absolute value, for which a device is waited for once; 0 of none."""
-    found = [x.abs().max() for x in shards if len(x)]
-    return float(torch.stack(found).max()) if found else 0.0
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import Operators
+from onpolicy.ops.base import Operators, Piece
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
-from onpolicy.ops.cpu.layout import on_whole_tensors
+from onpolicy.ops.cpu.layout import on_whole_tensors, whole
 from onpolicy.ops.cpu.linear import (
     COLUMNS,
     AlignedGroupedLinear,
     AlignedLinear,
     Gemms,
+    linear_gradients,
     tiled_grouped_linear,
     tiled_linear,
 )
@@ -49,6 +50,21 @@ class CpuOperators(Operators):
     @on_whole_tensors
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         return self._linear(x, weight, None, torch.float32, blocks)
+
+    def linear_gradients(
+        self,
+        out: Tensor,
+        x: Tensor,
+        head: Sequence[Tensor],
+        grad: Tensor,
+        sums: Sequence[Tensor],
+    ) -> Tensor:
+        """A tile of the weight's gradient is added while it is in a core's cache."""
+        (weight, *_), (of_weight, *of_bias) = head, sums
+        x, weight, grad = whole(x), whole(weight), whole(grad)
+        for total in of_bias:
+            total += grad.sum(0)
+        return linear_gradients(self.gemms, x, weight, grad, of_weight)
 
     def _linear(
         self,
@@ -144,6 +160,9 @@ class CpuOperators(Operators):
         formula, inputs = super().grad_logits, (logits, temperature, targets, grad)
         few_rows_at_a_time(self.pool, lambda *rows: (formula(*rows),), inputs, (out,))
         return out
+
+    def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:
+        self.pool.run(pieces, flops)
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         out = torch.empty_like(uniform, dtype=torch.int64)

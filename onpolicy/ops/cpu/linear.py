@@ -20,16 +20,17 @@ order of its own: the same tiles, other bits, so the contract says which (`ops/b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from onpolicy.ops.base import Piece
 from onpolicy.ops.cpu.layout import whole
-from onpolicy.ops.cpu.threads import Piece, PiecePool
+from onpolicy.ops.cpu.threads import PiecePool
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256
@@ -62,11 +63,23 @@ def tiled_linear(
 
     `blocks` of K, a power of two, are GEMMs of their own, added along a binary tree.
     """
-    rows = x.shape[0]
-    out = x.new_empty(rows + -rows % ROW_MULTIPLE, weight.shape[0], dtype=out_dtype)
-    pieces = _pieces(_whole_rows(x, gemms.operand(x, out)), weight, bias, out, blocks)
+    out, pieces = _product(gemms, x, weight, bias, out_dtype, blocks)
     gemms.pool.run(pieces, 2.0 * len(out) * weight.numel())
-    return out[:rows]
+    return out[: x.shape[0]]
+
+
+def _product(
+    gemms: Gemms,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None = None,
+    blocks: int = 1,
+) -> tuple[Tensor, list[Piece]]:
+    """The result of `tiled_linear`, with its padding, and the pieces that are to fill it."""
+    rows = x.shape[0] + -x.shape[0] % ROW_MULTIPLE
+    out = x.new_empty(rows, weight.shape[0], dtype=out_dtype)
+    return out, _pieces(_whole_rows(x, gemms.operand(x, out)), weight, bias, out, blocks)
 
 
 def tiled_grouped_linear(
@@ -133,16 +146,43 @@ def _tree(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor
 def _weight_grad(gemms: Gemms, grad: Tensor, x: Tensor) -> Tensor:
     """`grad.T @ x`: [M, N], [M, K] -> [N, K]; every row of the weight by one thread."""
     out = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of x, which is the weight's
-    operand = gemms.operand(grad, out)
-    grad, x = grad.to(operand), x.to(operand)
-
-    def pieces() -> Iterator[Piece]:
-        for c in range(0, out.shape[0], COLUMNS):
-            rows = slice(c, c + COLUMNS)
-            yield lambda rows=rows: out[rows].copy_(grad[:, rows].t() @ x)  # type: ignore[misc]
-
-    gemms.pool.run(pieces(), 2.0 * grad.numel() * x.shape[1])
+    gemms.pool.run(_weight_grad_pieces(gemms, grad, x, out), _weight_grad_flops(grad, x))
     return out
+
+
+def _weight_grad_flops(grad: Tensor, x: Tensor) -> float:
+    return 2.0 * grad.numel() * x.shape[1]
+
+
+def _weight_grad_pieces(
+    gemms: Gemms, grad: Tensor, x: Tensor, out: Tensor, *, adds: bool = False
+) -> list[Piece]:
+    """Pieces of `out = grad.T @ x` or, rounded to the dtype of `x` all the same, of `out += grad.T @ x`."""
+    operand = gemms.operand(grad, x)
+    grad, wide = grad.to(operand), x.to(operand)
+
+    def piece(rows: slice) -> None:
+        product = grad[:, rows].t() @ wide
+        if adds:
+            out[rows].add_(product.to(x.dtype))
+        else:
+            out[rows].copy_(product)
+
+    starts = range(0, out.shape[0], COLUMNS)
+    return [partial(piece, slice(start, start + COLUMNS)) for start in starts]
+
+
+def linear_gradients(
+    gemms: Gemms, x: Tensor, weight: Tensor, grad: Tensor, weight_sum: Tensor
+) -> Tensor:
+    """The gradient of `x`, as `AlignedLinear` has it; that of the weight is added to `weight_sum`.
+
+    x: [M, K]; weight: [N, K]; grad: [M, N]; weight_sum: float32 [N, K].
+    """
+    out, pieces = _product(gemms, grad, weight.t(), None, x.dtype)
+    pieces += _weight_grad_pieces(gemms, grad, x, weight_sum, adds=True)
+    gemms.pool.run(pieces, 2 * _weight_grad_flops(grad, x))
+    return out[: x.shape[0]]
 
 
 class AlignedLinear(torch.autograd.Function):
@@ -168,9 +208,18 @@ class AlignedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
+        of_x = of_weight = None
+        pieces: list[Piece] = []  # of both gradients, since one alone may be too few for all threads
+        if needs_weight:
+            of_weight = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of the weight
+            pieces += _weight_grad_pieces(gemms, grad, x, of_weight)
+        if needs_x:
+            of_x, of_rows = _product(gemms, grad, weight.t(), None, x.dtype)
+            pieces += of_rows
+        gemms.pool.run(pieces, (needs_x + needs_weight) * _weight_grad_flops(grad, x))
         return (
-            tiled_linear(gemms, grad, weight.t(), None, x.dtype) if needs_x else None,
-            _weight_grad(gemms, grad, x) if needs_weight else None,
+            None if of_x is None else of_x[: x.shape[0]],
+            of_weight,
             grad.sum(0) if needs_bias else None,
             None,
             None,

@@ -8,14 +8,14 @@ shapes do not depend on the number of threads, run every piece on one thread, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from onpolicy.errors import ContractError
-
-Piece = Callable[[], None]
+from onpolicy.ops.base import Piece
 
 MIN_PARALLEL_FLOPS = 1e8
 """Below this much work, threads that pass the interpreter lock around cost more than they save."""
@@ -32,7 +32,7 @@ class PiecePool:
         torch.set_num_threads(1)
         self.num_threads = num_threads
         self._executor = (
-            ThreadPoolExecutor(num_threads, "onpolicy-ops", _begin_thread)
+            ThreadPoolExecutor(num_threads - 1, "onpolicy-ops", _begin_thread)
             if num_threads > 1
             else None
         )
@@ -49,9 +49,17 @@ class PiecePool:
             for piece in pieces:
                 piece()
             return
-        inference = torch.is_inference_mode_enabled()
-        for future in [self._executor.submit(_run, piece, inference) for piece in pieces]:
-            future.result()
+        waiting, inference = deque(pieces), torch.is_inference_mode_enabled()
+        helpers = min(self.num_threads, len(waiting)) - 1
+        futures = [self._executor.submit(_run, waiting, inference) for _ in range(helpers)]
+        _thread.runs_pieces = True
+        try:
+            _run(waiting, inference)  # this thread is one of them, and need not be woken
+        finally:
+            del _thread.runs_pieces
+            waiting.clear()
+            for future in futures:
+                future.result()
 
 
 def _begin_thread() -> None:
@@ -59,7 +67,12 @@ def _begin_thread() -> None:
     _thread.runs_pieces = True
 
 
-def _run(piece: Piece, inference: bool) -> None:
-    """Run one piece under the caller's autograd mode, which is local to a thread."""
+def _run(waiting: deque[Piece], inference: bool) -> None:
+    """Run pieces until none is left, under the caller's autograd mode, which is local to a thread."""
     with torch.inference_mode(inference), torch.no_grad():
-        piece()
+        while waiting:
+            try:
+                piece = waiting.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            piece()

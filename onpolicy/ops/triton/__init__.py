@@ -39,16 +39,21 @@ class TritonOperators(Operators):
         return _linear(x, weight, None, torch.float32)
 
     def linear_gradients(
-        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor
-    ) -> list[Tensor]:
+        self,
+        out: Tensor,
+        x: Tensor,
+        head: Sequence[Tensor],
+        grad: Tensor,
+        sums: Sequence[Tensor],
+    ) -> Tensor:
         """Those of the head stay in float32, for the sum over calls."""
-        weight, *bias = head
+        weight, *_ = head
         grad = grad.to(x.dtype)
-        of_head = [
-            product_in_float32(grad.t(), x),
-            *(grad.sum(0, dtype=torch.float32) for _ in bias),
-        ]
-        return [grad @ weight, *of_head]
+        of_weight, *of_bias = sums
+        of_weight += product_in_float32(grad.t(), x)
+        for total in of_bias:
+            total += grad.sum(0, dtype=torch.float32)
+        return grad @ weight
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, x.dtype)

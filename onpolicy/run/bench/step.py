@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import resource
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.bench.alternate import Measure, alternate
+from onpolicy.run.bench.profile import Seconds, profile, table
 from onpolicy.run.bench.setting import KINDS, Backend, backends, setting, settings
+from onpolicy.run.bench.stopwatch import watching
 from onpolicy.run.placement import share_of_cores
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
@@ -40,6 +44,13 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
         result = alternate(measures, config.repetitions)
         for side in trainers:
             result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
+        if config.profile:
+            watched = {
+                side: _profiled(trainers[side], measure, hf_config.vocab_size)
+                for side, measure in measures.items()
+            }
+            result["profile"] = profile(watched, config.repetitions)
+            print(f"{num_tokens} tokens", table(result["profile"], list(trainers)), sep="\n", file=sys.stderr)
         by_tokens.append({"num_tokens": num_tokens, **result})
     return {
         "what": "step",
@@ -76,6 +87,15 @@ def _step_measure(
         return len(samples) * length / (time.perf_counter() - started)
 
     return measure
+
+
+def _profiled(trainer: Trainer, measure: Measure, vocab_size: int) -> Callable[[], Seconds]:
+    def watched() -> Seconds:
+        with watching(trainer, vocab_size) as watch:
+            measure()
+        return watch.seconds
+
+    return watched
 
 
 def _made_up(token_ids: list[int], config: BenchConfig) -> Sample:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
@@ -25,7 +24,7 @@ from onpolicy.train import distributed
 from onpolicy.train.activations import recomputes_activations
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.fsdp.gradients import sum_gradients
-from onpolicy.train.fsdp.optimizer import make_optimizer
+from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
 from onpolicy.train.fsdp.state import read_tensors, write_tensors
 from onpolicy.train.gradient_norm import global_norm
@@ -105,15 +104,16 @@ class FsdpTrainer(PolicyTrainer):
             raise
 
     def _clip_gradients(self) -> float:
-        parameters = list(self.model.parameters())
-        shards = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
-        norm = global_norm(shards)
+        shards = [
+            p.grad.to_local() for p in self.model.parameters() if isinstance(p.grad, DTensor)
+        ]
+        norm = global_norm(shards, self.operators)
         limit = self.config.trainer.clip_grad or math.inf
-        clip_grads_with_norm_(parameters, limit, torch.tensor(norm))
+        clip_gradients(shards, limit, norm, self.operators)
         return norm
 
     def _step_optimizer(self) -> None:
-        self.optimizer.step()
+        take_step(self.optimizer, self.operators)
         self.optimizer.zero_grad(set_to_none=True)
 
     def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:

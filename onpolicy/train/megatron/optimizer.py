@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
+from onpolicy.ops import Operators
 from onpolicy.train.gradient_norm import global_norm
 from onpolicy.train.megatron.stages import config_of
 
@@ -56,12 +57,12 @@ def make_optimizer(
     )
 
 
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
+def gradient_norm(optimizer: MegatronOptimizer, operators: Operators) -> float:
     """Of all gradients of all ranks, once they are prepared; as `ChainedOptimizer.get_grad_norm`."""
     shards: defaultdict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for part in optimizer.chained_optimizers:
         shards[part.get_grad_stats_parallel_group()] += part.get_main_grads_for_grad_norm()
-    return math.hypot(*(global_norm(theirs, group) for group, theirs in shards.items()))
+    return math.hypot(*(global_norm(theirs, operators, group) for group, theirs in shards.items()))
 
 
 def use_settings(optimizer: MegatronOptimizer, config: TrainConfig) -> None:

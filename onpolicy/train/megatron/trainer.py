@@ -124,7 +124,7 @@ class MegatronTrainer(PolicyTrainer):
 
     def _clip_gradients(self) -> float:
         self.optimizer.prepare_grads()
-        norm = gradient_norm(self.optimizer)
+        norm = gradient_norm(self.optimizer, self.operators)
         limit = self.config.trainer.clip_grad
         for part in self.optimizer.chained_optimizers:
             if limit and (parameters := part.get_parameters()):

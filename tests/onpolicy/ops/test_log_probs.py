@@ -76,3 +76,17 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
         got, _ = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
         got.sum().backward()
     assert largest.size < tokens * vocabulary / 25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(st.integers(1, 200), st.integers(2, 600), st.booleans())
+def test_a_chunk_adds_the_very_gradients_of_its_linear(dtype, tokens, vocabulary, has_bias):
+    hidden, weight, bias, *_ = inputs(tokens, vocabulary, has_bias=has_bias)
+    x, *head = [t.to(dtype).requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    grad = torch.randn(tokens, vocabulary).to(dtype)
+    sums = [torch.randn(t.shape) for t in head]
+    of_x, *of_head = torch.autograd.grad(OPERATORS.linear(x, *head), [x, *head], grad)
+    want = [total + part for total, part in zip(sums, of_head, strict=True)]
+    with torch.no_grad():
+        got = OPERATORS.linear_gradients(grad, x, head, grad, sums)
+    assert torch.equal(got, of_x) and all(map(torch.equal, sums, want))

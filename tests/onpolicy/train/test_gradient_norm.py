@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.train import gradient_norm
+from onpolicy.ops.stock import StockOperators
+from onpolicy.train import blocks
 from onpolicy.train.gradient_norm import global_norm
 from tests.support.ranks import on_ranks
 
@@ -17,7 +18,7 @@ WIDE = torch.randn(2000, generator=torch.Generator().manual_seed(0)).mul(3).exp(
 
 def norm_of(shards):
     """As rank 0 of as many ranks finds it."""
-    norms = on_ranks(len(shards), lambda rank: global_norm(shards[rank]))
+    norms = on_ranks(len(shards), lambda rank: global_norm(shards[rank], StockOperators()))
     assert [*map(repr, norms)] == [repr(norms[0])] * len(norms)
     return norms[0]
 
@@ -29,7 +30,7 @@ def norm_of(shards):
 )
 def test_it_does_not_depend_on_how_the_gradient_is_cut(cuts, ranks, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_norm, "_BLOCK", block)
+        patch.setitem(blocks.BLOCKS, "cpu", block)
         parts = WIDE.tensor_split(cuts)
         cut = norm_of([list(parts[rank::ranks]) for rank in range(ranks)])
     assert cut == norm_of([[WIDE.view(40, 50)]])
