@@ -5,11 +5,11 @@ matrix-vector and narrow kernels, and (b) a number of threads, which splits larg
 that depend on the number of rows. So rows are padded to a multiple of 16 and cut into tiles of at
 most 256, and every tile is one single-threaded GEMM.
 
-Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K depend
-on how many columns it has (MKL cuts a long K in other places below 192 columns). So columns are cut
-into tiles of 256 too, and the last one is padded with zero columns: whatever columns a rank holds,
-they are computed by GEMMs of that one width. For a given K only 16 different GEMMs can ever run,
-and the self-check tries them all.
+Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K may depend
+on how many columns it has. So columns are cut into tiles of 256 too, and the last one is padded with zero
+columns: in bfloat16 to all 256, in float32 to a multiple of 16, since MKL's strict mode
+(`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a long K in other places below
+192 columns. Ranks that share columns check theirs at start-up: `ops/checks/shard_check.py`.)
 
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
@@ -20,6 +20,7 @@ order of its own: the same tiles, other bits, so the contract says which (`ops/b
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +35,10 @@ from onpolicy.ops.cpu.threads import PiecePool
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256
-COLUMNS = 256
+COLUMNS, COLUMN_MULTIPLE = 256, 16
+
+MIN_PIECES = 16
+"""Of one product, if it has so many tiles: enough to keep threads equally busy. Fewer share more work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +111,13 @@ def tiled_grouped_linear(
 def _pieces(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, blocks: int = 1
 ) -> list[Piece]:
+    """Pieces of `out = x @ weight.T + bias`: a tile of columns and some tiles of rows each."""
+    columns = [slice(c, c + COLUMNS) for c in range(0, weight.shape[0], COLUMNS)]
+    rows = [slice(r, r + MAX_ROWS) for r in range(0, x.shape[0], MAX_ROWS)]
+    together = max(1, len(rows) * len(columns) // MIN_PIECES)
+    runs = [rows[r : r + together] for r in range(0, len(rows), together)]
     return [
-        _tile(x[rows], weight, bias, slice(c, c + COLUMNS), out[rows], blocks)
-        for rows in (slice(r, r + MAX_ROWS) for r in range(0, x.shape[0], MAX_ROWS))
-        for c in range(0, weight.shape[0], COLUMNS)
+        partial(_fill, x, weight, bias, out, tile, run, blocks) for tile in columns for run in runs
     ]
 
 
@@ -123,16 +130,37 @@ def _pad_rows(x: Tensor, multiple: int) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def _tile(
-    x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, out: Tensor, blocks: int
-) -> Piece:
-    def piece() -> None:
-        tile = weight[columns].to(x.dtype)
-        count = len(tile)
-        tile_bias = None if bias is None else F.pad(bias[columns].to(x.dtype), (0, COLUMNS - count))
-        out[:, columns] = _tree(x, _pad_rows(tile, COLUMNS), tile_bias, blocks)[:, :count]
+def _fill(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    columns: slice,
+    row_tiles: Sequence[slice],
+    blocks: int,
+) -> None:
+    """Compute `columns` of the rows of `out`, one GEMM for each tile of them."""
+    tile, count = weight[columns].to(x.dtype), len(weight[columns])
+    multiple = COLUMNS if x.dtype == torch.bfloat16 else COLUMN_MULTIPLE
+    if count < COLUMNS:
+        tile = _pad_rows(tile, multiple).contiguous()
+    tile_bias = None
+    if bias is not None:
+        tile_bias = F.pad(bias[columns].to(x.dtype), (0, len(tile) - count))
+    for rows in row_tiles:
+        part, result = x[rows], out[rows, columns]
+        if blocks == 1 and result.shape[1] == len(tile) and result.dtype == x.dtype:
+            _product_into(result, part, tile, tile_bias)
+        else:
+            result.copy_(_tree(part, tile, tile_bias, blocks)[:, :count])
 
-    return piece
+
+def _product_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """`F.linear`, which is these two functions, without a copy of its result."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _tree(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
@@ -209,7 +237,9 @@ class AlignedLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
         of_x = of_weight = None
-        pieces: list[Piece] = []  # of both gradients, since one alone may be too few for all threads
+        pieces: list[
+            Piece
+        ] = []  # of both gradients, since one alone may be too few for all threads
         if needs_weight:
             of_weight = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of the weight
             pieces += _weight_grad_pieces(gemms, grad, x, of_weight)

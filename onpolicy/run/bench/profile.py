@@ -42,7 +42,9 @@ def _row(name: str, phase: str, runs: Mapping[str, Sequence[float]]) -> dict[str
     return {
         "row": name,
         "phase": phase,
-        **{side: {"seconds": median(values), "runs": list(values)} for side, values in runs.items()},
+        **{
+            side: {"seconds": median(values), "runs": list(values)} for side, values in runs.items()
+        },
         "ratio": median(ratios) if ratios else None,
     }
 

@@ -50,7 +50,12 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
                 for side, measure in measures.items()
             }
             result["profile"] = profile(watched, config.repetitions)
-            print(f"{num_tokens} tokens", table(result["profile"], list(trainers)), sep="\n", file=sys.stderr)
+            print(
+                f"{num_tokens} tokens",
+                table(result["profile"], list(trainers)),
+                sep="\n",
+                file=sys.stderr,
+            )
         by_tokens.append({"num_tokens": num_tokens, **result})
     return {
         "what": "step",

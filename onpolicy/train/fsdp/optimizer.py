@@ -73,7 +73,9 @@ def _step_block(
     )
 
 
-def clip_gradients(gradients: Sequence[Tensor], limit: float, norm: float, operators: Operators) -> None:
+def clip_gradients(
+    gradients: Sequence[Tensor], limit: float, norm: float, operators: Operators
+) -> None:
     """Scale this rank's gradients as `torch.nn.utils.clip_grads_with_norm_` does, to the same bits."""
     factor = limit / (torch.tensor(norm) + 1e-6)
     if not factor >= 1:  # a product with 1 changes nothing

@@ -104,9 +104,7 @@ class FsdpTrainer(PolicyTrainer):
             raise
 
     def _clip_gradients(self) -> float:
-        shards = [
-            p.grad.to_local() for p in self.model.parameters() if isinstance(p.grad, DTensor)
-        ]
+        shards = [p.grad.to_local() for p in self.model.parameters() if isinstance(p.grad, DTensor)]
         norm = global_norm(shards, self.operators)
         limit = self.config.trainer.clip_grad or math.inf
         clip_gradients(shards, limit, norm, self.operators)
