@@ -45,13 +45,13 @@ def _forward_chunk(
     keys, values = chunk.gather_blocks(k), chunk.gather_blocks(v)
     for tile in chunk.tiles:
         weights = tile.scores(tile.gather(q) * scores.scale, keys, scores.softcap)
-        largest = weights.amax((0, 3))
+        largest = tile.largest(weights)
         total = torch.zeros_like(largest)
         if sinks is not None:
             sink = tile.of_heads(sinks)
             largest = torch.maximum(largest, sink)
             total = whole_vectors(torch.exp, sink - largest)
-        weights.sub_(largest[None, :, :, None]).exp_()
+        weights = tile.weigh_(weights, largest[..., None])
         for block_sum in weights.sum(-1):
             total += block_sum
         tile.scatter(tile.weighted_sum(weights, values) / total[..., None], out)
@@ -77,7 +77,7 @@ def _backward_chunk(
         delta = (do * tile.gather(out)).sum(-1, keepdim=True)
         weights = tile.scores(tile_q, keys, scores.softcap)
         slopes = _slopes(weights, scores.softcap)
-        weights.sub_(tile.gather(lse)).exp_()
+        weights = tile.weigh_(weights, tile.gather(lse))
         # Rows of zeros, so that every product below has a shape that no other sequence decides.
         missing = -tile.rows % ROW_BLOCK
         tile_q, do, delta, weights, slopes = (
@@ -102,10 +102,8 @@ def _backward_chunk(
 
 
 def _slopes(scores: Tensor, softcap: float | None) -> Tensor:
-    """d capped / d uncapped = 1 - (capped / softcap)^2, 0 for keys not seen; [..., 0] if not capped."""
-    if not softcap:
-        return scores[..., :0]
-    return 1 - (scores.clamp(min=-softcap) / softcap).square_()
+    """d capped / d uncapped = 1 - (capped / softcap)^2, [..., 0] if not capped."""
+    return 1 - (scores / softcap).square_() if softcap else scores[..., :0]
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Shape:

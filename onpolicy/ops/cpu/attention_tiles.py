@@ -68,7 +68,7 @@ class Chunk:
         longest = int(query_lens[0])
         step = max(1, min(longest, MAX_ROWS // shape.group))
         self.tiles = [
-            Tile(shape, first, step, query_lens, query_starts, key_lens)
+            Tile(shape, first, min(step, longest - first), query_lens, query_starts, key_lens)
             for first in range(0, longest, step)
         ]
 
@@ -140,7 +140,7 @@ class Tile:
         return (rows.view(shape) * self.is_query[:, None, :, None, None]).view(rows.shape)
 
     def scores(self, q: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-        """Products of [B, R, D] with [blocks, B, 64, D], capped, -inf for keys that a row cannot see.
+        """Products of [B, R, D] with [blocks, B, 64, D], capped, also with keys that a row cannot see.
 
         Returns [blocks of the tile, B, R, 64].
         """
@@ -152,17 +152,45 @@ class Tile:
         scores = products[:, :, : self.rows].contiguous()
         if softcap:
             scores.div_(softcap).tanh_().mul_(softcap)
-        masked = scores[self._first_masked - self.blocks.start :]
-        masked = masked.view(-1, len(self._positions), self.shape.kv_heads, *scores.shape[2:])
-        masked.masked_fill_(self._hidden()[:, :, None], float("-inf"))
         return scores
 
-    def _hidden(self) -> Tensor:
-        """Which keys of the masked blocks a row does not see: bool [blocks, sequences, R, 64]."""
+    def largest(self, scores: Tensor) -> Tensor:
+        """The largest score of each row, of the keys that it sees: [B, R]."""
+        bounds = (self._visible() - 0.5) * float("inf")
+        largest = torch.minimum(self._masked(scores), bounds).amax(-1).amax(0).view(-1, self.rows)
+        if unmasked := self._first_masked - self.blocks.start:
+            largest = torch.maximum(largest, scores[:unmasked].amax(-1).amax(0))
+        return largest
+
+    def weigh_(self, scores: Tensor, subtrahend: Tensor) -> Tensor:
+        """`exp(scores - subtrahend)` in place, 0 for keys that a row cannot see; subtrahend: [B, R, 1],
+        no less than the largest score.
+
+        What cannot be seen is exponentiated as 0 and multiplied by 0: of -inf a library's exp takes
+        up to 25 times as long.
+        """
+        masked = self._masked(scores.sub_(subtrahend)).clamp_(max=0)
+        scores.exp_()
+        masked.mul_(self._visible())
+        return scores
+
+    def _masked(self, scores: Tensor) -> Tensor:
+        """Blocks of which some row sees a part: [blocks, sequences, key heads, R, 64]."""
+        masked = scores[self._first_masked - self.blocks.start :]
+        return masked.view(-1, len(self._positions), self.shape.kv_heads, *scores.shape[2:])
+
+    def _visible(self) -> Tensor:
+        """1.0 for keys of the masked blocks that a row sees, else 0.0: [blocks, sequences, 1, R, 64]."""
         key = torch.arange(self._first_masked * KEY_BLOCK, self.blocks.stop * KEY_BLOCK)
-        key, position = key.view(-1, 1, 1, KEY_BLOCK), self._positions[None, :, :, None]
-        hidden = key > position
-        return hidden if not self.shape.window else hidden | (key <= position - self.shape.window)
+        key, position = (
+            key.float().view(-1, 1, 1, 1, KEY_BLOCK),
+            self._positions[:, None, :, None].float(),
+        )
+        visible = torch.empty(len(key), *position.shape[:-1], KEY_BLOCK)
+        torch.le(key, position, out=visible)  # several times as fast as booleans, and exact
+        if self.shape.window:
+            visible.mul_(key > position - self.shape.window)
+        return visible
 
     def weighted_sum(self, weights: Tensor, values: Tensor) -> Tensor:
         """Block after block: `scores`' shape with [blocks, B, 64, D] -> [B, R, D]."""
