@@ -1,4 +1,4 @@
-"""What maps every element of large tensors by itself, a block at a time, on the threads of the operators.
+"""What maps each element of large tensors by itself, a block at a time, on the threads of the operators.
 
 Of a block that stays in a core's cache several passes cost little more than one. A block is a multiple
 of what a kernel does in one go, so each element meets the code, vectorised or scalar, that it would
@@ -16,7 +16,7 @@ from onpolicy.ops import Operators
 from onpolicy.ops.base import Piece
 
 BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements of a block: on a CPU a few of 256 KiB in float32 fit a core's cache, a GPU wants large ones."""
+"""Elements of a block: on a CPU a few of 256 KiB in float32 fit a core's cache."""
 
 WORK = 10.0
 """Floating-point operations for an element, roughly."""

@@ -5,11 +5,11 @@ matrix-vector and narrow kernels, and (b) a number of threads, which splits larg
 that depend on the number of rows. So rows are padded to a multiple of 16 and cut into tiles of at
 most 256, and every tile is one single-threaded GEMM.
 
-Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K may depend
-on how many columns it has. So columns are cut into tiles of 256 too, and the last one is padded with zero
-columns: in bfloat16 to all 256, in float32 to a multiple of 16, since MKL's strict mode
-(`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a long K in other places below
-192 columns. Ranks that share columns check theirs at start-up: `ops/checks/shard_check.py`.)
+Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K may
+depend on how many columns it has. So columns are cut into tiles of 256 too, and the last one is padded
+with zero columns: in bfloat16 to all 256, in float32 to a multiple of 16, since MKL's strict mode
+(`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a long K in other places
+below 192 columns. Ranks that share columns check theirs at start-up: `ops/checks/shard_check.py`.)
 
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
@@ -38,7 +38,7 @@ MAX_ROWS = 256
 COLUMNS, COLUMN_MULTIPLE = 256, 16
 
 MIN_PIECES = 16
-"""Of one product, if it has so many tiles: enough to keep threads equally busy. Fewer share more work."""
+"""Of one product, if it has so many tiles: enough to keep threads equally busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _weight_grad_flops(grad: Tensor, x: Tensor) -> float:
 def _weight_grad_pieces(
     gemms: Gemms, grad: Tensor, x: Tensor, out: Tensor, *, adds: bool = False
 ) -> list[Piece]:
-    """Pieces of `out = grad.T @ x` or, rounded to the dtype of `x` all the same, of `out += grad.T @ x`."""
+    """Pieces of `out = grad.T @ x`, or of `out += grad.T @ x`, rounded to the dtype of `x` in both."""
     operand = gemms.operand(grad, x)
     grad, wide = grad.to(operand), x.to(operand)
 

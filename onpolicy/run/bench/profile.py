@@ -28,7 +28,11 @@ def profile(
     steps = [step for steps in runs.values() for step in steps]
     rows = [(row, phase) for row in ROWS for phase in (FORWARD, BACKWARD)]
     table = [
-        _row(row, phase, {side: [step[row, phase] for step in runs[side]] for side in runs})
+        _row(
+            row,
+            phase,
+            {side: [step.get((row, phase), 0.0) for step in runs[side]] for side in runs},
+        )
         for row, phase in rows
         if any(step.get((row, phase)) for step in steps)
     ]

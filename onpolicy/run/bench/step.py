@@ -6,7 +6,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from onpolicy.config.tools import BenchConfig
@@ -35,28 +35,9 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
         side: make_trainer(*setting(config, hf_config, kind, backend), threads)
         for side, (backend, kind) in sides.items()
     }
-    by_tokens = []
-    for num_tokens in config.num_tokens:
-        measures = {
-            side: _step_measure(trainer, num_tokens, config, threads if side == "stock" else 1)
-            for side, trainer in trainers.items()
-        }
-        result = alternate(measures, config.repetitions)
-        for side in trainers:
-            result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
-        if config.profile:
-            watched = {
-                side: _profiled(trainers[side], measure, hf_config.vocab_size)
-                for side, measure in measures.items()
-            }
-            result["profile"] = profile(watched, config.repetitions)
-            print(
-                f"{num_tokens} tokens",
-                table(result["profile"], list(trainers)),
-                sep="\n",
-                file=sys.stderr,
-            )
-        by_tokens.append({"num_tokens": num_tokens, **result})
+    by_tokens = [
+        _measured(trainers, num_tokens, config, threads) for num_tokens in config.num_tokens
+    ]
     return {
         "what": "step",
         "unit": "trained tokens per second",
@@ -68,9 +49,33 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
     }
 
 
-def _step_measure(
-    trainer: Trainer, num_tokens: int, config: BenchConfig, torch_threads: int
+def _measured(
+    trainers: Mapping[str, Trainer], num_tokens: int, config: BenchConfig, threads: int
+) -> dict[str, Any]:
+    """Both sides in turns on so many tokens; a profile is a measurement of its own."""
+    measures = {
+        side: step_measure(trainer, num_tokens, config, threads if side == "stock" else 1)
+        for side, trainer in trainers.items()
+    }
+    result = alternate(measures, config.repetitions)
+    for side in trainers:
+        result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
+    if config.profile:
+        vocab_size = load_config(config.model.hf_checkpoint).vocab_size
+        watched = {
+            side: _watched(trainer, measures[side], vocab_size)
+            for side, trainer in trainers.items()
+        }
+        result["profile"] = profile(watched, config.repetitions)
+        print(f"{num_tokens} tokens", file=sys.stderr)
+        print(table(result["profile"], list(trainers)), file=sys.stderr)
+    return {"num_tokens": num_tokens, **result}
+
+
+def step_measure(
+    trainer: Trainer, num_tokens: int, config: BenchConfig, torch_threads: int, rate: float = 0.0
 ) -> Measure:
+    """One optimizer step on made-up samples, at a learning rate that changes nothing by itself."""
     import torch
 
     rng = random.Random(0)
@@ -88,13 +93,13 @@ def _step_measure(
         # The aligned operators bring threads of their own and keep torch at one.
         torch.set_num_threads(torch_threads)
         started = time.perf_counter()
-        trainer.train(samples, step=0, rates=[0.0])
+        trainer.train(samples, step=0, rates=[rate])
         return len(samples) * length / (time.perf_counter() - started)
 
     return measure
 
 
-def _profiled(trainer: Trainer, measure: Measure, vocab_size: int) -> Callable[[], Seconds]:
+def _watched(trainer: Trainer, measure: Measure, vocab_size: int) -> Callable[[], Seconds]:
     def watched() -> Seconds:
         with watching(trainer, vocab_size) as watch:
             measure()

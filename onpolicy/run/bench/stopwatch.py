@@ -1,9 +1,9 @@
-"""Where the time of an optimizer step goes: its operators, forward and backward, and what is around them."""
+"""Where the time of an optimizer step goes: its operators, forward and backward, and the rest."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -35,7 +35,7 @@ class Stopwatch:
     """Seconds of sections, each without the sections inside of it, so that they add up."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[tuple[str, str]] = Counter()
+        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Of a row and FORWARD or BACKWARD."""
 
         self._open: list[tuple[str, str]] = []
@@ -72,7 +72,11 @@ class Stopwatch:
 
 @contextmanager
 def watching(trainer: Trainer, vocab_size: int) -> Iterator[Stopwatch]:
-    """Time what `trainer` does meanwhile, an engine of this process; the bits stay what they are."""
+    """Time what `trainer` does meanwhile, an engine of this process.
+
+    Values stay what they are. Gradients do up to the order in which those of one tensor are added, since
+    what an operator adds inside is added first.
+    """
     engine, watch = cast(Any, trainer), Stopwatch()
     methods = {
         "_accumulate_gradients": LOSS,
@@ -91,12 +95,17 @@ def watching(trainer: Trainer, vocab_size: int) -> Iterator[Stopwatch]:
         stack.callback(setattr, torch.autograd, "backward", backward)
         torch.autograd.backward = watch.timed(MODEL, backward, BACKWARD)
         stack.callback(engine._put_operators, engine.operators)
-        engine._put_operators(_Timed(engine.operators, watch, vocab_size))
+        engine._put_operators(watched_operators(engine.operators, watch, vocab_size))
         yield watch
 
 
+def watched_operators(operators: Operators, watch: Stopwatch, vocab_size: int) -> Operators:
+    """The same, whose calls and their backward passes are sections."""
+    return cast(Operators, _Timed(operators, watch, vocab_size))
+
+
 class _Timed:
-    """Operators whose calls and backward passes are sections; what one calls inside itself is its own."""
+    """Operators whose calls and backward passes are sections, with whatever they call inside."""
 
     def __init__(self, operators: Operators, watch: Stopwatch, vocab_size: int):
         self._operators, self._watch, self._vocab_size = operators, watch, vocab_size

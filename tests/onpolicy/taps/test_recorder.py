@@ -70,5 +70,6 @@ def test_every_operator_is_recorded_or_is_part_of_another():
         "rows_per_chunk",
         "logits_per_chunk",
         "column_tile",
+        "run_pieces",
     }
     assert operators - others == set(INPUTS)
