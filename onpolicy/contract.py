@@ -26,6 +26,14 @@ TAPS_VARIABLE = "ONPOLICY_TAPS"
 TOKENS_VARIABLE = "ONPOLICY_TOKENS"
 """Environment variable with the file of responses that an engine gives; unset: those it samples."""
 
+PORTABLE_KERNELS = {
+    "MKL_CBWR": "COMPATIBLE",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+"""Variables that ask for kernels of MKL, PyTorch and oneDNN that every x86-64 processor with AVX2 has,
+whoever made it. Each library reads its own once."""
+
 KINDS = (
     "model",
     "linear",
@@ -99,9 +107,10 @@ class NumericsContract:
     """What the rollout engine and the trainer must agree on, and the operators that keep it."""
 
     backend: str
-    """`cpu`, `onednn` (the CPU's, with products by bfloat16 instructions), `triton` (any GPU from Ampere
-    on), `hopper` (FlashAttention-3 and DeepGEMM): the aligned operators of that name (`ops/backends`);
-    `stock`: each engine's own kernels, nothing promised."""
+    """`cpu`, `onednn` (the CPU's, with products by bfloat16 instructions), `portable` (the CPU's, on
+    kernels of all x86-64 processors with AVX2), `triton` (any GPU from Ampere on), `hopper`
+    (FlashAttention-3 and DeepGEMM): the aligned operators of that name (`ops/backends`); `stock`: each
+    engine's own kernels, nothing promised."""
 
     device: str
     """Kind of device that both engines compute on: `cpu` or `cuda`."""
@@ -127,6 +136,11 @@ class NumericsContract:
     layers: tuple[str, ...] = ()
     """The decoder layers, by their numbers from "0" on, and OUTSIDE, in which a partial contract aligns
     its kinds; in the others they are each engine's own. Empty: everywhere."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables under which the processes that keep it start."""
+        return PORTABLE_KERNELS if self.backend == "portable" else {}
 
     @property
     def is_partial(self) -> bool:

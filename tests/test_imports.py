@@ -14,7 +14,7 @@ MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "algorithm": set(),
     "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
-    "compat": {"errors"},
+    "compat": {"contract", "errors"},
     "ops": {"compat", "contract", "errors"},
     "weights": GROUND,
     "models": GROUND | {"ops", "weights"},

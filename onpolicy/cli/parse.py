@@ -1,4 +1,8 @@
-"""From an argument list and a YAML file to a typed configuration. The command line wins."""
+"""From an argument list and a YAML file to a typed configuration. The command line wins.
+
+What a configuration asks of the libraries that compute it is asked here too: they read that once, and
+are imported next.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from tyro.constructors import (
 )
 
 from onpolicy.cli import yaml_file
+from onpolicy.compat.process import use_portable_kernels
 from onpolicy.config import sglang_flags
 from onpolicy.config.engine_gpus import counted_as_engines
 from onpolicy.config.flags import (
@@ -27,6 +32,7 @@ from onpolicy.config.flags import (
     spelled,
     with_flags,
 )
+from onpolicy.config.groups import OperatorsConfig
 from onpolicy.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -51,6 +57,8 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
             raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
         config = dataclasses.replace(config, sglang_args=sglang)  # type: ignore[type-var]
+    if getattr(config, "operators", OperatorsConfig()).is_portable:
+        use_portable_kernels()
     return counted_as_engines(config)
 
 

@@ -18,7 +18,7 @@ from onpolicy.cluster.placement import Slot
 from onpolicy.cluster.trainer_rank import Answer, TrainerRank
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import PORTABLE_KERNELS, NumericsContract
 from onpolicy.errors import ContractError, OnPolicyError, ParityError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train.base import Trainer
@@ -64,7 +64,10 @@ class TrainerRanks(Trainer):
 
     def _start(self, rank: int, slot: Slot) -> Any:
         on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
-        actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": on_host}
+        if self.config.operators.is_portable:
+            options["runtime_env"] = {"env_vars": PORTABLE_KERNELS}
+        actor = ray.remote(TrainerRank).options(**options)
         threads = self.config.engine.cpu_threads or slot.cpu_threads
         return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd())
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 
+from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.errors import ConfigError
+
 STRICT_SUMS = ("MKL_CBWR", "AUTO,STRICT")
 """Without its strict mode MKL sums in another order for few rows on Intel CPUs (from AVX2 on)."""
 
@@ -41,6 +44,22 @@ def prepare_process() -> None:
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, [*given, os.path.expanduser("~/.cache/sglang/deep_gemm")][0])
     _keep_buffers()
+
+
+def use_portable_kernels() -> None:
+    """Ask for PORTABLE_KERNELS; children inherit it. To be called before torch is imported.
+
+    Raises ConfigError if the environment asks for others. (STRICT_SUMS, which `prepare_process` asks for
+    where nobody else does, gives way.)
+    """
+    for name, value in PORTABLE_KERNELS.items():
+        asked = os.environ.get(name, value)
+        if asked != value and (name, asked) != STRICT_SUMS:
+            raise ConfigError(
+                f"{name}={asked}: --operators portable computes under {name}={value}, on kernels of all "
+                "x86-64 processors with AVX2. Unset the variable, or choose --operators cpu."
+            )
+    os.environ.update(PORTABLE_KERNELS)
 
 
 def _keep_buffers() -> None:

@@ -18,7 +18,7 @@ def require_operators(
 ) -> None:
     """Raise ConfigError for the first flag that breaks a rule; `mode`: whether every kind is aligned."""
     if operators.align:
-        _require_partial(operators.align, sglang_args, mode, train_backend)
+        _require_partial(operators.align, operators.operators, sglang_args, mode, train_backend)
     aligned_by = aligning_flag(operators, mode=mode)
     sglang_flags.validate(sglang_args, aligned_by)
     if operators.operators != "auto" and not aligned_by:
@@ -34,7 +34,7 @@ def aligning_flag(operators: OperatorsConfig, *, mode: bool) -> str:
 
 
 def _require_partial(
-    kinds: str, sglang_args: Sequence[str], mode: bool, train_backend: str
+    kinds: str, operators: str, sglang_args: Sequence[str], mode: bool, train_backend: str
 ) -> None:
     degree = sglang_flags.tensor_parallel_size(sglang_args)
     rows = (
@@ -45,6 +45,9 @@ def _require_partial(
         (train_backend != "fsdp",
          f"the modules of --train-backend {train_backend} run on aligned operators of all kinds or of "
          "none",
+         "Leave one of the two out."),
+        (operators == "portable",
+         "--operators portable is for all kinds: what is left to an engine has no bits of its own",
          "Leave one of the two out."),
         (degree > 1,
          f"the sums that the ranks of --sglang-tp-size {degree} share are aligned with all else or not "

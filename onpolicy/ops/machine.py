@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from onpolicy.contract import PORTABLE_KERNELS
 
 DISTRIBUTIONS = {"triton": "triton", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
 """Modules that the GPU operators import, and the packages they come in."""
@@ -47,6 +49,12 @@ class Machine:
     bfloat16_products: bool = False
     """Whether oneDNN has this CPU multiply bfloat16 by instructions made for it."""
 
+    cpu_kernels: str = ""
+    """Which of PyTorch's kernels run on this CPU. Example: AVX512"""
+
+    asked_kernels: Mapping[str, str] = field(default_factory=dict)
+    """Of PORTABLE_KERNELS, the variables that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
+
     @staticmethod
     def here() -> Machine:
         """The machine that this process runs on."""
@@ -59,6 +67,8 @@ class Machine:
             packages={name: _version(name) for name in found},
             cuda_toolkit=find_cuda_toolkit(),
             bfloat16_products=_multiplies_bfloat16(os.environ),
+            cpu_kernels=torch.backends.cpu.get_cpu_capability(),
+            asked_kernels={x: os.environ[x] for x in PORTABLE_KERNELS if x in os.environ},
         )
 
     @property

@@ -179,6 +179,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         **_gloo_interface(spec.host),
+        **spec.contract.variables,
     }
     if spec.taps:
         variables[TAPS_VARIABLE] = spec.taps

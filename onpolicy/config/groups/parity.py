@@ -30,16 +30,23 @@ class OperatorsConfig:
     """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
     two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
 
-    operators: Literal["auto", "cpu", "onednn", "triton", "hopper"] = "auto"
+    operators: Literal["auto", "cpu", "onednn", "portable", "triton", "hopper"] = "auto"
     """Aligned operators. On a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16) or
-    triton (A100 to H200, also float32). On a CPU: cpu (products in float32, the same bits on any) or
-    onednn (products by the CPU's bfloat16 instructions). auto: hopper where it can, else triton; cpu."""
+    triton (A100 to H200, also float32). On a CPU: cpu (products in float32), onednn (products by the
+    CPU's bfloat16 instructions) or portable (made to have the same bits on any x86-64 processor with
+    AVX2). auto: hopper where it can, else triton; cpu."""
 
     align: Annotated[str, KNOWN_KINDS] = ""
     """Align these kinds alone, as in linear,attention, and leave all else to each engine: model (the
     code between operators, which comes with every other kind), linear, attention, norm, rotary,
     activation, experts, log_probs. Parity is measured then, and not promised. For fsdp, without
     --true-on-policy-mode."""
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether all that a run computes, the optimizer's step too, is made to have the same bits on
+        every x86-64 processor with AVX2."""
+        return self.operators == "portable"
 
     @property
     def kinds(self) -> tuple[str, ...]:

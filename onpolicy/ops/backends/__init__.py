@@ -7,12 +7,13 @@ from onpolicy.ops.backends.base import Backend, Demand
 from onpolicy.ops.backends.cpu import CPU
 from onpolicy.ops.backends.hopper import HOPPER
 from onpolicy.ops.backends.onednn import ONEDNN
+from onpolicy.ops.backends.portable import PORTABLE
 from onpolicy.ops.backends.stock import STOCK
 from onpolicy.ops.backends.triton import TRITON
 
 __all__ = ["BACKENDS", "CPU_BACKENDS", "GPU_BACKENDS", "Backend", "Demand", "backend_of"]
 
-CPU_BACKENDS = (CPU, ONEDNN)
+CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
 """In the order in which `--operators auto` asks them. The one that every CPU keeps comes first, so that
 a run has the same bits on a CPU with bfloat16 instructions and on one without."""
 

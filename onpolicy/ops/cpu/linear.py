@@ -20,7 +20,7 @@ order of its own: the same tiles, other bits, so the contract says which (`ops/b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,8 @@ COLUMNS, COLUMN_MULTIPLE = 256, 16
 MIN_PIECES = 16
 """Of one product, if it has so many tiles: enough to keep threads equally busy."""
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Gemms:
@@ -50,9 +52,21 @@ class Gemms:
     multiplied: torch.dtype = torch.float32
     """bfloat16: operands of that dtype are not widened where the result is bfloat16 as well."""
 
+    product: Product = F.linear
+    """`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
+
     def operand(self, x: Tensor, out: Tensor) -> torch.dtype:
         """The dtype in which `x` is multiplied for `out`."""
         return self.multiplied if x.dtype == out.dtype == self.multiplied else torch.float32
+
+    def multiply_into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """`product`; that of PyTorch is one of two functions, which need no copy of its result."""
+        if self.product is not F.linear:
+            out.copy_(self.product(x, weight, bias))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
 
 
 def tiled_linear(
@@ -83,7 +97,7 @@ def _product(
     """The result of `tiled_linear`, with its padding, and the pieces that are to fill it."""
     rows = x.shape[0] + -x.shape[0] % ROW_MULTIPLE
     out = x.new_empty(rows, weight.shape[0], dtype=out_dtype)
-    return out, _pieces(_whole_rows(x, gemms.operand(x, out)), weight, bias, out, blocks)
+    return out, _pieces(gemms, _whole_rows(x, gemms.operand(x, out)), weight, bias, out, blocks)
 
 
 def tiled_grouped_linear(
@@ -102,14 +116,19 @@ def tiled_grouped_linear(
     pieces = [
         piece
         for (expert, _, _), rows, out in zip(groups, inputs, outs, strict=True)
-        for piece in _pieces(rows, weight[expert], None, out)
+        for piece in _pieces(gemms, rows, weight[expert], None, out)
     ]
     gemms.pool.run(pieces, 2.0 * sum(map(len, outs)) * weight[0].numel())
     return torch.cat([none, *(out[: b - a] for (_, a, b), out in zip(groups, outs, strict=True))])
 
 
 def _pieces(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, blocks: int = 1
+    gemms: Gemms,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    blocks: int = 1,
 ) -> list[Piece]:
     """Pieces of `out = x @ weight.T + bias`: a tile of columns and some tiles of rows each."""
     columns = [slice(c, c + COLUMNS) for c in range(0, weight.shape[0], COLUMNS)]
@@ -117,7 +136,9 @@ def _pieces(
     together = max(1, len(rows) * len(columns) // MIN_PIECES)
     runs = [rows[r : r + together] for r in range(0, len(rows), together)]
     return [
-        partial(_fill, x, weight, bias, out, tile, run, blocks) for tile in columns for run in runs
+        partial(_fill, gemms, x, weight, bias, out, tile, run, blocks)
+        for tile in columns
+        for run in runs
     ]
 
 
@@ -131,6 +152,7 @@ def _pad_rows(x: Tensor, multiple: int) -> Tensor:
 
 
 def _fill(
+    gemms: Gemms,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -150,25 +172,17 @@ def _fill(
     for rows in row_tiles:
         part, result = x[rows], out[rows, columns]
         if blocks == 1 and result.shape[1] == len(tile) and result.dtype == x.dtype:
-            _product_into(result, part, tile, tile_bias)
+            gemms.multiply_into(result, part, tile, tile_bias)
         else:
-            result.copy_(_tree(part, tile, tile_bias, blocks)[:, :count])
+            result.copy_(_tree(gemms.product, part, tile, tile_bias, blocks)[:, :count])
 
 
-def _product_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """`F.linear`, which is these two functions, without a copy of its result."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _tree(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
+def _tree(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
     if blocks == 1:
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
     (x_left, x_right), (left, right) = x.chunk(2, dim=-1), weight.chunk(2, dim=-1)
     half = blocks // 2
-    return _tree(x_left, left, bias, half).add_(_tree(x_right, right, None, half))
+    return _tree(product, x_left, left, bias, half).add_(_tree(product, x_right, right, None, half))
 
 
 def _weight_grad(gemms: Gemms, grad: Tensor, x: Tensor) -> Tensor:
@@ -190,7 +204,7 @@ def _weight_grad_pieces(
     grad, wide = grad.to(operand), x.to(operand)
 
     def piece(rows: slice) -> None:
-        product = grad[:, rows].t() @ wide
+        product = gemms.product(grad[:, rows].t(), wide.t(), None)
         if adds:
             out[rows].add_(product.to(x.dtype))
         else:

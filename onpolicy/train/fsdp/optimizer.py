@@ -16,14 +16,21 @@ from onpolicy.train.blocks import run_in_blocks
 from onpolicy.train.state import create_missing_moments
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW with the run's settings; every step is given its learning rate."""
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], config: TrainerConfig, *, portable: bool = False
+) -> torch.optim.AdamW:
+    """AdamW with the run's settings; every step is given its learning rate.
+
+    portable: by PyTorch's fused kernel, whose square root is exactly rounded. The other's is MKL's,
+    which has other bits on AMD's processors than on Intel's.
+    """
     return torch.optim.AdamW(
         list(parameters),
         lr=0.0,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
+        fused=portable or None,
     )
 
 
@@ -63,6 +70,7 @@ def _step_block(
         [],
         [torch.tensor(step)],
         foreach=False,
+        fused=group["fused"],
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

@@ -50,7 +50,9 @@ class FsdpTrainer(PolicyTrainer):
                 algorithm.ref_checkpoint or config.model.hf_checkpoint
             )
             self.reference.requires_grad_(False)
-        self.optimizer = make_optimizer(self.model.parameters(), config.trainer)
+        self.optimizer = make_optimizer(
+            self.model.parameters(), config.trainer, portable=config.operators.is_portable
+        )
 
     def _load_model(self, path: str) -> PolicyModel:
         hf_config = load_config(path, self.config.model.trust_remote_code)

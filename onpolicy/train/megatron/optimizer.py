@@ -72,3 +72,5 @@ def use_settings(optimizer: MegatronOptimizer, config: TrainConfig) -> None:
         group["betas"] = (trainer.adam_beta1, trainer.adam_beta2)
         group["eps"] = trainer.adam_eps
         group["weight_decay"] = trainer.weight_decay
+        if config.operators.is_portable:
+            group["fused"] = True  # why: `onpolicy/train/fsdp/optimizer.py`

@@ -68,6 +68,7 @@ class MegatronTrainer(PolicyTrainer):
                 algorithm.ref_checkpoint or config.model.hf_checkpoint
             )
         self.optimizer = make_optimizer(self.model, config, self.dtype)
+        use_settings(self.optimizer, config)
 
     def _load_model(self, path: str) -> nn.Module:
         hf_config = load_config(path, self.config.model.trust_remote_code)

@@ -1,0 +1,90 @@
+"""Does this process multiply in the order that portable operators name? Tried when they are made.
+
+The reference writes the order out, element by element. What oneDNN multiplies is a chain of fused
+multiply-adds (`products.py`). What attention multiplies is MKL's, under MKL_CBWR=COMPATIBLE a chain
+of multiplications and additions, each rounded: over a block of 64 keys or rows, or over blocks of
+112 of the head dimension, each added to what is there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.errors import ContractError
+from onpolicy.ops.backends.portable_limits import MAX_HEAD_DIM
+from onpolicy.ops.portable.products import BLOCK, product
+
+MKL_BLOCK = 112
+"""Of K, up to MAX_HEAD_DIM; longer sums it cuts in a way that is not known here."""
+
+PRODUCTS = ((16, BLOCK, 256), (48, 2 * BLOCK + 33, 64), (256, 40, 256), (7, 100, 1))
+"""Rows, K, columns."""
+
+BATCHED = (
+    (1, 16, 32, 64),
+    (3, 64, 64, 40),
+    (3, 32, 112, 64),
+    (1, 16, 128, 64),
+    (3, 64, 192, 64),
+    (1, 16, MAX_HEAD_DIM, 64),
+)
+"""Products side by side, rows, K, columns."""
+
+
+def require_order() -> None:
+    """Raise ContractError if a product differs from the written-out order in a bit."""
+    for m, k, n in PRODUCTS:
+        x, weight = _numbers(1, m, k, 1), _numbers(1, n, k, 2)
+        want = written_out(x, weight.transpose(1, 2), BLOCK, fused=True)
+        _require("oneDNN", (m, k, n), product(x[0], weight[0], None), want[0])
+    for batch, m, k, n in BATCHED:
+        a, b, out = _numbers(batch, m, k, 3), _numbers(batch, k, n, 4), _numbers(batch, m, n, 5)
+        want = written_out(a, b, MKL_BLOCK, fused=False)
+        for left in (a, _turned(a)):
+            for right in (b, _turned(b)):
+                _require("MKL", (m, k, n), torch.bmm(left, right), want)
+        if k <= MKL_BLOCK:
+            _require("MKL", (m, k, n), out.baddbmm(_turned(a), b), out + want)
+
+
+def written_out(a: Tensor, b: Tensor, block: int, *, fused: bool) -> Tensor:
+    """Float32 [B, M, K] @ [B, K, N] -> [B, M, N], the sum taken as the module says.
+
+    The numbers are whole and small enough for float64 to hold every product and sum exactly, so the one
+    rounding of a fused multiply-add is that to float32.
+    """
+    total = None
+    for first in range(0, a.shape[2], block):
+        chain = a.new_zeros(a.shape[0], a.shape[1], b.shape[2])
+        for k in range(first, min(first + block, a.shape[2])):
+            term = a[:, :, k, None].double() * b[:, None, k].double()
+            chain = (chain + (term if fused else term.float())).float()
+        total = chain if total is None else total + chain
+    assert total is not None
+    return total
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The same numbers, those of a column side by side in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _numbers(*shape_and_seed: int) -> Tensor:
+    """Whole numbers of up to 15 bits, the same everywhere: products of 30 bits do not fit a float32."""
+    *shape, seed = shape_and_seed
+    words = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).add_(seed * 7919)
+    words.mul_(2654435761).remainder_(1 << 31).bitwise_right_shift_(16).sub_(1 << 14)
+    return words.float().view(shape)
+
+
+def _require(library: str, shape: tuple[int, int, int], got: Tensor, want: Tensor) -> None:
+    if not torch.equal(got, want):
+        settings = " ".join(f"{name}={value}" for name, value in PORTABLE_KERNELS.items())
+        raise ContractError(
+            f"product={'x'.join(map(str, shape))}: {int((got != want).sum())} of {want.numel()} sums of "
+            f"{library} are not in the order of portable operators, so their bits may be others on "
+            f"another processor. They need {settings} from the start of the process on, and torch as "
+            "requirements/ pins it; or give --operators cpu."
+        )
