@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onpolicy.compat.process import KERNEL_CACHES, prepare_process
-from onpolicy.errors import ContractError
+from onpolicy.compat.process import KERNEL_CACHES, prepare_process, use_portable_kernels
+from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.checks.probe import require_equal
 
 PRODUCT = """
@@ -68,6 +69,49 @@ def test_a_process_is_prepared_where_it_starts(start):
 
 def test_an_import_prepares_nothing():
     assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None, None]\n"
+
+
+COMMAND = """
+from onpolicy.cli.main import main
+import sys
+sys.exit(main(["verify", "--hf-checkpoint", "nowhere", "--operators", "portable"]))
+"""
+SHOW_PORTABLE = """
+import atexit, os, sys
+from onpolicy.contract import PORTABLE_KERNELS
+atexit.register(lambda: print({name: os.environ.get(name) for name in PORTABLE_KERNELS}))
+"""
+
+
+def test_a_command_asks_for_the_kernels_of_portable_operators_before_torch_is_there():
+    """Whatever comes of it: here, no checkpoint."""
+    answer = subprocess.run(
+        [sys.executable, "-c", SHOW_PORTABLE + COMMAND],
+        env={k: v for k, v in os.environ.items() if k not in PORTABLE_KERNELS},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert answer.returncode == 2
+    assert answer.stdout.splitlines()[-1] == str(PORTABLE_KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MKL_CBWR", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx512"), ("ONEDNN_MAX_CPU_ISA", "ALL")],
+)
+def test_portable_operators_refuse_other_kernels_that_were_asked_for(monkeypatch, name, value):
+    for other, wanted in PORTABLE_KERNELS.items():
+        monkeypatch.setenv(other, wanted)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"{name}={value}: .*{name}=\w+.*--operators cpu"):
+        use_portable_kernels()
+
+
+def test_portable_operators_take_the_place_of_the_strict_mode_that_nobody_asked_for(monkeypatch):
+    for name in PORTABLE_KERNELS:
+        monkeypatch.delenv(name, raising=False)
+    prepare_process()
+    use_portable_kernels()
+    assert {name: os.environ[name] for name in PORTABLE_KERNELS} == PORTABLE_KERNELS
 
 
 LARGE_BLOCKS = """

@@ -5,6 +5,7 @@ import pytest
 from onpolicy.cli import explain, serve, verify
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
+from onpolicy.config.aligned import require_operators
 from onpolicy.config.groups import OperatorsConfig
 from onpolicy.config.tools import BenchConfig, ExplainConfig, ServeConfig, VerifyConfig
 from onpolicy.config.unread import refuse_unread
@@ -93,6 +94,12 @@ def test_the_mode_and_a_part_of_it_contradict_each_other(tool):
 def test_what_a_part_cannot_go_with_is_refused(argv, message):
     with pytest.raises(ConfigError, match=message):
         train(*ALIGN, *argv)
+
+
+def test_portable_operators_are_for_all_kinds():
+    operators = OperatorsConfig(operators="portable", align="linear")
+    with pytest.raises(ConfigError, match="--align=linear: --operators portable is for all kinds"):
+        require_operators(operators, (), mode=False)
 
 
 def test_filters_go_with_sglangs_own_sampler_alone():

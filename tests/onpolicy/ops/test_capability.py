@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from onpolicy.config.groups import OperatorsConfig
-from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
+from onpolicy.contract import (
+    PORTABLE_KERNELS,
+    AttentionShape,
+    NumericsContract,
+    OperatorShapes,
+)
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import BACKENDS, CPU_BACKENDS, GPU_BACKENDS, Demand, backend_of
@@ -21,6 +26,7 @@ from onpolicy.ops.machine import ONEDNN_LIMITS, Machine
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
 CPU = Machine(capability=None, packages={"triton": "3.6.0"})
 CPU_BFLOAT16 = dataclasses.replace(CPU, bfloat16_products=True)
+CPU_PORTABLE = dataclasses.replace(CPU, cpu_kernels="AVX2", asked_kernels=PORTABLE_KERNELS)
 H200 = Machine(capability=(9, 0), packages=PACKAGES, cuda_toolkit="/usr/local/cuda")
 A100 = Machine(capability=(8, 0), packages=PACKAGES)
 L40 = Machine(capability=(8, 9), packages=PACKAGES)
@@ -50,6 +56,8 @@ def without(machine, *modules):
         ("auto", "bfloat16", 128, CPU_BFLOAT16, "cpu"),
         ("auto", "float32", 128, CPU_BFLOAT16, "cpu"),
         ("onednn", "bfloat16", 128, CPU_BFLOAT16, "onednn"),
+        ("portable", "bfloat16", 128, CPU_PORTABLE, "portable"),
+        ("auto", "bfloat16", 128, CPU_PORTABLE, "cpu"),
         ("auto", "bfloat16", 128, H200, "hopper"),
         ("auto", "bfloat16", 256, H200, "hopper"),
         ("auto", "bfloat16", 64, H200, "triton"),
@@ -99,6 +107,12 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("cpu", "bfloat16", 128, H200, r"--operators=cpu: this machine has a GPU.*hopper or triton"),
         ("onednn", "bfloat16", 128, CPU, r"no bfloat16 instructions.*--operators cpu"),
         ("onednn", "float32", 128, CPU_BFLOAT16, r"dtype=float32: .*--operators cpu"),
+        ("portable", "bfloat16", 128, CPU, r"MKL_CBWR=None: .*COMPATIBLE.*use_portable_kernels"),
+        (
+            "portable", "bfloat16", 128, dataclasses.replace(CPU_PORTABLE, cpu_kernels="AVX512"),
+            r"PyTorch's kernels=AVX512: .*AVX2.*--operators cpu",
+        ),
+        ("portable", "bfloat16", 256, CPU_PORTABLE, r"head_dim=256: .*224 alone.*--operators cpu"),
         ("hopper", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
         ("hopper", "float32", 128, H200, r"dtype=float32: .*bfloat16 only.*--operators triton"),
         ("hopper", "bfloat16", 64, H200, r"head_dim=64: .*96, 128, 192, 256 only"),
@@ -151,7 +165,7 @@ def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
 def test_an_unknown_backend_is_refused_by_name():
     contract = NumericsContract(backend="tpu", device="cpu", dtype="bfloat16", shapes=shapes())
     with pytest.raises(
-        ContractError, match=r"backend='tpu'.*cpu, onednn, hopper, triton, stock.*version"
+        ContractError, match=r"backend='tpu'.*cpu, onednn, portable, hopper, triton, stock.*version"
     ):
         make_operators(contract)
 

@@ -4,7 +4,12 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import CONTRACT_VARIABLE, NumericsContract, OperatorShapes
+from onpolicy.contract import (
+    CONTRACT_VARIABLE,
+    PORTABLE_KERNELS,
+    NumericsContract,
+    OperatorShapes,
+)
 from onpolicy.rollout.engine_args import (
     CORES_VARIABLE,
     EngineSpec,
@@ -38,6 +43,12 @@ def test_the_contract_travels_in_the_environment(contract):
     environment = engine_environment(spec_of(contract))
     assert NumericsContract.from_json(environment[CONTRACT_VARIABLE]) == contract
     assert ("SGLANG_PLATFORM" in environment) == (contract.device == "cpu")
+
+
+def test_an_engine_of_portable_operators_starts_on_their_kernels():
+    portable = dataclasses.replace(ALIGNED, backend="portable")
+    assert engine_environment(spec_of(portable)).items() >= PORTABLE_KERNELS.items()
+    assert not engine_environment(spec_of(ALIGNED)).keys() & PORTABLE_KERNELS.keys()
 
 
 def test_only_an_aligned_engine_runs_deterministically_on_the_hugging_face_model():

@@ -21,6 +21,14 @@ def test_settings_are_the_flags_whatever_a_checkpoint_brought_along():
     assert (group["weight_decay"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
 
 
+@pytest.mark.parametrize(("operators", "fused"), [("portable", True), ("cpu", None)])
+def test_portable_operators_come_with_the_fused_step(operators, fused):
+    optimizer = adamw()
+    config = TrainConfig(operators=groups.OperatorsConfig(operators=operators))
+    megatron.use_settings(optimizer, config)
+    assert optimizer.param_groups[0]["fused"] is fused
+
+
 def test_megatrons_own_schedule_can_be_wrapped_by_length_decay():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
