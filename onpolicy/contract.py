@@ -124,6 +124,10 @@ class NumericsContract:
     """Blocks into which every row-parallel linear cuts K, a power of two; the largest
     tensor-parallel degree either engine can have (see `onpolicy/ops/row_parallel.py`)."""
 
+    context: int | None = None
+    """Tokens that the engine serves at most, where they decide the angles of the rotary embedding
+    (`onpolicy/models/rotary_factors.py`); None: angles depend on positions alone."""
+
     log_prob: str = LOG_PROB
 
     model_definition: str = "transformers"

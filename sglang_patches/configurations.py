@@ -1,23 +1,69 @@
-"""Configurations as transformers reads them, where SGLang has a class of its own for a model.
+"""The model's configuration as the trainer reads it: the same function makes it on both sides.
 
-Its transformers backend builds transformers' model from them, and SGLang's OLMo-3 lacks what that asks
-for (rope_parameters), so the engine would die at its start.
-Source: _CONFIG_REGISTRY, sglang/srt/utils/hf_transformers/common.py. Can go when the backend reads
-transformers' configurations.
+SGLang has classes of its own for some models, which lack what its transformers backend asks for
+(OLMo-3) or that transformers cannot build a model from (Kimi-K2), and its backend always trusts the
+code that a checkpoint brings along.
+Source: HfModelConfigParser, sglang/srt/utils/hf_transformers/config.py. Can go when SGLang takes a
+configuration from a caller.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ContractError
+from onpolicy.models.published import is_known, read_config
+from onpolicy.models.rotary_factors import choose_factors
 from sglang_patches import registry
 
-MODEL_TYPES = ("olmo3",)
+LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
-def install() -> None:
-    from sglang.srt.utils.hf_transformers import common
+def install(contract: NumericsContract) -> None:
+    from sglang.srt.utils.hf_transformers import common, config
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for model_type in MODEL_TYPES:
-        common._CONFIG_REGISTRY.pop(model_type, None)
-        CONFIG_MAPPING._extra_content.pop(model_type, None)
+    class TrainersConfig(config.AutoConfig):
+        """Reads what the trainer reads."""
+
+        @classmethod
+        def from_pretrained(
+            cls, path: str, trust_remote_code: bool = False, **_: Any
+        ) -> PretrainedConfig:
+            return trainers_config(path, trust_remote_code, contract)
+
+    for model_type in list(common._CONFIG_REGISTRY):
+        if is_known(model_type) or model_type in OTHER_NAMES:
+            del common._CONFIG_REGISTRY[model_type]
+            CONFIG_MAPPING._extra_content.pop(model_type, None)
+    config.AutoConfig = TrainersConfig
     registry.note("transformers' configurations")
+    if contract.context is not None:
+        registry.hook(LOAD_TARGET, _require_context, "after")
+
+
+OTHER_NAMES = ("kimi_k2",)
+"""What a model_type may be called whose architecture transformers has under another."""
+
+
+def trainers_config(
+    path: str, trust_remote_code: bool, contract: NumericsContract
+) -> PretrainedConfig:
+    """The configuration that the trainer computes with."""
+    found = read_config(path, trust_remote_code)
+    if contract.context is not None:
+        choose_factors(found, contract.context)
+    return found
+
+
+def _require_context(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    served, chosen = runner.model_config.context_len, registry.contract().context
+    if served != chosen:
+        raise ContractError(
+            f"context_len={served}: the angles of this model's rotary embedding were chosen for "
+            f"{chosen} tokens. Start the engine with --context-length {chosen}."
+        )
+    return result

@@ -84,7 +84,7 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
     """
     linear.install(operators, contract)
     layer_attention.install()
-    configurations.install()
+    configurations.install(contract)
     embedding.install()
     head_sizes.install(contract)
     if contract.aligns("linear", OUTSIDE):

@@ -136,6 +136,14 @@ def max_total_tokens(sglang_args: Sequence[str]) -> int | None:
     return _count(sglang_args, ("--max-total-tokens",), "Give a number of tokens, such as 16384.")
 
 
+def context_length(sglang_args: Sequence[str]) -> int | None:
+    """Tokens that the engine serves at most: the value of --sglang-context-length, if it is given.
+
+    Raises ConfigError for a value that is no number of tokens.
+    """
+    return _count(sglang_args, ("--context-length",), "Give a number of tokens, such as 4096.")
+
+
 def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> int | None:
     flag, count = _value(sglang_args, names, int, remedy)
     if count is not None and count < 1:

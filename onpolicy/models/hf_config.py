@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
@@ -19,6 +19,8 @@ from onpolicy.models.align import unaligned_modules
 from onpolicy.models.experts import has_usual_experts, unusual_experts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.logits import logits_rule
+from onpolicy.models.published import read_config
+from onpolicy.models.rotary_factors import choose_factors, context_limit
 from onpolicy.models.weight_files import stored_shapes
 from onpolicy.system.reading import read_json_object
 
@@ -33,10 +35,14 @@ SIZES = (
 
 
 def load_config(
-    path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
+    path: str,
+    trust_remote_code: bool = False,
+    flag: str = "--hf-checkpoint",
+    context: int | None = None,
 ) -> PretrainedConfig:
     """The checkpoint's configuration, after checking that its files are there and complete.
 
+    context: the contract's, for a configuration to compute with.
     Raises ConfigError, which blames `flag`, for whatever is wrong with the directory.
     """
     directory = Path(path)
@@ -50,25 +56,23 @@ def load_config(
             "checkpoint (config.json and *.safetensors); download it first."
         )
     raw = read_json_object(directory / "config.json", f"{flag}={path}: config.json")
-    if raw.get("auto_map") and not trust_remote_code:
-        raise ConfigError(
-            f"{flag}={path}: its config.json asks to run the checkpoint's own Python code "
-            f"(auto_map={raw['auto_map']}). Read that code; if you trust it, add --trust-remote-code."
-        )
     num_tensors = len(stored_shapes(directory, flag))
     if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > num_tensors:
         raise ConfigError(
             f"{flag}={path}: num_hidden_layers={layers} in config.json, and the weights are "
             f"{num_tensors} tensors. They do not belong together; download the checkpoint again."
         )
-    return _parse_config(path, trust_remote_code, flag)
+    config = _parse_config(path, trust_remote_code, flag)
+    if context is not None:
+        choose_factors(config, context)
+    return config
 
 
 def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedConfig:
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            path, trust_remote_code=trust_remote_code
-        )
+        config = read_config(path, trust_remote_code, flag)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever its validators raise
         raise ConfigError(
             f"{flag}={path}: transformers cannot read its config.json "
@@ -129,12 +133,6 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
         problems.append(
             f"layer_types={kinds}: only full and sliding attention have aligned operators"
         )
-    rope = value("rope_parameters") or {}
-    for one in (rope, *(x for x in rope.values() if isinstance(x, dict))):  # one per kind of layer
-        if one.get("rope_type") in ("dynamic", "longrope"):
-            problems.append(
-                f"rope_type={one['rope_type']}: its angles depend on the other sequences of a batch"
-            )
     if value("clip_qkv") is not None:
         problems.append(f"clip_qkv={value('clip_qkv')}: transformers clips what a gradient needs")
     if quantization := value("quantization_config"):
@@ -155,7 +153,13 @@ def _problems_of_attention(
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
     wanted = [window if one == "sliding_attention" else None for one in types]
     problems = []
-    if len(layers) != config.num_hidden_layers:
+    if context_limit(config) < max_context_len:
+        problems.append(
+            f"rope_type=dynamic: beyond max_position_embeddings={config.max_position_embeddings} its "
+            "angles depend on the other sequences of a batch, and the engine would serve "
+            f"{max_context_len} tokens; lower --sglang-context-length"
+        )
+    elif len(layers) != config.num_hidden_layers:
         problems.append(
             f"num_hidden_layers={config.num_hidden_layers}, of which {len(layers)} call an attention "
             "function: the others have no aligned operator"

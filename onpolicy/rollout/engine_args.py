@@ -132,6 +132,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
     ]  # fmt: skip
     if spec.trust_remote_code:
         flags.append("--trust-remote-code")
+    if spec.contract.context is not None:
+        flags += ["--context-length", str(spec.contract.context)]
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
     if spec.contract.shares_model:

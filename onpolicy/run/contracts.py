@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Sequence
@@ -11,13 +12,14 @@ from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.aligned import aligning_flag
-from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import operator_shapes
+from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.ops.capability import choose_backend
 from onpolicy.ops.environment import require_exact
@@ -36,8 +38,9 @@ def contract_for(
     model, blocks = config.model, config.count_row_parallel_blocks()
     facts = ModelFacts(hf_config, model.trust_remote_code)
     aligned_by = aligning_flag(config.operators, mode=aligned)
+    context = context_length(config.sglang_args) or hf_config.max_position_embeddings
     if aligned_by:
-        require_alignable(facts, hf_config.max_position_embeddings, aligned_by)
+        require_alignable(facts, context, aligned_by)
         require_exact(os.environ, aligned_by)
     shapes = operator_shapes(facts, blocks)
     kinds = () if aligned else config.operators.kinds
@@ -57,8 +60,22 @@ def contract_for(
         dtype=model.dtype,
         shapes=shapes,
         row_parallel_blocks=blocks,
+        context=_deciding(context, hf_config),
         kinds=kinds,
     )
+
+
+def _deciding(context: int, hf_config: PretrainedConfig) -> int | None:
+    """`context`, if the model's angles depend on it."""
+    if not follows_context(hf_config):
+        return None
+    for chosen in choose_factors(copy.deepcopy(hf_config), context):
+        logger.info(
+            "rotary embedding: %s, for the %d tokens that the engine serves; another choice is "
+            "--sglang-context-length",
+            *(chosen, context),
+        )
+    return context
 
 
 def require_attention(shapes: OperatorShapes, kinds: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ def installed(monkeypatch):
             name = module.__name__.rpartition(".")[2]
             monkeypatch.setattr(module, "install", lambda *_, name=name: asked.add(name))
         for module in (plugin.configurations,):
-            monkeypatch.setattr(module, "install", lambda: None)
+            monkeypatch.setattr(module, "install", lambda _: None)
         plugin._share_model(contract, CpuOperators(1))
         return asked
 

@@ -31,12 +31,13 @@ def load_sharded_policy(
     activation_checkpointing: bool,
     trust_remote_code: bool,
     row_parallel_blocks: int,
+    context: int | None = None,
 ) -> PolicyModel:
     """Load float32 master weights, each rank its shards; computation runs in `dtype`.
 
     Every rank reads its own shards of the checkpoint's files.
     """
-    config = load_config(path, trust_remote_code)
+    config = load_config(path, trust_remote_code, context=context)
     model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks)
     buffers = dict(model.named_buffers())
     _shard(model, dtype, activation_checkpointing)

@@ -64,6 +64,7 @@ class FsdpTrainer(PolicyTrainer):
             activation_checkpointing=recomputes_activations(self.config.trainer, hf_config),
             trust_remote_code=self.config.model.trust_remote_code,
             row_parallel_blocks=self.contract.row_parallel_blocks,
+            context=self.contract.context,
         )
 
     def _put_operators(self, operators: Operators) -> None:

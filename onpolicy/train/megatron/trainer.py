@@ -71,7 +71,8 @@ class MegatronTrainer(PolicyTrainer):
         use_settings(self.optimizer, config)
 
     def _load_model(self, path: str) -> nn.Module:
-        hf_config = load_config(path, self.config.model.trust_remote_code)
+        trust = self.config.model.trust_remote_code
+        hf_config = load_config(path, trust, context=self.contract.context)
         model = build_model(hf_config, self.contract, self.operators, self.layout, self.device)
         load_hf_weights(model, path)
         return model

@@ -1,0 +1,85 @@
+"""Reads a config.json as its publisher ships it, into a configuration of transformers' own.
+
+Published checkpoints name Python code of their own (`auto_map`), mostly because they are older than
+transformers' class for them. Where transformers has the architecture, that class is taken, and the
+code is never run. Both engines read by this function, so they build the same model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from onpolicy.errors import ConfigError
+from onpolicy.system.reading import read_json_object
+
+
+def read_config(
+    path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
+) -> PretrainedConfig:
+    """The configuration in a directory, by transformers' own class if it has one.
+
+    Raises ConfigError, which blames `flag`, if the checkpoint needs its own code and that is not
+    trusted, and whatever transformers raises for a file that it cannot read.
+    """
+    raw = read_json_object(Path(path) / "config.json", f"{flag}={path}: config.json")
+    own = own_class(raw)
+    if own is None:
+        _require_trust(raw, trust_remote_code, f"{flag}={path}")
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        )
+    elif is_known(raw.get("model_type")):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    else:
+        config = own.from_pretrained(path)
+        config.model_type = own.model_type  # type: ignore[misc]
+    if own is not None and hasattr(config, "auto_map"):
+        del config.auto_map
+        if own.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[own.model_type]]
+    _keep_rotations_of_layers(config)
+    return config
+
+
+def own_class(raw: dict[str, Any]) -> type[PretrainedConfig] | None:
+    """transformers' class for a config.json: by its model_type, else by its architecture."""
+    if is_known(raw.get("model_type")):
+        own: type[PretrainedConfig] = getattr(transformers, CONFIG_MAPPING_NAMES[raw["model_type"]])
+        return own
+    named = raw.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    return getattr(getattr(transformers, architecture, None), "config_class", None)
+
+
+def is_known(model_type: object) -> bool:
+    """Whether transformers has a class for this model_type."""
+    return str(model_type) in CONFIG_MAPPING_NAMES
+
+
+def _require_trust(raw: dict[str, Any], trust_remote_code: bool, name: str) -> None:
+    if raw.get("auto_map") and not trust_remote_code:
+        raise ConfigError(
+            f"{name}: its config.json asks to run the checkpoint's own Python code "
+            f"(auto_map={raw['auto_map']}), and transformers {transformers.__version__} has no class of "
+            f"its own for model_type={raw.get('model_type')}. Read that code; if you trust it, add "
+            "--trust-remote-code."
+        )
+
+
+def _keep_rotations_of_layers(config: PretrainedConfig) -> None:
+    """Drop from a `rope_parameters` with an entry for every kind of layer whatever is no such entry.
+
+    transformers fills in the entries of kinds that no layer has, then takes the whole for the entry
+    of all layers, and adds numbers to it, on which SGLang's can_enable_torch_compile stumbles
+    (Gemma3TextConfig with fewer layers than its pattern, transformers 5.12 to 5.19).
+    """
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds and all(isinstance(rope.get(kind), dict) for kind in kinds):
+        config.rope_parameters = {kind: rope[kind] for kind in sorted(kinds)}

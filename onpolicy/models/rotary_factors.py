@@ -1,0 +1,50 @@
+"""Rotary embeddings whose angles transformers would choose by the longest sequence of a batch.
+
+LongRoPE (Phi-3, Phi-4-mini) has two lists of factors, for short and for long sequences; dynamic scaling
+changes its base beyond the model's context. A token's bits would depend on its neighbours, and cached
+keys on when they were made. So the choice is made once, by the context that the engine serves, and is
+part of the contract. vLLM chooses LongRoPE's factors by the same rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+
+
+def follows_context(config: PretrainedConfig) -> bool:
+    """Whether the angles of this configuration's model depend on the context that is served."""
+    return any(one.get("rope_type") in (LONGROPE, DYNAMIC) for one in rotations(config))
+
+
+def choose_factors(config: PretrainedConfig, context: int) -> list[str]:
+    """Make `config` mean the angles that belong to sequences of up to `context` tokens, in a batch of
+    any lengths; returns what was chosen, in words.
+
+    LongRoPE's long factors are taken where `context` is more than what the model was first trained on,
+    else the short ones. Dynamic scaling changes nothing up to max_position_embeddings tokens, and an
+    aligned engine serves no more (`models/hf_config.py`).
+    """
+    chosen = []
+    for one in rotations(config):
+        if one.get("rope_type") == LONGROPE:
+            original = one["original_max_position_embeddings"]
+            name = "long_factor" if context > original else "short_factor"
+            one["long_factor"] = one["short_factor"] = one[name]
+            chosen.append(f"{name} (original_max_position_embeddings={original})")
+    return chosen
+
+
+def context_limit(config: PretrainedConfig) -> float:
+    """Tokens up to which a choice of angles holds for every batch."""
+    is_dynamic = any(one.get("rope_type") == DYNAMIC for one in rotations(config))
+    return float(config.max_position_embeddings if is_dynamic else "inf")
+
+
+def rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """`rope_parameters`, or its entries, one for each kind of layer."""
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    return [one for one in (rope, *rope.values()) if isinstance(one, dict)]
