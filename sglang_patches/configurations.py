@@ -36,9 +36,10 @@ def install(contract: NumericsContract) -> None:
             return trainers_config(path, trust_remote_code, contract)
 
     for model_type in list(common._CONFIG_REGISTRY):
+        if is_known(model_type):
+            CONFIG_MAPPING._extra_content.pop(model_type, None)
         if is_known(model_type) or model_type in OTHER_NAMES:
             del common._CONFIG_REGISTRY[model_type]
-            CONFIG_MAPPING._extra_content.pop(model_type, None)
     config.AutoConfig = TrainersConfig
     registry.note("transformers' configurations")
     if contract.context is not None:

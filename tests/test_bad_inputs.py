@@ -329,7 +329,7 @@ TRAIN = [
     ("model-type-unknown", edit("config.json", model_type="nosuch"), "", "transformers cannot read its config.json .*nosuch"),
     ("model-type-list", edit("config.json", model_type=[1]), "", "transformers cannot read its config.json"),
     ("model-not-causal", edit("config.json", model_type="clip"), "", "model_type=clip is made of several models .text_config, vision_config."),
-    ("model-code", edit("config.json", auto_map={"AutoConfig": "evil.C"}), "", "asks to run the checkpoint's own Python code"),
+    ("model-code", edit("config.json", auto_map={"AutoConfig": "evil.C"}, model_type="evil", architectures=["EvilForCausalLM"]), "", "asks to run the checkpoint's own Python code"),
     ("size-text", edit("config.json", hidden_size="x"), "", "transformers cannot read its config.json .*hidden_size"),
     ("size-negative", edit("config.json", hidden_size=-96), "", "hidden_size=-96 in config.json, and it must be a whole number"),
     ("size-0", edit("config.json", num_attention_heads=0), "", "num_attention_heads=0 in config.json"),

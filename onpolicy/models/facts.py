@@ -7,6 +7,7 @@ answers, and for a model of many layers each of them takes time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,6 +21,7 @@ from onpolicy.errors import ConfigError, ContractError, in_one_line
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.norms import NormKind, norm_kinds
+from onpolicy.models.rotary_factors import choose_factors
 from onpolicy.ops.layouts import Scores
 
 AttentionCall = tuple[Tensor, Tensor, Tensor, Scores, Tensor | None]
@@ -35,7 +37,9 @@ class ModelFacts:
     @cached_property
     def model(self) -> PreTrainedModel:
         """All of it on the meta device. Raises ConfigError if transformers cannot build it."""
-        model = empty_causal_lm(self.config, self.trust_remote_code)
+        config = copy.deepcopy(self.config)
+        choose_factors(config, config.max_position_embeddings)  # any: shapes do not depend on it
+        model = empty_causal_lm(config, self.trust_remote_code)
         model.config._attn_implementation = ATTENTION_NAME
         # Experts whose shapes do not depend on the routers' choice.
         model.config._experts_implementation = "batched_mm"

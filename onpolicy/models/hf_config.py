@@ -6,6 +6,8 @@ file, code that would have to be trusted, an architecture that the two engines c
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from onpolicy.models.align import unaligned_modules
 from onpolicy.models.experts import has_usual_experts, unusual_experts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.logits import logits_rule
-from onpolicy.models.published import read_config
+from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
 from onpolicy.models.weight_files import stored_shapes
 from onpolicy.system.reading import read_json_object
+
+logger = logging.getLogger(__name__)
 
 SIZES = (
     "vocab_size",
@@ -62,13 +66,26 @@ def load_config(
             f"{flag}={path}: num_hidden_layers={layers} in config.json, and the weights are "
             f"{num_tensors} tensors. They do not belong together; download the checkpoint again."
         )
-    config = _parse_config(path, trust_remote_code, flag)
+    config = parse_config(path, trust_remote_code, flag)
+    if raw.get("auto_map") and own_class(raw) is not None:
+        _say_whose_code(f"{flag}={path}", type(config).__name__)
     if context is not None:
         choose_factors(config, context)
     return config
 
 
-def _parse_config(path: str, trust_remote_code: bool, flag: str) -> PretrainedConfig:
+@cache
+def _say_whose_code(name: str, kind: str) -> None:
+    logger.info("%s: transformers' own model of its %s, not the checkpoint's code", name, kind)
+
+
+def parse_config(
+    path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
+) -> PretrainedConfig:
+    """The configuration of a causal language model, in a directory that has a config.json.
+
+    Raises ConfigError, which blames `flag`, if it is none.
+    """
     try:
         config = read_config(path, trust_remote_code, flag)
     except ConfigError:

@@ -11,8 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
+
+CHOSEN = "chosen_longrope"
+"""A rope_type of ours: LongRoPE's angles, for which transformers does not look again when it runs."""
+
+ROPE_INIT_FUNCTIONS[CHOSEN] = ROPE_INIT_FUNCTIONS[LONGROPE]
 
 
 def follows_context(config: PretrainedConfig) -> bool:
@@ -26,16 +32,30 @@ def choose_factors(config: PretrainedConfig, context: int) -> list[str]:
 
     LongRoPE's long factors are taken where `context` is more than what the model was first trained on,
     else the short ones. Dynamic scaling changes nothing up to max_position_embeddings tokens, and an
-    aligned engine serves no more (`models/hf_config.py`).
+    aligned engine serves no more (`context_limit`).
     """
     chosen = []
     for one in rotations(config):
         if one.get("rope_type") == LONGROPE:
             original = one["original_max_position_embeddings"]
             name = "long_factor" if context > original else "short_factor"
-            one["long_factor"] = one["short_factor"] = one[name]
+            one |= {"rope_type": CHOSEN, "long_factor": one[name], "short_factor": one[name]}
             chosen.append(f"{name} (original_max_position_embeddings={original})")
+        elif one.get("rope_type") == DYNAMIC:
+            one |= {"rope_type": "default", "rope_theta": _unscaled_base(config, one)}
+            chosen.append(f"rope_theta={one['rope_theta']}, not scaled")
     return chosen
+
+
+def _unscaled_base(config: PretrainedConfig, one: dict[str, Any]) -> float:
+    """The base of dynamic scaling within max_position_embeddings tokens; HunYuan's has an alpha.
+
+    Source: HunYuanMoEV1RotaryEmbedding, transformers/models/hunyuan_v1_moe/modeling_hunyuan_v1_moe.py.
+    """
+    base: float = one["rope_theta"]
+    if config.model_type.startswith("hunyuan") and one.get("alpha"):
+        base *= one["alpha"] ** (config.head_dim / (config.head_dim - 2))
+    return base
 
 
 def context_limit(config: PretrainedConfig) -> float:

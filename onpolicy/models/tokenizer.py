@@ -7,12 +7,17 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.published import read_config
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Raises ConfigError if there is none, or if transformers cannot read it."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, config=read_config(path, trust_remote_code), trust_remote_code=trust_remote_code
+        )
+    except ConfigError:
+        raise
     except Exception as error:  # whatever its parsers raise
         raise ConfigError(
             f"--hf-checkpoint={path}: its tokenizer cannot be read ({type(error).__name__}: "

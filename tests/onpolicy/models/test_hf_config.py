@@ -64,7 +64,11 @@ def test_missing_weights_and_missing_shards_are_refused(copy):
 
 def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked_for(copy):
     edit_config(copy, auto_map={"AutoConfig": "evil.Config"})
-    with pytest.raises(ConfigError, match="--trust-remote-code"):
+    assert load_config(str(copy)).model_type == "qwen3"
+    edit_config(copy, model_type="evil", architectures=["EvilForCausalLM"])
+    with pytest.raises(
+        ConfigError, match=r"no class of its own for model_type=evil.*--trust-remote"
+    ):
         load_config(str(copy))
 
 
@@ -81,7 +85,6 @@ def test_supported_architectures_are_alignable(architecture, tmp_path):
         ({"num_experts": 8}, "num_experts=8: none of its modules is known to hold experts"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=.*chunked"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: its layers do not ask"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
             "quantization_config=mxfp4: only weights",
@@ -107,6 +110,16 @@ def test_a_window_that_the_layers_do_not_hand_on_is_refused_where_it_matters(tmp
         ConfigError, match="sliding_window=64, smaller than the longest context 256"
     ):
         require_alignable(ModelFacts(config), 256)
+
+
+def test_dynamic_scaling_is_refused_beyond_the_context_in_which_it_scales_nothing(tmp_path):
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = load_config(str(make_checkpoint(tmp_path, "llama", rope_parameters=scaling)))
+    require_alignable(ModelFacts(config), 256)
+    with pytest.raises(
+        ConfigError, match=r"rope_type=dynamic.*=256.*serve 257 tokens.*lower --sglang"
+    ):
+        require_alignable(ModelFacts(config), 257)
 
 
 @pytest.mark.parametrize("kind", [MambaConfig, JambaConfig, BambaConfig, FalconH1Config])

@@ -1,0 +1,83 @@
+"""Checkpoints as their publishers ship them, without a server: they are read by transformers' own class,
+their weights fit, and the trainer's packed pass agrees with a decode loop to the last bit."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from onpolicy.errors import ConfigError
+from onpolicy.models.align import replace_operators
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.hf_config import load_config, parse_config, require_alignable
+from onpolicy.models.policy import PackedTokens, empty_policy
+from onpolicy.models.tokenizer import load_tokenizer
+from onpolicy.models.weight_files import require_fit
+from onpolicy.ops.cpu import CpuOperators
+from tests.support.decode_loop import decode_log_probs
+from tests.support.published import (
+    DEQUANTIZED,
+    FILES,
+    REFUSED,
+    make_published,
+    published,
+    write_config,
+)
+
+CONTEXT = 256
+LENS = (83, 20, 2)
+SUPPORTED = [name for name in FILES if name not in REFUSED]
+
+
+def both(path, config):
+    """The trainer's log-probabilities of the checkpoint, and the decode loop's."""
+    policy = empty_policy(config, CpuOperators(1))
+    weights = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    policy.causal_lm.load_state_dict(weights.state_dict(), strict=False, assign=True)
+    policy.causal_lm.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(2, 137, (n,), generator=generator).tolist() for n in LENS]
+    with torch.no_grad():
+        packed = policy(PackedTokens.pack(sequences, [1] * len(LENS), 1.0))[0]
+    replace_operators(policy, policy.operators)
+    return packed, torch.cat(decode_log_probs(policy, policy.operators, sequences, temperature=1.0))
+
+
+@pytest.mark.parametrize("name", [*SUPPORTED, *DEQUANTIZED])
+def test_a_published_checkpoint_is_read_and_trains_as_it_decodes(name, tmp_path):
+    path = str(make_published(tmp_path, name, dequantized=name in DEQUANTIZED))
+    config = load_config(path, context=CONTEXT)
+    assert type(config).__module__.startswith("transformers.models.")
+    require_fit(path, config)
+    require_alignable(ModelFacts(load_config(path)), CONTEXT)
+    assert len(load_tokenizer(path)) < config.vocab_size
+    packed, decoded = both(path, config)
+    assert packed.isfinite().all() and torch.equal(packed, decoded)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(name, tmp_path):
+    write_config(tmp_path, published(name))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        check(tmp_path)
+
+
+def check(path):
+    require_alignable(ModelFacts(parse_config(str(path))), CONTEXT)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("name", ["phi-3.5-mini-instruct", "moonlight-16b-a3b-instruct"])
+def test_code_of_a_checkpoint_whose_architecture_transformers_has_is_never_run(
+    name, trust, tmp_path
+):
+    config = load_config(str(make_published(tmp_path, name)), trust)
+    assert list(tmp_path.glob("modeling_*.py")) and not hasattr(config, "auto_map")
+    AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+
+
+def test_rotations_are_of_kinds_of_layers_alone(tmp_path):
+    config = load_config(str(make_published(tmp_path, "gemma-3-1b-it-cut")))
+    assert config.rope_parameters == {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000}
+    }
