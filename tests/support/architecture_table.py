@@ -12,12 +12,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from tests.support.forked_processes import forked_processes
+from tests.support.published import FILES, make_published
 from tests.support.tiny import ALL_ARCHITECTURES, make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,15 @@ COLUMNS = {
     "Megatron": ("--train-backend", "megatron", "--dtype", "float32", "--temperature", "0.7"),
 }
 """What each column adds to the command."""
+
+PUBLISHED_COLUMNS = ("float32", "bfloat16")
+"""Those of the checkpoints as published."""
+
+CELLS = [
+    *((architecture, column) for column in COLUMNS for architecture in ALL_ARCHITECTURES),
+    *((name, column) for column in PUBLISHED_COLUMNS for name in FILES),
+]
+"""Every cell of the page."""
 
 SIZE = ("--num-prompts", "6", "--max-new-tokens", "12")
 LIMIT = 300
@@ -53,8 +63,17 @@ anything; those are below the table. **Bold** cells are open faults: such a run 
 that differs, or its engine does not start.
 
 The same architectures are tried without servers in seconds by
-`python -m pytest tests/onpolicy/models/test_architectures.py`. Whether your own checkpoint works, at its
+`python -m pytest tests/onpolicy/models/test_architectures.py`, and as published by `test_published.py`
+beside it. Whether your own checkpoint works, at its
 real size, is said by `onpolicy verify --hf-checkpoint DIR`.
+"""
+
+PUBLISHED_HEAD = """
+## As published
+
+The same on checkpoints as their publishers ship them: `tests/support/published/` has the config.json of
+each, shrunk, with the keys, scaling, windows, code and quantisation that are published; weights are in
+several files. Numbers of a checkpoint with LongRoPE are for its long factors.
 """
 
 
@@ -68,7 +87,7 @@ def run_cell(architecture: str, column: str) -> Cell:
     """One command on real engines: how many tokens differ, or what it said."""
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        checkpoint, report = make_checkpoint(work / "model", architecture), work / "report.json"
+        checkpoint, report = _make(work / "model", architecture), work / "report.json"
         command = [
             *(sys.executable, "-m", "onpolicy.cli", "verify", "--hf-checkpoint", str(checkpoint)),
             *("--json", str(report), "--run-dir", str(work / "run"), *SIZE, *COLUMNS[column]),
@@ -87,6 +106,13 @@ def run_cell(architecture: str, column: str) -> Cell:
         return cell if done.returncode == 0 or cell["mismatched"] else {"failed": last}
 
 
+def _make(directory: Path, name: str) -> Path:
+    """A checkpoint of an architecture, or one as published."""
+    if name in ALL_ARCHITECTURES:
+        return make_checkpoint(directory, name)
+    return make_published(directory, name)
+
+
 def write_down(architecture: str, column: str, cell: Cell) -> None:
     """Add a cell to what is written down by now, and render the page."""
     results = read()
@@ -100,24 +126,27 @@ def write_down(architecture: str, column: str, cell: Cell) -> None:
 
 def page(results: Results) -> str:
     """The Markdown page."""
-    table = [
-        f"| architecture | {' | '.join(COLUMNS)} |",
-        f"|---|{'---|' * len(COLUMNS)}",
-        *(_row(name, results.get(name, {})) for name in ALL_ARCHITECTURES),
-    ]
+    saved = _table("architecture", ALL_ARCHITECTURES, COLUMNS, results)
+    published = _table("checkpoint", FILES, PUBLISHED_COLUMNS, results)
     reasons = list(_reasons(results))
     refusals = ["", "What is said of those that are refused:", "", *reasons] if reasons else []
-    return "\n".join([HEAD, *table, *refusals, ""])
+    return "\n".join([HEAD, *saved, PUBLISHED_HEAD, *published, *refusals, ""])
 
 
-def _row(architecture: str, cells: dict[str, Cell]) -> str:
-    return f"| {_name(architecture)} | {' | '.join(_shown(cells.get(c)) for c in COLUMNS)} |"
+def _table(
+    kind: str, names: Collection[str], columns: Collection[str], results: Results
+) -> Iterator[str]:
+    yield f"| {kind} | {' | '.join(columns)} |"
+    yield f"|---|{'---|' * len(columns)}"
+    for name in names:
+        cells = results.get(name, {})
+        yield f"| {_name(name)} | {' | '.join(_shown(cells.get(c)) for c in columns)} |"
 
 
-def _name(architecture: str) -> str:
-    return (
-        f"{ALL_ARCHITECTURES[architecture][0].__name__.removesuffix('Config')} (`{architecture}`)"
-    )
+def _name(name: str) -> str:
+    if name in FILES:
+        return f"`{name}`"
+    return f"{ALL_ARCHITECTURES[name][0].__name__.removesuffix('Config')} (`{name}`)"
 
 
 def _shown(cell: Cell | None) -> str:
@@ -130,7 +159,7 @@ def _shown(cell: Cell | None) -> str:
 
 
 def _reasons(results: Results) -> Iterator[str]:
-    for architecture in ALL_ARCHITECTURES:
+    for architecture in (*ALL_ARCHITECTURES, *FILES):
         said: dict[str, list[str]] = {}
         for column in COLUMNS:
             cell = results.get(architecture, {}).get(column, {})
@@ -142,17 +171,18 @@ def _reasons(results: Results) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(ALL_ARCHITECTURES), help="names, with commas")
+    names = (*ALL_ARCHITECTURES, *FILES)
+    parser.add_argument("--only", default=",".join(names), help="names, with commas")
     parser.add_argument("--columns", default=",".join(COLUMNS), help="names, with commas")
     parser.add_argument("--again", action="store_true", help="also cells that are written down")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     arguments = parser.parse_args()
     written = {} if arguments.again else read()
+    only, columns = arguments.only.split(","), arguments.columns.split(",")
     missing = [
-        (architecture, column)
-        for column in arguments.columns.split(",")
-        for architecture in arguments.only.split(",")
-        if column not in written.get(architecture, {})
+        (name, column)
+        for name, column in CELLS
+        if name in only and column in columns and column not in written.get(name, {})
     ]
     with forked_processes(), ThreadPoolExecutor(arguments.jobs) as jobs:
         running = {jobs.submit(run_cell, *cell): cell for cell in missing}
