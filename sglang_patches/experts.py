@@ -10,13 +10,19 @@ Source: sglang/srt/models/transformers.py. Can go when the backend lets a caller
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from onpolicy.models.experts import expert_sizes, has_usual_experts
+from onpolicy.models.experts import (
+    expert_blocks,
+    expert_sizes,
+    has_usual_experts,
+    routers_of,
+)
 from onpolicy.models.stored import stored_tensors
 from sglang_patches import registry
 from sglang_patches.tensor_parallel import rank, shard
@@ -35,10 +41,29 @@ def _replace_all_but_experts(model: Any) -> None:
     from sglang.srt.distributed import get_tp_group
     from sglang.srt.models.transformers import TransformersBase
 
-    TransformersBase.recursive_replace(model)
+    with _out_of_sight(model.model):
+        TransformersBase.recursive_replace(model)
     for module in model.model.modules():
         if has_usual_experts(module):
             _keep_part(module, get_tp_group().world_size)
+
+
+@contextmanager
+def _out_of_sight(model: nn.Module) -> Iterator[None]:
+    """Without the routers that are a kind of linear layer: SGLang would make them plain ones."""
+    hidden = [
+        (block, name, router)
+        for block in expert_blocks(model)
+        for name, router in block.named_children()
+        if isinstance(router, nn.Linear) and router in routers_of(block)
+    ]
+    for block, name, _ in hidden:
+        setattr(block, name, None)
+    try:
+        yield
+    finally:
+        for block, name, router in hidden:
+            setattr(block, name, router)
 
 
 def _keep_part(experts: Any, ranks: int) -> None:

@@ -34,7 +34,9 @@ def install(operators: Operators) -> None:
         out: torch.Tensor | None = None,  # from 0.5.23 on: memory that a result may be written into
     ) -> torch.Tensor:
         weight = lm_head.weight[: lm_head.org_vocab_size]
-        logits = operators.linear(hidden_states.to(weight.dtype), weight, embedding_bias)
+        bias = getattr(lm_head, "bias", embedding_bias)
+        bias = None if bias is None else bias[: lm_head.org_vocab_size]
+        logits = operators.linear(hidden_states.to(weight.dtype), weight, bias)
         finished: torch.Tensor = self.logits_rule.apply(operators, logits)
         return finished
 

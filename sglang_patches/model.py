@@ -13,6 +13,7 @@ from typing import Any
 
 from onpolicy.contract import KINDS, NumericsContract
 from onpolicy.models.align import align_modules
+from onpolicy.models.keywords import hand_on_keywords
 from onpolicy.models.layers import follow_layers
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
@@ -30,6 +31,7 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         kinds = contract.kinds or KINDS
         align_modules(runner.model, operators, row_parallel(contract), kinds, own_norms)
         follow_layers(runner.model.model, operators)
+        hand_on_keywords(runner.model.model)
         longest = versions.longest_prefill(runner.server_args)
         registry.report["self_check"] = self_check(aligned_side(operators), contract, longest)
         return result

@@ -32,6 +32,7 @@ from sglang_patches import (
     layer_attention,
     linear,
     lm_head,
+    lm_head_bias,
     model,
     model_names,
     parallel_samples,
@@ -87,6 +88,7 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
     configurations.install(contract)
     embedding.install()
     head_sizes.install(contract)
+    lm_head_bias.install()
     if contract.aligns("linear", OUTSIDE):
         lm_head.install(operators)
     if contract.aligns("attention"):

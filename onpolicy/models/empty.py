@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.keywords import hand_on_keywords
 
 
 def empty_causal_lm(
@@ -25,6 +26,7 @@ def empty_causal_lm(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code, **settings
             )
         _initialize_buffers(model)
+        hand_on_keywords(model)
         return model
     except Exception as error:  # whatever a model's own code raises for impossible sizes
         raise ConfigError(

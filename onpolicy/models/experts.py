@@ -137,8 +137,8 @@ def expert_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def routers_of(block: nn.Module) -> list[nn.Module]:
-    """Those of a block that are no linear layers: the block's or their own code chooses."""
-    return [m for m in block.children() if not isinstance(m, nn.Linear) and hasattr(m, "weight")]
+    """Those of a block that are no plain linear layers: the block's or their own code chooses."""
+    return [m for m in block.children() if type(m) is not nn.Linear and hasattr(m, "weight")]
 
 
 def route_by_operators(block: Any, operators: Operators) -> None:

@@ -21,7 +21,7 @@ from onpolicy.errors import ConfigError, ContractError, in_one_line
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.norms import NormKind, norm_kinds
-from onpolicy.models.rotary_factors import choose_factors
+from onpolicy.models.rotary_factors import forget_scaling
 from onpolicy.ops.layouts import Scores
 
 AttentionCall = tuple[Tensor, Tensor, Tensor, Scores, Tensor | None]
@@ -38,7 +38,7 @@ class ModelFacts:
     def model(self) -> PreTrainedModel:
         """All of it on the meta device. Raises ConfigError if transformers cannot build it."""
         config = copy.deepcopy(self.config)
-        choose_factors(config, config.max_position_embeddings)  # any: shapes do not depend on it
+        forget_scaling(config)
         model = empty_causal_lm(config, self.trust_remote_code)
         model.config._attn_implementation = ATTENTION_NAME
         # Experts whose shapes do not depend on the routers' choice.

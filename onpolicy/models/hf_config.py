@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
-from onpolicy.models.experts import has_usual_experts, unusual_experts
+from onpolicy.models.experts import expert_blocks, has_usual_experts, routers_of, unusual_experts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.logits import logits_rule
 from onpolicy.models.published import own_class, read_config
@@ -209,14 +209,11 @@ def _problems_of_model(facts: ModelFacts) -> list[str]:
     problems = _problems_of_experts(model, experts) if experts else []
     if classes := unaligned_modules(model, facts.norms):
         problems.append(f"{', '.join(classes)}: has no aligned operator")
-    if kinds := {type(m) for m in model.modules() if isinstance(m, nn.Linear)} - {nn.Linear}:
+    routers = {router for block in expert_blocks(model) for router in routers_of(block)}
+    linears = {m for m in model.modules() if isinstance(m, nn.Linear)} - routers
+    if kinds := {type(m) for m in linears} - {nn.Linear}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         problems.append(f"{names}: SGLang's transformers backend takes it for a plain linear layer")
-    head: Any = model.get_output_embeddings()
-    if head.bias is not None:
-        problems.append(
-            "a bias in the output projection: SGLang's transformers backend leaves it out"
-        )
     if logits_rule(model) is None:
         problems.append("what its forward pass does to logits has no aligned operator")
     return problems

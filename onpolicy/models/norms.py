@@ -2,7 +2,8 @@
 
 A norm is recognised by what it computes: on a probe in bfloat16 it gives exactly the bits of one of the
 formulas below. They differ in where they round: Llama's rounds before it multiplies with the weight,
-OLMo-2's and GPT-OSS's after, Gemma's too and its weight is an offset from one.
+OLMo-2's and GPT-OSS's after, Gemma's too and its weight is an offset from one. So is the weight of
+Nemotron's layer norm.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class NormKind:
     eps: float
 
     offset: float = 0.0
-    """Added to the weight, in float32."""
+    """Added to the weight: of an RMS norm in float32, of a layer norm in the weight's dtype."""
 
     round_last: bool = True
     """Of an RMS norm: whether only the product with the weight is rounded; see `Operators.rms_norm`."""
@@ -63,7 +64,10 @@ class AlignedLayerNorm(nn.Module):
         self.kind, self.operators = kind, operators
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.operators.layer_norm(x, self.weight, self.bias, self.kind.eps)
+        weight: Tensor | None = self.weight
+        if weight is not None and self.kind.offset:
+            weight = weight + self.kind.offset
+        return self.operators.layer_norm(x, weight, self.bias, self.kind.eps)
 
 
 def aligned_norm(module: nn.Module, operators: Operators) -> nn.Module | None:
@@ -127,6 +131,7 @@ def _candidates(module: Any) -> Iterator[tuple[NormKind, Callable[..., Tensor]]]
                 yield NormKind(False, each, offset, round_last), _rms_norm
         yield NormKind(True, each), _layer_norm
         yield NormKind(True, each), _layer_norm_of_torch
+        yield NormKind(True, each, offset=1.0), _layer_norm_of_torch
 
 
 def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> Tensor:
@@ -147,6 +152,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Nor
 def _layer_norm_of_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
 ) -> Tensor:
-    """The same on paper, summed in another order."""
+    """The same on paper, summed in another order, and with Nemotron's offset."""
+    weight = weight + kind.offset if weight is not None and kind.offset else weight
     weight, bias = (None if p is None else p.float() for p in (weight, bias))
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, kind.eps).to(x.dtype)

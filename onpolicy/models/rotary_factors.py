@@ -40,11 +40,21 @@ def choose_factors(config: PretrainedConfig, context: int) -> list[str]:
             original = one["original_max_position_embeddings"]
             name = "long_factor" if context > original else "short_factor"
             one |= {"rope_type": CHOSEN, "long_factor": one[name], "short_factor": one[name]}
+            if "short_mscale" in one:  # Phi-3.5-MoE's
+                mscale = one[name.replace("factor", "mscale")]
+                one |= {"long_mscale": mscale, "short_mscale": mscale}
             chosen.append(f"{name} (original_max_position_embeddings={original})")
         elif one.get("rope_type") == DYNAMIC:
             one |= {"rope_type": "default", "rope_theta": _unscaled_base(config, one)}
             chosen.append(f"rope_theta={one['rope_theta']}, not scaled")
     return chosen
+
+
+def forget_scaling(config: PretrainedConfig) -> None:
+    """Make `config` one whose model has the same shapes, and looks at no positions when it runs."""
+    for one in rotations(config):
+        if one.get("rope_type") in (LONGROPE, DYNAMIC, CHOSEN):
+            one["rope_type"] = "default"
 
 
 def _unscaled_base(config: PretrainedConfig, one: dict[str, Any]) -> float:

@@ -36,10 +36,7 @@ REFUSED = {
     "jamba-v0.1": LINEAR_ATTENTION,
     "qwen3-next-80b-a3b": LINEAR_ATTENTION,
     "minimax-text-01": "transformers .* has no class of its own for model_type=minimax_text_01",
-    "minitron-4b-base": "NemotronLayerNorm1P: has no aligned operator",
     "olmo-7b-clipped": "clip_qkv=8.0",
-    "phi-2": "a bias in the output projection",
-    "phi-3.5-moe-instruct": "PhimoeTopKRouter: SGLang's transformers backend takes it for a plain",
 }
 """What is said of those that are refused: a regular expression."""
 

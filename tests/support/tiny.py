@@ -204,14 +204,8 @@ MORE_ARCHITECTURES = {
 
 ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 
-OTHER_ATTENTION = "which transformers cannot run with another attention function"
-
 REFUSED = {
     "gemma4": "Gemma4RMSNorm: has no aligned operator",
-    "phi": "a bias in the output projection",
-    "granite-moe": "num_local_experts=6 in GraniteMoeParallelExperts: only experts that",
-    "nemotron": OTHER_ATTENTION,
-    "phimoe": "PhimoeTopKRouter: SGLang's transformers backend takes it for a plain linear layer",
     "llama4": r"layer_types=\['chunked_attention'\]",
     "minimax": r"layer_types=\['linear_attention'\]",
     "jamba": "which has linear attention or state-space layers",
