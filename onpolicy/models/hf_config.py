@@ -100,7 +100,8 @@ def parse_config(
         raise ConfigError(
             f"{flag}={path}: model_type={config.model_type} is made of several models "
             f"({', '.join(config.sub_configs)}), and onpolicy trains causal language models. Choose a "
-            "checkpoint of a language model alone (*ForCausalLM)."
+            "checkpoint of a language model alone (*ForCausalLM); docs/published.md has the lines that "
+            "write that of several."
         )
     for name in SIZES:
         size = getattr(config, name, None)
@@ -156,7 +157,7 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
         method = getattr(quantization, "get", lambda _: None)("quant_method")
         problems.append(
             f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
-            "aligned operators; let transformers save it dequantized"
+            "aligned operators; docs/published.md has the lines that write FP8 and MXFP4 in bfloat16"
         )
     return problems
 

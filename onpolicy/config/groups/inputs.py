@@ -18,7 +18,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(CheckpointConfig):
     trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint."""
+    """Run Python code that comes with the checkpoint, where transformers does not have its architecture."""
 
 
 @dataclass(frozen=True, kw_only=True)
