@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -18,12 +19,17 @@ def empty_causal_lm(
 ) -> PreTrainedModel:
     """The model with parameters on the meta device and buffers in place; `config` stays as it is.
 
+    In float32, whatever dtype the checkpoint is published in, which would round buffers (Gemma's scale of
+    embeddings).
+
     Raises ConfigError for a configuration that is no causal language model's.
     """
     try:
         with init_empty_weights(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code, **settings
+                copy.deepcopy(config),
+                trust_remote_code=trust_remote_code,
+                **{"dtype": torch.float32, **settings},
             )
         _initialize_buffers(model)
         hand_on_keywords(model)

@@ -18,7 +18,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(CheckpointConfig):
     trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint, where transformers does not have its architecture."""
+    """Run Python code that comes with a checkpoint whose architecture transformers does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV2Config,
-    GraniteMoeConfig,
+    Llama4TextConfig,
 )
 
 from onpolicy.errors import ConfigError, ContractError
@@ -129,8 +129,10 @@ def test_shapes_for_the_self_check_are_the_models(path):
 
 
 def test_experts_of_another_layout_are_refused_by_name():
-    config = GraniteMoeConfig(num_hidden_layers=1, architectures=["GraniteMoeForCausalLM"])
-    problem = "num_local_experts=8 in GraniteMoeParallelExperts: only experts that transformers"
+    config = Llama4TextConfig(
+        num_hidden_layers=1, layer_types=["full_attention"], architectures=["Llama4ForCausalLM"]
+    )
+    problem = "num_local_experts=16 in Llama4TextExperts: only experts that transformers"
     with pytest.raises(ConfigError, match=problem):
         require_alignable(ModelFacts(config), 128)
 

@@ -6,7 +6,6 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
-from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -55,7 +54,7 @@ def test_a_norm_is_replaced_by_the_same_formula(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "norm", [NemotronLayerNorm1P(SIZE), Llama4TextL2Norm(), Qwen3NextRMSNormGated(SIZE),
+    "norm", [Llama4TextL2Norm(), Qwen3NextRMSNormGated(SIZE),
              nn.LayerNorm((2, SIZE)), nn.BatchNorm1d(SIZE)],
     ids=lambda norm: type(norm).__name__,
 )  # fmt: skip

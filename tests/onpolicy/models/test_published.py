@@ -81,3 +81,9 @@ def test_rotations_are_of_kinds_of_layers_alone(tmp_path):
     assert config.rope_parameters == {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000}
     }
+
+
+def test_buffers_are_not_rounded_to_the_dtype_that_is_published(tmp_path):
+    config = load_config(str(make_published(tmp_path, "gemma-2b-it")))
+    embedding = ModelFacts(config).model.get_input_embeddings()
+    assert config.dtype == torch.bfloat16 and embedding.embed_scale.dtype == torch.float32
