@@ -19,8 +19,7 @@ def empty_causal_lm(
 ) -> PreTrainedModel:
     """The model with parameters on the meta device and buffers in place; `config` stays as it is.
 
-    In float32, whatever dtype the checkpoint is published in, which would round buffers (Gemma's scale of
-    embeddings).
+    In float32, whatever dtype is published: another would round buffers (Gemma's scale of embeddings).
 
     Raises ConfigError for a configuration that is no causal language model's.
     """

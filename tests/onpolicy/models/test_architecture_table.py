@@ -1,5 +1,4 @@
-from tests.support.architecture_table import COLUMNS, PAGE, page, read
-from tests.support.tiny import ALL_ARCHITECTURES
+from tests.support.architecture_table import CELLS, PAGE, page, read
 
 
 def test_the_page_is_what_the_record_renders():
@@ -8,10 +7,10 @@ def test_the_page_is_what_the_record_renders():
 
 def test_the_record_is_of_architectures_and_columns_that_there_are():
     for architecture, cells in read().items():
-        assert architecture in ALL_ARCHITECTURES and cells.keys() <= COLUMNS.keys()
+        assert all((architecture, column) in CELLS for column in cells)
 
 
-OPEN: set[tuple[str, str]] = set()
+OPEN = {("hunyuan-a13b-instruct", "float32")}
 """Faults of the record, all of them."""
 
 
