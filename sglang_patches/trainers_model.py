@@ -37,4 +37,6 @@ def trainers_model(config: PretrainedConfig) -> PreTrainedModel:
     """The model of an engine's configuration, without weights."""
     # SGLang trusted the checkpoint's code, if there is any, when it built the model itself.
     with torch.device("cpu"):
-        return empty_causal_lm(config, trust_remote_code=True, attn_implementation="eager")
+        return empty_causal_lm(
+            config, trust_remote_code=True, attn_implementation="eager", dtype=config.dtype
+        )
