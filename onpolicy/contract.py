@@ -189,7 +189,7 @@ class NumericsContract:
             shapes["row_linear"] = tuple(map(tuple, shapes["row_linear"]))
             shapes["experts"] = tuple(map(tuple, shapes["experts"]))
             return NumericsContract(shapes=OperatorShapes(**shapes), **record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ContractError(
                 f"{CONTRACT_VARIABLE}={text[:200]!r}: not a numerics contract of this version of "
                 f"onpolicy ({error}). Start both engines with the same version."

@@ -16,16 +16,51 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from annotated_types import Ge, Len
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.metrics import drop_from, read_jsonl
 from onpolicy.system import files
+from onpolicy.system.records import CLOSED, checked
 from onpolicy.types import Completion, SampleGroup
 
 Record = dict[str, Any]
+Count = Annotated[int, Ge(0)]
+
+
+@with_config(CLOSED)
+class _Drawn(TypedDict):
+    spans: list[Annotated[list[Count], Len(2, 2)]]
+    tokens: str
+
+
+@with_config(CLOSED)
+class _Group(TypedDict):
+    number: Count
+    samples: list[_Drawn]
+
+
+@with_config(CLOSED)
+class _Step(TypedDict):
+    step: Count
+    weights: str
+    groups: list[_Group]
+
+
+@with_config(CLOSED)
+class _Start(TypedDict):
+    step: Count
+    config: dict[str, Any]
+    prompts: str
+
+
+_STEP, _START = TypeAdapter(_Step), TypeAdapter(_Start)
+
 Spans = list[tuple[int, int]]
 """(version, tokens), in their order."""
 
@@ -93,23 +128,33 @@ def read(file: str) -> RolloutJournal:
             f"--replay={file}: holds no rollouts. Give the rollouts.jsonl of a run with "
             "--rollout-schedule free."
         )
+    for record in starts:
+        _require_shape(file, record, _START)
     for record in steps.values():
+        _require_shape(file, record, _STEP)
         _require_possible(file, record)
     return RolloutJournal(file=file, starts=starts, steps=steps)
+
+
+def _require_shape(file: str, record: Record, shape: TypeAdapter[Any]) -> None:
+    try:
+        checked(shape, record)
+    except ValueError as error:
+        raise ConfigError(
+            f"--replay={file}: step {record['step']}, {error}. The file was changed; give the one that "
+            "the run wrote."
+        ) from error
 
 
 def _require_possible(file: str, record: Record) -> None:
     """Raise ConfigError for spans that no run has: a token of weights that were not there yet."""
     step = record["step"]
-    try:
-        wrong = [
-            f"group {group['number']}, response {i}: spans={sample['spans']}"
-            for group in record["groups"]
-            for i, sample in enumerate(group["samples"])
-            if not _is_possible(sample["spans"], step)
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        wrong = [f"no record of a rollout ({error!r})"]
+    wrong = [
+        f"group {group['number']}, response {i}: spans={sample['spans']}"
+        for group in record["groups"]
+        for i, sample in enumerate(group["samples"])
+        if not _is_possible(sample["spans"], step)
+    ]
     if wrong:
         raise ConfigError(
             f"--replay={file}: step {step}, {wrong[0]}: spans are (version, tokens), with versions that "

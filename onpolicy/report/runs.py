@@ -78,7 +78,7 @@ def _read_run(file: Path, name: str) -> LoggedRun:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON ({error}). Mend it or move it away.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file}: must be a JSON object. Mend it or move it away.")
@@ -114,7 +114,7 @@ def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line) if line.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return
             raise _malformed(file, number, f"not JSON ({error})") from error

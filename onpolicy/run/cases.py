@@ -7,22 +7,65 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
+from onpolicy.system.records import CLOSED, checked
 from onpolicy.types import Request, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-Case = dict[str, Any]
+Count = Annotated[int, Ge(0)]
 
-KEYS = {
-    "prompt_ids", "response_ids", "rollout_log_probs", "train_log_probs", "sampling_seed", "params",
-    "step", "weight_version", "weight_digest", "contract",
-}  # fmt: skip
+
+@with_config(CLOSED)
+class _Params(TypedDict):
+    """`SamplingParams`."""
+
+    temperature: Annotated[float, Gt(0)]
+    max_new_tokens: Count
+    stop_token_ids: list[Count]
+    top_p: float
+    top_k: int
+    min_p: float
+    ignore_eos: bool
+    return_routed_experts: bool
+
+
+class _Contract(TypedDict):
+    """What is read of a `NumericsContract`."""
+
+    backend: str
+    dtype: Literal["bfloat16", "float32"]
+    row_parallel_blocks: Count
+    kinds: list[str]
+
+
+@with_config(CLOSED)
+class Case(TypedDict):
+    """A sample whose log-probabilities differ."""
+
+    step: Count
+    sample: str
+    prompt_ids: list[Count]
+    response_ids: list[Count]
+    rollout_log_probs: list[float]
+    train_log_probs: list[float]
+    sampling_seed: int
+    params: _Params
+    weight_version: str
+    weight_digest: str
+    contract: _Contract
+
+
+_SHAPE = TypeAdapter(Case)
 
 
 def make_case(
@@ -33,6 +76,8 @@ def make_case(
     engines: EnginePair,
 ) -> Case:
     """A sample of rollout `step` whose log-probabilities differ, and what both engines were then."""
+    contract: Any = json.loads(engines.contract.to_json())
+    params: Any = asdict(request.params)
     return {
         "step": step,
         "sample": sample.name,
@@ -41,10 +86,10 @@ def make_case(
         "rollout_log_probs": sample.rollout_log_probs,
         "train_log_probs": list(train_log_probs),
         "sampling_seed": request.sampling_seed,
-        "params": asdict(request.params),
+        "params": params,
         "weight_version": sample.weight_version,
         "weight_digest": engines.weight_digest,
-        "contract": json.loads(engines.contract.to_json()),
+        "contract": contract,
     }
 
 
@@ -57,25 +102,19 @@ def write_case(case: Case, file: Path) -> None:
 def read_case(file: Path) -> Case:
     """Raises ConfigError for a file that is none."""
     try:
-        case: Case = json.loads(file.read_bytes())
-        missing = KEYS - case.keys()
-    except (OSError, ValueError, AttributeError) as error:
+        return checked(_SHAPE, json.loads(file.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--case={file}: cannot be read as a case ({error}). Give a file that a run wrote into "
-            "RUN_DIR/cases."
+            f"--case={file}: cannot be read as a case ({error}). Give a file that a run of this version "
+            "wrote into RUN_DIR/cases."
         ) from error
-    if missing:
-        raise ConfigError(
-            f"--case={file}: holds no {', '.join(sorted(missing))}, so it is no case. Give a file that "
-            "a run of this version wrote into RUN_DIR/cases."
-        )
-    return case
 
 
 def case_request(file: Path) -> Request:
     """What the response of a case was sampled by."""
     case = read_case(file)
-    params = {**case["params"], "stop_token_ids": tuple(case["params"]["stop_token_ids"])}
+    params: dict[str, Any] = {**case["params"]}
+    params["stop_token_ids"] = tuple(params["stop_token_ids"])
     return Request(
         prompt_ids=case["prompt_ids"],
         sampling_seed=case["sampling_seed"],

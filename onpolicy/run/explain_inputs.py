@@ -26,7 +26,7 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
         return config
     case = read_case(Path(config.case))
     contract = case["contract"]
-    kinds = contract.get("kinds") or ()
+    kinds = contract["kinds"]
     is_aligned = contract["backend"] != "stock" and not kinds
     blocks = contract["row_parallel_blocks"] if is_aligned else 0
     return replace(

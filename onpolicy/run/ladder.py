@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from fallback_correction.config import DiscrepancyConfig
 from fallback_correction.governor import READINGS, RUNGS, Governor, Move, Rung
@@ -12,6 +16,20 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.corrections import corrections_asked_for
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+from onpolicy.system.records import checked
+
+
+class _Governor(TypedDict):
+    """`Governor.state_dict`."""
+
+    rung: str
+    bad: Annotated[int, Ge(0)]
+    calm: Annotated[int, Ge(0)]
+    falls: Annotated[int, Ge(0)]
+
+
+_GOVERNOR = TypeAdapter(_Governor)
 
 
 class Ladder:
@@ -92,8 +110,17 @@ class Ladder:
         return {} if self._governor is None else self._governor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._governor is not None and state:
+        """Go on from what `state_dict` returned. Raises ConfigError if a governor has no such state."""
+        if self._governor is None or not state:
+            return
+        try:
+            checked(_GOVERNOR, dict(state))
             self._governor.load_state_dict(state)
+        except ValueError as error:
+            raise ConfigError(
+                f"--load: what the checkpoint holds of the governor is no state of one ({error}). "
+                "Resume from an earlier checkpoint, or with the version that wrote it."
+            ) from error
 
 
 def first_rung(config: TrainConfig) -> Rung:

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from fallback_correction.length_decay import LengthDecay
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.errors import ConfigError
+from onpolicy.system.records import checked
+
+Count = Annotated[int, Ge(0)]
+
+
+class _Decay(TypedDict, total=False):
+    """`LengthDecay.state_dict`, less what its detector reads itself."""
+
+    num_rollout_steps: Count
+    num_decays: Count
+    scale: float
+    detector: dict[str, Any]
+
+
+class _State(TypedDict):
+    steps_taken: Count
+    length_decay: _Decay
+
+
+_SHAPE = TypeAdapter(_State)
 
 
 class LearningRate:
@@ -56,6 +80,7 @@ class LearningRate:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned. Raises ConfigError if it is another schedule's."""
         try:
+            checked(_SHAPE, state)
             if bool(state["length_decay"]) != (self.decay is not None):
                 raise ValueError(f"length_decay={state['length_decay']}")
             self.steps_taken = state["steps_taken"]

@@ -251,7 +251,7 @@ class PolicyTrainer(PolicyScorer):
         numbers = load_state(directory, self._read_tensors)
         try:
             self.corrections.load_state_dict(numbers["corrections"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"--load: what the checkpoint holds of the corrections does not fit these settings "
                 f"({error!r}). Give --dc-* as in the run that wrote it."

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from onpolicy.errors import CheckpointError
+from onpolicy.system.records import checked
 from onpolicy.train import distributed
 from onpolicy.train.index_reader import IndexReader
 
 _SHARDED = "sharded"
 _NUMBERS = "numbers.json"
+_SHAPE = TypeAdapter(dict[str, dict[str, Any]])
 
 
 def save_state(directory: Path, numbers: dict[str, Any], write: Callable[[Path], None]) -> None:
@@ -40,9 +43,10 @@ def load_state(directory: Path, read: Callable[[Path], None]) -> dict[str, Any]:
     sharded = directory / _SHARDED
     try:
         IndexReader(sharded).read_metadata()  # what DCP cannot read it reports at great length
-        numbers: dict[str, Any] = json.loads((directory / _NUMBERS).read_text())
+        numbers = checked(_SHAPE, json.loads((directory / _NUMBERS).read_text()))
         read(sharded)
-    except (OSError, ValueError, RuntimeError, CheckpointException) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError,
+            CheckpointException) as error:  # fmt: skip
         raise CheckpointError(
             f"--load: {directory} is damaged or does not fit this model ({_reason(error)}). Give the "
             "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."

@@ -7,14 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from annotated_types import Ge
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import CheckpointError
 from onpolicy.outputs.directory import versions
 from onpolicy.run.saving import digests
+from onpolicy.system.records import checked
 from onpolicy.types import Prompt, RunTotals
 
 STATE = "state.json"
@@ -54,6 +58,30 @@ class Checkpoint:
 
     made_with: dict[str, Any]
     """What `made_with` returned in that run."""
+
+
+class _Totals(TypedDict):
+    first_reward: float
+    last_reward: float
+    num_compared_tokens: int
+    num_mismatched_tokens: int
+
+
+class _Record(TypedDict):
+    """`state.json`, without its digest."""
+
+    rollouts_done: Annotated[int, Ge(0)]
+    run_hash: str
+    totals: _Totals
+    governor: dict[str, Any]
+    learning_rate: dict[str, Any]
+    prompts: str
+    config: dict[str, Any]
+    made_with: dict[str, Any]
+    files: digests.Digests
+
+
+_SHAPE = TypeAdapter(_Record)
 
 
 def made_with(config: TrainConfig) -> dict[str, Any]:
@@ -98,26 +126,24 @@ def read(directory: Path) -> Checkpoint:
 
     Raises CheckpointError that says which files are damaged, missing or too many.
     """
-    record = _read_record(directory / STATE)
+    read_record = _read_record(directory / STATE)
+    try:
+        record = checked(_SHAPE, read_record)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{STATE}: {error}; another version wrote it, which can resume it"
+        ) from error
     try:
         problems = digests.compare(directory, record["files"], but=[STATE])
-        if problems:
-            more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise CheckpointError("; ".join(problems[:SHOWN]) + more)
-        return _checkpoint(directory, record)
-    except CheckpointError:
-        raise
-    except OSError as error:
+    except (OSError, ValueError, IndexError) as error:
         raise CheckpointError(f"cannot be read ({error})") from error
-    except KeyError as error:
-        raise CheckpointError(
-            f"{STATE}: holds no {error}; another version wrote it, which can resume it"
-        ) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{STATE}: no record of a checkpoint ({error!r})") from error
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError("; ".join(problems[:SHOWN]) + more)
+    return _checkpoint(directory, record)
 
 
-def _checkpoint(directory: Path, record: dict[str, Any]) -> Checkpoint:
+def _checkpoint(directory: Path, record: _Record) -> Checkpoint:
     state = RunState(
         rollouts_done=record["rollouts_done"],
         run_hash=record["run_hash"],

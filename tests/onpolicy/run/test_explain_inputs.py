@@ -3,24 +3,28 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
-from onpolicy.run.cases import KEYS, case_request, read_case
+from onpolicy.run.cases import case_request, read_case
 from onpolicy.run.explain_inputs import with_case
 from onpolicy.run.saving.checkpoint import STATE, name_of
 from onpolicy.types import SamplingParams
+from tests.support.changed_json import changes
 
 CASE = {
-    **dict.fromkeys(KEYS),
+    "sample": "rollout 2", "rollout_log_probs": [-0.5, -1], "train_log_probs": [-0.5, float("nan")],
+    "weight_version": "2", "weight_digest": "a",
     "prompt_ids": [5, 6, 7], "response_ids": [8, 9], "sampling_seed": 11, "step": 2,
     "params": {
         "temperature": 0.7, "max_new_tokens": 4, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1,
         "min_p": 0.0, "ignore_eos": False, "return_routed_experts": False,
     },
-    "contract": {"dtype": "float32", "backend": "cpu", "row_parallel_blocks": 2},
+    "contract": {"dtype": "float32", "backend": "cpu", "row_parallel_blocks": 2, "kinds": []},
 }  # fmt: skip
 
 
@@ -79,6 +83,15 @@ def test_weights_are_those_of_the_cases_rollout(case, saved, caplog):
 def test_what_is_no_case_is_refused(tmp_path, text):
     file = tmp_path / "other.json"
     file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^--case={file}: .*RUN_DIR/cases"):
+        read_case(file)
+
+
+@given(data=st.data())
+def test_a_case_of_another_shape_is_refused_by_name(tmp_path_factory, data):
+    file = tmp_path_factory.getbasetemp() / "changed.json"
+    changed = data.draw(changes(CASE, kept=("contract",)))
+    file.write_text(json.dumps(changed))
     with pytest.raises(ConfigError, match=rf"^--case={file}: .*RUN_DIR/cases"):
         read_case(file)
 

@@ -7,6 +7,7 @@ import pytest
 from fallback_correction.config import DiscrepancyConfig, GovernorConfig
 from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.errors import ConfigError
 from onpolicy.run.ladder import Ladder, first_rung
 from onpolicy.train.correction import Corrections
 
@@ -158,3 +159,20 @@ def test_a_resumed_ladder_stands_where_it_stood():
     first.update(BAD)
     second.load_state_dict(first.state_dict())
     assert standing(second) == standing(first) == ("stock", True, False, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"bad": "0"}, "bad='0': should be a valid integer"),
+        ({"calm": -1}, "calm=-1: "),
+        ({"rung": "sky"}, "rung"),
+    ],
+)
+def test_a_state_that_no_governor_has_is_refused_by_name(changes, fault):
+    state = {"rung": "stock", "bad": 0, "calm": 0, "falls": 0, **changes}
+    with pytest.raises(ConfigError, match=rf"^--load: .*governor.*{fault}"):
+        make().load_state_dict(state)
+    del state["falls"]
+    with pytest.raises(ConfigError, match=r"^--load: .*governor"):
+        make().load_state_dict(state)

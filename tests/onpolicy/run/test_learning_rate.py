@@ -163,3 +163,9 @@ def test_rates_are_those_of_schedules_in_an_optimizer_to_the_last_bit(
         rate.observe(length, 0.0)
         rates += rate.next_rates(num_steps, governor)
     assert rates == list(scheduled(config, rollouts))
+
+
+def test_a_state_of_another_shape_is_refused_by_name():
+    state = make(5).state_dict()
+    with pytest.raises(ConfigError, match=r"^--load: .*steps_taken='3': should be a valid integer"):
+        make(5).load_state_dict({**state, "steps_taken": "3"})

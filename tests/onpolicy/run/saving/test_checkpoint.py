@@ -5,10 +5,13 @@ import os
 import shutil
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from onpolicy.errors import CheckpointError
 from onpolicy.run.saving import checkpoint
 from onpolicy.run.saving.checkpoint import STATE, checkpoints, read
+from tests.support.changed_json import changes
 
 FILES = [
     STATE,
@@ -97,14 +100,35 @@ def test_a_record_that_is_none_is_said_in_words(step, content, message):
         read(step)
 
 
+def sealed(record):
+    """With the digest that a run would have written."""
+    return json.dumps({**record, "digest": checkpoint._digest(record)})
+
+
 def test_a_record_of_another_version_is_refused(step):
     record = json.loads((step / STATE).read_text())
     del record["digest"], record["learning_rate"]
-    (step / STATE).write_text(json.dumps({**record, "digest": checkpoint._digest(record)}))
-    with pytest.raises(
-        CheckpointError, match=r"^state.json: holds no 'learning_rate'; another ver"
-    ):
+    (step / STATE).write_text(sealed(record))
+    with pytest.raises(CheckpointError, match=r"^state.json: holds no learning_rate; another ver"):
         read(step)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_sealed_record_of_another_shape_is_refused_by_name(step, data):
+    text = (step / STATE).read_text()
+    record = json.loads(text)
+    del record["digest"]
+    free = ("governor", "learning_rate", "config", "made_with")
+    changed = data.draw(changes(record, kept=free).filter(lambda r: "nobody knows" not in repr(r)))
+    try:
+        (step / STATE).write_text(sealed(changed))
+        with pytest.raises(
+            CheckpointError, match=r"^(state.json: |model|hf|.*: not of the|cannot)"
+        ):
+            read(step)
+    finally:
+        (step / STATE).write_text(text)
 
 
 def test_a_record_that_was_changed_is_refused_whatever_it_says_of_the_files(step):

@@ -1,0 +1,33 @@
+"""Records that a run wrote and reads back: nothing is taken from one whose shape is another."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+Shape = TypeVar("Shape")
+
+CLOSED = ConfigDict(extra="forbid")
+"""Of a TypedDict (`with_config`): a field that nobody reads is another shape too."""
+
+SHOWN = 60
+"""Characters of a value in a message."""
+
+
+def checked(shape: TypeAdapter[Shape], value: Any) -> Shape:
+    """`value`, as JSON was read, if it has the shape: no text for a number, no whole one for a truth.
+
+    Raises ValueError that names the first field which is missing, too many or of another type.
+    """
+    try:
+        return shape.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the record"
+        if first["type"] == "missing":
+            raise ValueError(f"holds no {place}") from error
+        shown = repr(first["input"])
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+        rule = first["msg"].removeprefix("Input s").removeprefix("Value error, ")
+        raise ValueError(f"{place}={shown}: {'s' if rule != first['msg'] else ''}{rule}") from error

@@ -1,0 +1,89 @@
+"""rollouts.json is taken as it was written, or refused by name: never half, and never by a traceback."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onpolicy.errors import ConfigError
+from onpolicy.run.run import Run
+from onpolicy.run.saving.rollouts import FILE, read_rollouts, write_rollouts
+from tests.support.changed_json import changes
+from tests.support.run_in_memory import run_in_memory
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory, undrawn):
+    """A run that draws ahead, and what its first checkpoint holds of that."""
+    runs = []
+
+    class Kept(Run):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            runs.append(self)
+
+    directory = tmp_path_factory.mktemp("ahead")
+    values = {"rollout_lag": 1, "rollout_segment_tokens": 2, "num_rollout": 3}
+    run_in_memory(directory, make_run=Kept, save=str(directory / "save"), save_interval=1, **values)
+    records = [json.loads(f.read_text()) for f in sorted((directory / "save").rglob(FILE))]
+    record = next(r for r in records if r["drawn"] or r["open"])
+    return runs[0], record, directory / "again"
+
+
+def read(drawn, record):
+    run, _, directory = drawn
+    directory.mkdir(exist_ok=True)
+    (directory / FILE).write_text(json.dumps(record))
+    run.rollouts.drawn.clear()
+    read_rollouts(directory, run.sampler, run.rollouts)
+
+
+def test_what_was_written_is_read_and_written_again(drawn):
+    run, record, directory = drawn
+    read(drawn, record)
+    write_rollouts(directory, run.sampler, run.rollouts)
+    assert json.loads((directory / FILE).read_text()) == record
+
+
+@given(data=st.data())
+def test_another_shape_is_refused_by_name_with_the_remedy(drawn, data):
+    record = data.draw(changes(drawn[1], kept=("metrics", "reward_parts", "drawn")))
+    with pytest.raises(ConfigError, match=rf"^--load=.*: {FILE}: .*earlier checkpoint"):
+        read(drawn, record)
+
+
+def of_first_completion(record, **fields):
+    record = json.loads(json.dumps(record))
+    groups = [g for each in record["drawn"].values() for g in each["groups"]] + record["ready"]
+    completions = [s["completion"] for g in groups for s in g["samples"]]
+    completions += [c for g in record["open"] for c in g["completions"] if c]
+    completions[0].update(fields)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"response_ids": "!"}, "Only base64 data"),
+        ({"response_ids": "AAAA"}, "buffer size must be a multiple"),
+        ({"rollout_log_probs": ""}, "rollout_log_probs 0: a token has one"),
+        ({"finish_reason": "bored"}, "'bored' is not a valid FinishReason"),
+        ({"spans": [["0", 0, 99]]}, r"span=['0', 0, 99]: must be a version"),
+        ({"spans": [[0, 0, 1]]}, r"span=[0, 0, 1]: must be a version"),
+        ({"routed_experts": ["a", 1, ""]}, "routed_experts=['a', 1, '']: must be rows"),
+    ],
+)
+def test_what_no_run_has_drawn_is_refused(drawn, fields, fault):
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        read(drawn, of_first_completion(drawn[1], **fields))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '"x"'])
+def test_a_file_that_is_no_record_is_refused(drawn, text):
+    run, _, directory = drawn
+    directory.mkdir(exist_ok=True)
+    (directory / FILE).write_text(text)
+    with pytest.raises(ConfigError, match=rf"^--load=.*: {FILE}: "):
+        read_rollouts(directory, run.sampler, run.rollouts)
