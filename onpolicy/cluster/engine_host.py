@@ -68,6 +68,10 @@ class EngineHost:
         """`EngineServer.log_tail`."""
         return self._servers[number].log_tail(lines)
 
+    def cause_of_death(self, number: int) -> str:
+        """`EngineServer.cause_of_death`."""
+        return self._servers[number].cause_of_death()
+
 
 class PlacedServer(EngineServer):
     """A server on another host, seen from the controller.
@@ -135,6 +139,12 @@ class PlacedServer(EngineServer):
 
     def stop(self) -> None:
         self._asked(lambda: self._call("stop"), None)
+
+    def cause_of_death(self) -> str:
+        return self._asked(
+            lambda: str(self._call("cause_of_death")),
+            f"its host, {self.spec.host}, cannot be asked.",
+        )
 
     def log_tail(self, lines: int = 12) -> str:
         return self._asked(

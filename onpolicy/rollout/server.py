@@ -17,6 +17,7 @@ from pathlib import Path
 import requests
 
 from onpolicy.errors import ConfigError, EngineError
+from onpolicy.rollout.death import cause_of_death, oom_kills
 from onpolicy.rollout.engine_args import (
     EngineSpec,
     engine_environment,
@@ -63,7 +64,9 @@ class EngineServer:
             "sglang_patches.serve",
             *engine_flags(self.spec, self.port),
         ]
+        self._oom_kills = oom_kills()
         with open(self.log_file, "ab", opener=open_private) as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 command,
                 # The server ends when this pipe closes, so it cannot outlive us however we end.
@@ -119,9 +122,16 @@ class EngineServer:
 
     def _death(self) -> str:
         return (
-            f"the engine at {self.url} ended with exit code {self.exit_code} before it was ready. The "
-            f"end of its log ({self.log_file}):\n{self.log_tail()}"
+            f"the engine at {self.url} ended before it was ready: {self.cause_of_death()}\n"
+            f"Its exit code: {self.exit_code}. The end of its log ({self.log_file}):\n{self.log_tail()}"
         )
+
+    def cause_of_death(self) -> str:
+        """What the process died of since its last start, and what to try."""
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read().decode(errors="replace")
+        return cause_of_death(self.exit_code, text, oom_kills() - self._oom_kills)
 
     def log_tail(self, lines: int = 12) -> str:
         """The last lines of the log."""

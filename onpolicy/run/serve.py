@@ -93,5 +93,8 @@ def _keep(servers: Sequence[EngineServer]) -> NoReturn:
     while True:
         for server in servers:
             if not server.is_running:
-                raise EngineError(f"{server.url} ended. The end of its log:\n{server.log_tail()}")
+                raise EngineError(
+                    f"{server.url} ended: {server.cause_of_death()}\nThe end of its log:\n"
+                    f"{server.log_tail()}"
+                )
         time.sleep(1)

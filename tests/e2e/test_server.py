@@ -27,6 +27,7 @@ from sglang_patches import shared_names
 from tests.support.engines_fixture import make_engines, make_requests
 from tests.support.processes import engine_processes, listening_addresses
 from tests.support.tiny import make_checkpoint
+from tests.support.train_runs import wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -168,6 +169,21 @@ def test_an_unknown_sglang_flag_names_the_nearest(spec, tmp_path):
     server.start()
     try:
         with pytest.raises(EngineError, match="Did you mean --sglang-chunked-prefill-size"):
+            server.wait_until_healthy(120)
+    finally:
+        server.stop()
+
+
+def test_a_server_that_is_killed_while_it_starts_ends_with_who_can_have_done_it(spec, tmp_path):
+    server = EngineServer(spec, 0, tmp_path / "engine.log")
+    server.start()
+    try:
+        guard = psutil.Process(server._process.pid)
+        wait_for(guard.children)
+        guard.children()[0].kill()
+        with pytest.raises(
+            EngineError, match=r"before it was ready: it was ended by SIGKILL: a process"
+        ):
             server.wait_until_healthy(120)
     finally:
         server.stop()
