@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
+from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.system.garbage import collect_rarely
 
 collect_rarely()  # thousands of tests are objects that stay
@@ -54,6 +55,17 @@ def _log_levels_as_before() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_as_before() -> Iterator[None]:
+    """A command with `--operators portable` asks for its own in this process's environment."""
+    before = {name: os.environ.get(name) for name in PORTABLE_KERNELS}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

@@ -48,11 +48,12 @@ def read_config(
 
 
 def own_class(raw: dict[str, Any]) -> type[PretrainedConfig] | None:
-    """transformers' class for a config.json: by its model_type, else by its architecture."""
+    """transformers' class for a config.json: by its model_type, else, for one that brings code, by its
+    architecture (Kimi-K2 calls itself kimi_k2, and is a DeepseekV3ForCausalLM)."""
     if is_known(raw.get("model_type")):
         own: type[PretrainedConfig] = getattr(transformers, CONFIG_MAPPING_NAMES[raw["model_type"]])
         return own
-    named = raw.get("architectures")
+    named = raw.get("architectures") if raw.get("auto_map") else None
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     return getattr(getattr(transformers, architecture, None), "config_class", None)
 

@@ -13,7 +13,7 @@ from onpolicy.ops.partial import OPERATORS, aligned_side, partly_aligned
 from onpolicy.ops.stock import StockOperators
 from tests.support.tiny_contract import CONTRACT
 
-SIZES = {"rows_per_chunk", "whole"}
+NO_OPERATORS = {"rows_per_chunk", "whole", "run_pieces"}
 
 
 def test_every_operator_is_of_one_kind():
@@ -22,7 +22,7 @@ def test_every_operator_is_of_one_kind():
         n for n in dir(Operators) if not n.startswith("_") and callable(getattr(Operators, n))
     }
     assert len(named) == len(set(named))
-    assert set(named) == declared - SIZES
+    assert set(named) == declared - NO_OPERATORS
     assert {"model", *OPERATORS} == set(KINDS)
 
 

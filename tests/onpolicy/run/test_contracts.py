@@ -57,8 +57,8 @@ def test_a_part_is_held_to_what_the_whole_is(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"--align=model,norm: .*windows.*Add attention"):
         contract(make_checkpoint(tmp_path, "gemma2"), aligned=False, align="norm")
     contract(tmp_path, aligned=False, align="norm,attention")
-    with pytest.raises(ConfigError, match=r"architecture=PhiFor.*or run without --align\."):
-        contract(make_checkpoint(tmp_path / "phi", "phi"), aligned=False, align="norm")
+    with pytest.raises(ConfigError, match=r"architecture=Gemma4.*or run without --align\."):
+        contract(make_checkpoint(tmp_path / "gemma4", "gemma4"), aligned=False, align="norm")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with --align"):
         contract(checkpoint, aligned=False, align="norm")
