@@ -32,12 +32,13 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.run.cluster import places_on_cluster
     from onpolicy.run.placement import placement_of_servers
-    from onpolicy.run.serve import checked_spec, serve
+    from onpolicy.run.serve import checked_spec, held_by_servers, serve
 
     spec = checked_spec(config)
     host = config.server.rollout_host
     place = partial(placement_of_servers, config.engines, spec.tp_size, host, spec.contract)
-    with places_on_cluster(config.cluster, place, config.server.cpu_threads) as places:
+    held = held_by_servers(config, spec)
+    with places_on_cluster(config.cluster, place, config.server.cpu_threads, held) as places:
         serve(config, spec, places)
 
 

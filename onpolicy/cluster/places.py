@@ -15,6 +15,10 @@ from onpolicy.rollout.engine_args import EngineSpec
 logger = logging.getLogger(__name__)
 
 
+RequireRoom = Callable[[Placement, Placement], None]
+"""Raises ConfigError if a host has no room for the engines that the second placement adds there."""
+
+
 class Places:
     """The slots of engines; those of a host that is gone take others on the hosts that are left."""
 
@@ -25,10 +29,12 @@ class Places:
         cpu_threads: int = 0,
         colocate: bool = False,
         hosts: Callable[[], Sequence[Host]] = alive_hosts,
+        require_room: RequireRoom | None = None,
     ):
         """`cpu_threads`: of each process, in place of its slot's share of the cores; 0: that share."""
         self.placement = placement
         self._cpu_threads, self._colocate, self._hosts = cpu_threads, colocate, hosts
+        self._require_room = require_room
         self._lost: set[str] = set()
 
     def specs(self, spec: EngineSpec) -> list[EngineSpec]:
@@ -53,14 +59,17 @@ class Places:
         self._lost.add(spec.node)
         left = [host for host in self._hosts() if host.name not in self._lost]
         try:
-            self.placement = place_again(self.placement, spec.tp_size, left, self._colocate)
+            placement = place_again(self.placement, spec.tp_size, left, self._colocate)
+            if self._require_room is not None:
+                self._require_room(self.placement, placement)
         except ConfigError as reason:
             raise HostLostError(
                 f"{spec.host}: the host has left the cluster, or takes no actor ({error}) Its engines "
                 f"have no other place: {reason} Resume with --load, or let the run do so on the hosts "
                 "that are left (--max-rank-restarts)."
             ) from error
-        slot = self.placement.engines[spec.number]
+        self.placement = placement
+        slot = placement.engines[spec.number]
         return replace(self._in(slot, spec), node=slot.host.name, host=slot.host.address)
 
     def _in(self, slot: Slot, spec: EngineSpec) -> EngineSpec:

@@ -20,7 +20,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engine_specs import make_rollout_group, places_in
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.host_memory import Held, PlaceOn, fitting, held_by
+from onpolicy.run.host_memory import Held, PlaceOn, fitting, held_by, require_room_of
 from onpolicy.run.placement import hosts_here, placement_here, placement_of
 from onpolicy.train import Trainer
 
@@ -51,13 +51,14 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
             held = held_by(own, hf_config, own_contract, longest_sequence)
         place = partial(fitting, partial(placement_of, config, contract), held)
         placement = _said(*when_it_fits(place, config.cluster))
+        places = places_in(placement, config, require_room_of(held))
         return EnginePair(
             own,
             hf_config,
             own_contract,
             directory,
             longest_sequence=longest_sequence,
-            make_rollout=partial(make_rollout, places=places_in(placement, config)),
+            make_rollout=partial(make_rollout, places=places),
             make_trainer=partial(_make_ranks, placement.trainer),
         )
 
@@ -78,7 +79,7 @@ def places_on_cluster(
             placement = _said(*when_it_fits(partial(fitting, place, held), cluster))
         else:
             placement = _said(*fitting(place, None, hosts_here()))
-        yield Places(placement, cpu_threads=cpu_threads)
+        yield Places(placement, cpu_threads=cpu_threads, require_room=require_room_of(held))
 
 
 def planned(

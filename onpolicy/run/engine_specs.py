@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.cluster.engine_host import make_server
 from onpolicy.cluster.placement import Placement
-from onpolicy.cluster.places import Places
+from onpolicy.cluster.places import Places, RequireRoom
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineConfig, ServerConfig
 from onpolicy.config.secrets import reveal
@@ -44,10 +44,17 @@ def make_rollout_group(
     return SglangGroup(config.engine, specs, logs, make_server=make)
 
 
-def places_in(placement: Placement, config: TrainConfig) -> Places:
+def places_in(
+    placement: Placement, config: TrainConfig, require_room: RequireRoom | None = None
+) -> Places:
     """The places of a run's engines."""
     engine = config.engine
-    return Places(placement, cpu_threads=engine.cpu_threads, colocate=engine.colocate)
+    return Places(
+        placement,
+        cpu_threads=engine.cpu_threads,
+        colocate=engine.colocate,
+        require_room=require_room,
+    )
 
 
 def rollout_spec(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from transformers import PretrainedConfig
 
 from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.placement import Placement
+from onpolicy.cluster.places import RequireRoom
 from onpolicy.cluster.session import free_memory_on
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
@@ -57,3 +59,17 @@ def require_hosts(placement: Placement, held: Held, free: Mapping[Host, int]) ->
         require_host(held(*placement.counts(host)), str(host), free[host])
         for host in placement.hosts
     ]
+
+
+def require_room_of(held: Held | None) -> RequireRoom:
+    """What asks hosts for the memory of engines that move there. held: None if it is not asked for."""
+
+    def require_room(before: Placement, after: Placement) -> None:
+        pairs = zip(before.engines, after.engines, strict=True)
+        moved = Counter(new.host for old, new in pairs if old.host.name != new.host.name)
+        if held is not None and after.device == "cpu":
+            free = free_memory_on(tuple(moved))
+            for host, servers in moved.items():
+                require_host(held(0, servers), str(host), free[host])
+
+    return require_room

@@ -14,6 +14,7 @@ from onpolicy.cluster.places import Places
 from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import EngineError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import EngineSpec
@@ -22,6 +23,9 @@ from onpolicy.rollout.reach import require_place
 from onpolicy.rollout.server import EngineServer, make_servers, open_private
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engine_specs import serve_spec
+from onpolicy.run.host_memory import Held
+from onpolicy.run.memory import server_memory
+from onpolicy.run.memory_checks import require_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +45,18 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     require_place(server.rollout_host, server.rollout_base_port, number)
     with FlagCheck(spec) as flags:
         require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
+        held = held_by_servers(config, spec)(0, number)
+        require_memory(held, contract.device, ray_address=config.cluster.ray_address)
         flags.require_passed()
     return spec
+
+
+def held_by_servers(config: ServeConfig, spec: EngineSpec) -> Held:
+    """What so many servers hold, on one host or in all."""
+    model = config.model
+    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
+    size = ModelSize.of(hf_config, model.trust_remote_code)
+    return lambda _, servers: [server_memory(spec, size, hf_config, servers)]
 
 
 def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:

@@ -8,7 +8,7 @@ from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.placement import place
 from onpolicy.cluster.places import Places
 from onpolicy.config.groups import ClusterConfig, EngineConfig
-from onpolicy.errors import EngineError, HostLostError
+from onpolicy.errors import ConfigError, EngineError, HostLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from tests.support.tiny_policy import ALIGNED
 
@@ -61,6 +61,22 @@ def test_engines_of_a_lost_host_go_together_and_later_ones_are_made_there():
     for spec in moved:  # on the controller's own host it is an actor's, too
         again = places.specs(SPEC)[spec.number]
         assert replace(again, node=again.node or "id-a") == spec
+
+
+def test_engines_move_only_where_there_is_room_for_them():
+    asked = []
+
+    def none_anywhere(before, after):
+        asked.append((before, after))
+        raise ConfigError("memory=2 GiB: c has 1 GiB free.")
+
+    places, _ = places_of(3, 1, require_room=none_anywhere)
+    before = places.placement
+    (spec,) = places.specs(SPEC)
+    with pytest.raises(HostLostError, match="no other place: memory=2 GiB: c has 1 GiB free"):
+        places.elsewhere(spec, GONE)
+    ((was, planned),) = asked
+    assert was == places.placement == before != planned
 
 
 def test_a_host_that_takes_no_actor_counts_as_lost_whatever_the_cluster_says_of_it():

@@ -12,7 +12,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run import host_memory
 from onpolicy.run.contracts import contract_for
-from onpolicy.run.host_memory import fitting, held_by, require_hosts
+from onpolicy.run.host_memory import fitting, held_by, require_hosts, require_room_of
 from onpolicy.run.memory import ProcessMemory
 
 GIB = 1 << 30
@@ -123,3 +123,20 @@ def test_only_hosts_without_gpus_are_asked_and_only_those_that_are_taken(monkeyp
 def test_this_host_is_not_asked_through_the_cluster(monkeypatch):
     monkeypatch.setattr(session, "free_memory", lambda: 5 * GIB)
     assert session.free_memory_on([A]) == {A: 5 * GIB}
+
+
+def test_a_host_is_asked_for_the_engines_that_move_there_and_for_no_other(monkeypatch):
+    before, after = placed("a", "abb"), placed("a", "acc")
+    for free, fits in ((4, True), (3, False)):
+        monkeypatch.setattr(
+            host_memory, "free_memory_on", lambda hosts, free=free: dict.fromkeys(hosts, free * GIB)
+        )
+        if fits:
+            require_room_of(held)(before, after)
+            continue
+        with pytest.raises(
+            ConfigError, match=r"memory=4\.00 GiB together: c .* has 3\.00 GiB free"
+        ):
+            require_room_of(held)(before, after)
+    require_room_of(None)(before, after)
+    require_room_of(held)(after, after)
