@@ -9,6 +9,7 @@ prepare_process()  # before torch is imported
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -39,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t")
         tempfile.tempdir = None  # read anew
+        # After multiprocessing's own end, which removes a directory inside.
+        atexit.unregister(multiprocessing.util._exit_function)
         atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
+        atexit.register(multiprocessing.util._exit_function)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

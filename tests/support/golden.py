@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from onpolicy.contract import PORTABLE_KERNELS
 from tests.support.tiny import ALL_ARCHITECTURES, SIZES, make_tokenizer
 from tests.support.train_runs import ROOT, finish, run_hash, start_train, write_prompts
 
@@ -118,7 +119,8 @@ def digests_elsewhere(num_threads: int, **variables: str) -> dict[str, str]:
 
 def _bare() -> dict[str, str]:
     """This environment without the kernels that tests ask for."""
-    return {**{k: v for k, v in os.environ.items() if k != "MKL_CBWR"}, "PYTHONPATH": str(ROOT)}
+    kept = {k: v for k, v in os.environ.items() if k not in PORTABLE_KERNELS}
+    return {**kept, "PYTHONPATH": str(ROOT)}
 
 
 def make_checkpoint(directory: Path, architecture: str) -> Path:
