@@ -110,14 +110,14 @@ def digests_elsewhere(num_threads: int, **variables: str) -> dict[str, str]:
     """`digests` in a process of its own, with these environment variables."""
     answer = subprocess.run(
         [sys.executable, "-c", DIGESTS, str(num_threads)],
-        env={**_bare(), **variables}, cwd=ROOT, capture_output=True, text=True,
+        env={**bare_environment(), **variables}, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-2000:]
     found: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])
     return found
 
 
-def _bare() -> dict[str, str]:
+def bare_environment() -> dict[str, str]:
     """This environment without the kernels that tests ask for."""
     kept = {k: v for k, v in os.environ.items() if k not in PORTABLE_KERNELS}
     return {**kept, "PYTHONPATH": str(ROOT)}

@@ -21,7 +21,7 @@ from onpolicy.ops.cpu.linear import Gemms, tiled_linear
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.portable import order_check, products
 from onpolicy.train.fsdp.optimizer import make_optimizer
-from tests.support.golden import DIGESTS, digests_elsewhere, expected
+from tests.support.golden import DIGESTS, bare_environment, digests_elsewhere, expected
 from tests.support.instruction_sets import intel_kernels
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +57,8 @@ def test_operators_gradients_and_optimizer_have_the_bits_of_every_other_machine(
 def test_a_process_on_other_kernels_is_refused():
     without = DIGESTS.replace("\nuse_portable_kernels()", "")
     command = [sys.executable, "-c", without, "1"]
-    answer = subprocess.run(command, capture_output=True, text=True)
+    environment = bare_environment()
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert answer.returncode and "ContractError: backend=portable: MKL_CBWR=" in answer.stderr
     assert "use_portable_kernels()" in answer.stderr
 
