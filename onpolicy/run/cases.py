@@ -17,7 +17,7 @@ from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
-from onpolicy.system.records import CLOSED, checked
+from onpolicy.system.records import CLOSED, OPEN, checked
 from onpolicy.types import Request, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,9 @@ class _Params(TypedDict):
     return_routed_experts: bool
 
 
+@with_config(OPEN)
 class _Contract(TypedDict):
-    """What is read of a `NumericsContract`."""
+    """What is read of a `NumericsContract`, whose other fields it holds too."""
 
     backend: str
     dtype: Literal["bfloat16", "float32"]

@@ -11,6 +11,9 @@ Shape = TypeVar("Shape")
 CLOSED = ConfigDict(extra="forbid")
 """Of a TypedDict (`with_config`): a field that nobody reads is another shape too."""
 
+OPEN = ConfigDict(extra="allow")
+"""Of a TypedDict inside a closed one, whose rule it would have otherwise: others read more of it."""
+
 SHOWN = 60
 """Characters of a value in a message."""
 

@@ -151,6 +151,9 @@ class Engine:
     def stop(self) -> None:
         self.memory = None
 
+    def cause_of_death(self) -> str:
+        return f"killed by the test in call {self.calls}"
+
     def log_tail(self, lines: int = 12) -> str:
         return f"    died in call {self.calls}"
 
