@@ -1,7 +1,7 @@
 """The seam between SGLang versions: what this plug-in supports, and where those versions differ.
 
-Supported: 0.5.17 (torch 2.11) to 0.5.23 (torch 2.14). What differs between them is asked here by
-feature, never by comparing version numbers elsewhere.
+Supported: 0.5.17, the last for torch 2.11, and 0.5.21 to 0.5.23 (torch 2.14). What differs between
+them is asked here by feature, never by comparing version numbers elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from onpolicy.errors import ContractError
 
-SUPPORTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+SUPPORTED = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")
 
 
 def sglang_version() -> str:
@@ -27,7 +27,7 @@ def sglang_version() -> str:
     release = re.match(r"\d+\.\d+\.\d+", installed)
     if release is None or release.group() not in SUPPORTED:
         raise ContractError(
-            f"sglang=={installed}: the plug-in supports {SUPPORTED[0]} to {SUPPORTED[-1]}, whose "
+            f"sglang=={installed}: the plug-in supports {', '.join(SUPPORTED)}, whose "
             f"source it was checked against. Install one of them: pip install sglang=={SUPPORTED[-1]}"
         )
     return installed
@@ -35,17 +35,21 @@ def sglang_version() -> str:
 
 def has_weight_update_sessions() -> bool:
     """Whether weight updates must stand between begin_weight_update and end_weight_update."""
-    return sglang_version() not in SUPPORTED[:4]
+    return _is_newer_than_0_5_17()
 
 
 def has_model_hook() -> bool:
     """Whether what SGLang asks of single architectures stands in a module of its own."""
-    return sglang_version() not in SUPPORTED[:4]
+    return _is_newer_than_0_5_17()
 
 
 def wants_model_names() -> bool:
     """Whether /v1/responses takes the name of the served model alone."""
-    return sglang_version() not in SUPPORTED[:3]
+    return _is_newer_than_0_5_17()
+
+
+def _is_newer_than_0_5_17() -> bool:
+    return not sglang_version().startswith("0.5.17")
 
 
 def longest_prefill(server_args: Any) -> int:

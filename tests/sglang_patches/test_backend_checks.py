@@ -39,7 +39,7 @@ def test_a_check_that_fails_leaves_nothing_behind():
 
 @pytest.mark.parametrize(
     ("device", "sglang", "is_asked_for"),
-    [("cpu", "0.5.21", True), ("cpu", "0.5.20", False), ("cuda", "0.5.21", False)],
+    [("cpu", "0.5.21", True), ("cpu", "0.5.17", False), ("cuda", "0.5.21", False)],
 )
 def test_it_is_for_cpus_where_sglang_has_such_a_place(device, sglang, is_asked_for, monkeypatch):
     targets = []
