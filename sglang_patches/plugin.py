@@ -37,6 +37,7 @@ from sglang_patches import (
     model_names,
     parallel_samples,
     prompt_log_probs,
+    prompt_logprobs_field,
     registry,
     request_seeds,
     requests,
@@ -102,6 +103,7 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
         prompt_log_probs.install(operators, contract)
         requests.install()
         echo.install()
+        prompt_logprobs_field.install()
         request_seeds.install()
         parallel_samples.install()
     trainers_model.install(contract)

@@ -194,27 +194,10 @@ def test_a_field_that_changes_the_distribution_is_refused_by_name(client, fields
             create(model="any", max_tokens=4, stream=stream, **prompt, **fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"best_of": 3}, "best_of=3: not available in true-on-policy mode"),
-        (
-            {"extra_body": {"prompt_logprobs": 1}},
-            "prompt_logprobs=1: .*with echo and logprobs",
-        ),
-    ],
-)
-def test_what_a_completion_would_ignore_is_refused(client, fields, message):
+def test_what_a_completion_would_ignore_is_refused(client):
+    message = "best_of=3: not available in true-on-policy mode"
     with pytest.raises(openai.BadRequestError, match=message):
-        client.completions.create(model="any", prompt="x", **fields)
-
-
-def test_what_a_chat_would_ignore_is_refused(client):
-    question = [{"role": "user", "content": "x"}]
-    with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs=1: .*logprob_start_len=0"):
-        client.chat.completions.create(
-            model="any", messages=question, extra_body={"prompt_logprobs": 1}
-        )
+        client.completions.create(model="any", prompt="x", best_of=3)
 
 
 def echoed(client, prompt, **fields):
@@ -250,6 +233,63 @@ def test_an_echo_has_as_many_alternatives_as_were_asked_for(client):
     assert (text, numbers) == echoed(client, PROMPTS[0], logprobs=0)[:2]
     assert top[0] is None and {len(row) for row in top[1:]} == {2}
     assert all(max(row.values()) >= x for row, x in zip(top[1:], numbers[1:], strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("ends", ["in the middle", "in the vocabulary's last token"])
+def test_prompt_logprobs_are_the_trainers_and_those_of_the_likeliest(engines, client, count, ends):
+    prompt = make_tokenizer().encode(PROMPTS[3])
+    prompt = [*prompt, len(make_tokenizer()) - 1] if ends != "in the middle" else prompt
+    (choice,) = client.completions.create(
+        model="any", prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": count}
+    ).choices
+    assert choice.logprobs is None
+    first, *rest = choice.prompt_logprobs
+    (expected,) = engines.trainer.log_probs([prompt], [1], 1.0)
+    ours = [row[str(token)]["logprob"] for row, token in zip(rest, prompt[1:], strict=True)]
+    assert first is None
+    assert numpy.array(ours, numpy.float32).tobytes() == expected.numpy().tobytes()
+    for row, token in zip(rest, prompt[1:], strict=True):
+        ranked = sorted(
+            (entry["rank"], -entry["logprob"]) for entry in row.values() if entry["rank"]
+        )
+        assert [rank for rank, _ in ranked] == list(range(1, count + 1))
+        assert ranked == sorted(ranked, key=lambda pair: pair[1])
+        assert set(row) - {str(token)} <= {i for i, entry in row.items() if entry["rank"]}
+        assert row[str(token)]["decoded_token"] == make_tokenizer().decode([token])
+
+
+def test_a_chat_has_the_prompt_logprobs_of_what_its_template_writes(engines, client):
+    answer = client.chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": "12+34"}],
+        max_tokens=2,
+        n=2,
+        logprobs=True,
+        extra_body={"prompt_logprobs": 0, "return_prompt_token_ids": True},
+    )
+    prompt = answer.choices[0].prompt_token_ids
+    ours = [
+        row[str(token)]["logprob"]
+        for row, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)
+    ]
+    (expected,) = engines.trainer.log_probs([prompt], [1], 1.0)
+    assert numpy.array(ours, numpy.float32).tobytes() == expected.numpy().tobytes()
+    assert [len(choice.logprobs.content) for choice in answer.choices] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs=-1: must be a whole number"),
+        ({"extra_body": {"prompt_logprobs": True}}, "prompt_logprobs=True: must be"),
+        ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs=1: a stream has"),
+        ({"extra_body": {"prompt_logprobs": 1}, "logprobs": 3}, "prompt_logprobs=1: .*of which 3"),
+    ],
+)
+def test_prompt_logprobs_that_cannot_be_answered_are_refused(client, fields, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="any", prompt="x", **fields)
 
 
 def test_every_endpoint_takes_any_name_for_the_model_and_answers_by_it(client):
