@@ -8,6 +8,7 @@ again when its KV pool is built.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,21 @@ def require_active() -> None:
     missing = sorted({*_requested, *_installed} - set(active()))
     if missing:
         raise ContractError(
-            f"missing patches={missing}: SGLang could not apply them (see 'Failed to apply hooks' in "
-            "the log above), so its results would not be the trainer's. Install a supported SGLang."
+            f"missing patches={missing}: SGLang could not apply them ({_reason(missing)}), so its "
+            "results would not be the trainer's. Install a supported SGLang, with what it needs."
         )
+
+
+def _reason(missing: list[str]) -> str:
+    """What stands between SGLang and the first of the patches that it tells us itself."""
+    for target in missing:
+        parts = target.split(".")
+        try:
+            found = importlib.import_module(parts[0])
+            for end, name in enumerate(parts[1:], 2):
+                if not hasattr(found, name):
+                    importlib.import_module(".".join(parts[:end]))
+                found = getattr(found, name)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "see 'Failed to apply hooks' in the log above"

@@ -24,6 +24,7 @@ from onpolicy.run.contracts import contract_for
 from onpolicy.system.network import free_port
 from onpolicy.system.private_directory import PrivateDirectory
 from sglang_patches import shared_names
+from tests.support.after_import import after_import
 from tests.support.engines_fixture import make_engines, make_requests
 from tests.support.processes import engine_processes, listening_addresses
 from tests.support.tiny import make_checkpoint
@@ -189,10 +190,44 @@ def test_a_server_that_is_killed_while_it_starts_ends_with_who_can_have_done_it(
         server.stop()
 
 
+DEATHS = {
+    "a module that is not there": (
+        "import sys; sys.modules['sglang.srt.model_executor.model_runner'] = None",
+        r"could not apply them \(ModuleNotFoundError: .*model_runner.*\).*Install .* what it needs",
+    ),
+    "too little memory": (
+        after_import(
+            "sglang.srt.model_executor.model_runner",
+            "import torch\n"
+            "from sglang.srt.model_executor.model_runner import ModelRunner\n"
+            "ModelRunner.load_model = lambda _: torch.empty(1 << 60, dtype=torch.uint8)",
+        ),
+        r"ran out of memory \(.*Give --sglang-max-total-tokens for a smaller",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_the_first_line_of_a_server_that_dies_says_of_what_and_what_to_try(
+    name, spec, tmp_path, monkeypatch
+):
+    code, message = DEATHS[name]
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    server = EngineServer(spec, 0, tmp_path / "engine.log")
+    server.start()
+    try:
+        with pytest.raises(EngineError) as raised:
+            server.wait_until_healthy(200)
+    finally:
+        server.stop()
+    assert re.search(message, str(raised.value).partition("\n")[0])
+
+
 SABOTAGE = {
     "a hook that SGLang cannot apply": (
         "import sglang_patches.linear as linear; linear.TARGET = 'sglang.srt.no_such.thing'",
-        r"missing patches=\['sglang.srt.no_such.thing'\]",
+        r"missing patches=\['sglang.srt.no_such.thing'\]: .* \(ModuleNotFoundError: .*no_such'\)",
     ),
     "a plug-in that fails": (
         "import sglang_patches.sampler as sampler; sampler.install = None",

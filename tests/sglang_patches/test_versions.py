@@ -21,7 +21,9 @@ def test_supported_versions_are_accepted(installed, found):
     assert versions.sglang_version() == found
 
 
-@pytest.mark.parametrize("found", ["0.5.16", "0.5.18", "0.5.20", "0.5.24", "0.6.0", "0.5.2", "main"])
+@pytest.mark.parametrize(
+    "found", ["0.5.16", "0.5.18", "0.5.20", "0.5.24", "0.6.0", "0.5.2", "main"]
+)
 def test_another_version_is_refused_by_name_with_a_remedy(installed, found):
     installed(found)
     with pytest.raises(ContractError, match=rf"sglang=={found}: .*0.5.17, 0.5.21, .*pip install"):
@@ -38,7 +40,8 @@ def test_a_missing_sglang_is_refused_with_a_remedy(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "has", [versions.has_weight_update_sessions, versions.has_model_hook, versions.wants_model_names]
+    "has",
+    [versions.has_weight_update_sessions, versions.has_model_hook, versions.wants_model_names],
 )
 def test_what_came_after_0_5_17(installed, has):
     seen = []

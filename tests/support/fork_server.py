@@ -38,12 +38,13 @@ class ForkServer:
         self._channel, self._process = channel, process
 
     @classmethod
-    def start(cls, modules):
-        """One that imports `modules`. It ends with us."""
+    def start(cls, modules, environment):
+        """One that imports `modules` in an environment. It ends with us."""
         ours, theirs = _channel()
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
             pass_fds=[theirs.fileno()],
+            env=environment,
             stdin=subprocess.DEVNULL,
         )
         theirs.close()

@@ -42,6 +42,9 @@ ENGINE = ("sglang.launch_server", "sglang.srt.models.registry", *QUICK)
 ENGINE_VARIABLES = ("SGLANG_PLATFORM", "TORCHDYNAMO_DISABLE", "SGLANG_DISABLED_MODEL_ARCHS")
 """What SGLang and PyTorch read when an engine imports them."""
 
+_ENVIRONMENT = dict(os.environ)
+"""The session's: what a test sets for its own processes, as a `sitecustomize`, is not for others'."""
+
 _servers: dict[tuple[str | None, ...] | None, ForkServer] = {}
 """By the variables that were read; the one that is for no engine, by None."""
 
@@ -115,7 +118,7 @@ def _server_for(environment):
     given = None if environment is None else tuple(map(environment.get, ENGINE_VARIABLES))
     with _one_at_a_time:
         if None not in _servers:
-            _servers[None] = ForkServer.start((*RUN, *LIBRARIES))
+            _servers[None] = ForkServer.start((*RUN, *LIBRARIES), _ENVIRONMENT)
         if given not in _servers:
             read = {n: v for n, v in zip(ENGINE_VARIABLES, given, strict=True) if v is not None}
             _servers[given] = _servers[None].start_another(ENGINE, read)

@@ -53,6 +53,32 @@ def test_it_sees_what_a_started_one_sees(script):
     assert seen[0]["parent"] == os.getpid() and seen[0]["leads"]
 
 
+SETS = "import builtins; builtins.is_set = True"
+IS_SET = "import builtins; print(hasattr(builtins, 'is_set'))"
+
+
+def test_what_one_tests_processes_start_with_others_do_not(tmp_path):
+    """Nor does the fork server, though a test be the first to need it, as in a session of its own."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "sitecustomize.py").write_text(SETS)
+    (tmp_path / "is_set.py").write_text(IS_SET)
+    (tmp_path / "session.py").write_text(
+        "import os, subprocess, sys\n"
+        "from tests.support.forked_processes import forked_processes\n"
+        "with forked_processes():\n"
+        "    for path in sys.argv[1:]:\n"
+        "        os.environ['PYTHONPATH'] = path + os.pathsep + os.getcwd()\n"
+        f"        subprocess.run([sys.executable, {str(tmp_path / 'is_set.py')!r}])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "session.py"), str(tmp_path / "one"), "nowhere"],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
 SLEEPS = """
 import subprocess, sys, time
 {grandchild}
