@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 
+import tests.support.forked_processes as forked_processes_module
 from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import wait_for
 
@@ -57,26 +58,20 @@ SETS = "import builtins; builtins.is_set = True"
 IS_SET = "import builtins; print(hasattr(builtins, 'is_set'))"
 
 
-def test_what_one_tests_processes_start_with_others_do_not(tmp_path):
-    """Nor does the fork server, though a test be the first to need it, as in a session of its own."""
+def test_what_one_tests_processes_start_with_others_do_not(tmp_path, monkeypatch):
+    """Nor does the fork server, though that test be the first to need it."""
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "sitecustomize.py").write_text(SETS)
     (tmp_path / "is_set.py").write_text(IS_SET)
-    (tmp_path / "session.py").write_text(
-        "import os, subprocess, sys\n"
-        "from tests.support.forked_processes import forked_processes\n"
-        "with forked_processes():\n"
-        "    for path in sys.argv[1:]:\n"
-        "        os.environ['PYTHONPATH'] = path + os.pathsep + os.getcwd()\n"
-        f"        subprocess.run([sys.executable, {str(tmp_path / 'is_set.py')!r}])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "session.py"), str(tmp_path / "one"), "nowhere"],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    for name, value in (("_servers", {}), ("RUN", ()), ("LIBRARIES", ())):
+        monkeypatch.setattr(forked_processes_module, name, value)
+    printed = []
+    for path in (tmp_path / "one", "nowhere"):
+        monkeypatch.setenv("PYTHONPATH", f"{path}{os.pathsep}{os.getcwd()}")
+        with forked_processes():
+            command = [sys.executable, str(tmp_path / "is_set.py")]
+            printed.append(subprocess.check_output(command, text=True).strip())
+    assert printed == ["True", "False"]
 
 
 SLEEPS = """
