@@ -19,6 +19,10 @@ NCCL_MEMORY = ("NCCL_CUMEM_ENABLE", "0")
 """What SGLang sets in its processes, and a group of NCCL's wants alike in all of its members; read when
 the group is made (sglang/srt/entrypoints/engine.py, _set_envs_and_config)."""
 
+OWN_FUNCTIONS = ("USE_HUB_KERNELS", "NO")
+"""With the package `kernels`, which SGLang requires, transformers wraps functions that a kernel of the
+Hub may replace; both engines run transformers' own. Read when transformers is imported."""
+
 KERNEL_CACHES = ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR")
 """Where DeepGEMM keeps the kernels that it compiled. SGLang gives its processes the first one's value
 for the second; the trainer is to find what an engine compiled, and an engine what the trainer did."""
@@ -38,7 +42,7 @@ def prepare_process() -> None:
     To be called first where a process starts: OpenMP reads its variable when torch is imported, MKL
     before its first product.
     """
-    for name, value in (STRICT_SUMS, PATIENT_THREADS, NCCL_MEMORY):
+    for name, value in (STRICT_SUMS, PATIENT_THREADS, NCCL_MEMORY, OWN_FUNCTIONS):
         os.environ.setdefault(name, value)
     given = [os.environ[name] for name in KERNEL_CACHES if os.environ.get(name)]
     for name in KERNEL_CACHES:

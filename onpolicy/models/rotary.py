@@ -54,7 +54,9 @@ def is_complex_rotary(function: Any) -> bool:
 
 
 def _takes(function: Any, *names: str) -> bool:
-    if not isinstance(function, FunctionType):
+    if isinstance(function, nn.Module):  # in which the package `kernels` wraps a function
+        function = function.forward
+    if not isinstance(function, (FunctionType, MethodType)):
         return False
     return tuple(inspect.signature(function).parameters)[: len(names)] == names
 

@@ -35,6 +35,8 @@ OF_KINDS = {
         "entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request",
         "entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
         "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
+        "entrypoints.openai.serving_completions.OpenAIServingCompletion._build_completion_response",
+        "entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response",
         "layers.logits_processor.LogitsMetadata.from_forward_batch",
         "layers.logprob_processor.InputLogprobProcessor.forward",
         "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",

@@ -23,7 +23,7 @@ import torch
 with torch.backends.mkl.verbose(1):
     torch.ones(64, 64) @ torch.ones(64, 64)
 """
-VARIABLES = ("MKL_CBWR", "OMP_WAIT_POLICY", "NCCL_CUMEM_ENABLE")
+VARIABLES = ("MKL_CBWR", "OMP_WAIT_POLICY", "NCCL_CUMEM_ENABLE", "USE_HUB_KERNELS")
 SHOW = f"import os; print([os.environ.get(name) for name in {VARIABLES}])"
 STARTS = {
     "the command line": """
@@ -62,13 +62,13 @@ def test_strict_sums_are_in_force_from_the_first_product_on(asked):
 @pytest.mark.parametrize("start", STARTS)
 def test_a_process_is_prepared_where_it_starts(start):
     code = STARTS[start] + SHOW
-    assert run(code).splitlines()[-1] == "['AUTO,STRICT', 'PASSIVE', '0']"
-    given = {"MKL_CBWR": "AVX2", "OMP_WAIT_POLICY": "ACTIVE", "NCCL_CUMEM_ENABLE": "1"}
-    assert run(code, **given).splitlines()[-1] == "['AVX2', 'ACTIVE', '1']"
+    assert run(code).splitlines()[-1] == "['AUTO,STRICT', 'PASSIVE', '0', 'NO']"
+    given = dict(zip(VARIABLES, ("AVX2", "ACTIVE", "1", "YES"), strict=True))
+    assert run(code, **given).splitlines()[-1] == "['AVX2', 'ACTIVE', '1', 'YES']"
 
 
 def test_an_import_prepares_nothing():
-    assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None, None]\n"
+    assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None, None, None]\n"
 
 
 COMMAND = """

@@ -4,12 +4,14 @@ import sys
 
 import pytest
 import torch
+from kernels.layer.func import _create_func_module
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     GlmConfig,
     GPTNeoXConfig,
     OlmoConfig,
+    Qwen3ForCausalLM,
 )
 
 from onpolicy.models import rotary
@@ -35,6 +37,12 @@ class Counted(CpuOperators):
     def rotary(self, *args):
         self.calls += 1
         return super().rotary(*args)
+
+
+def test_a_function_that_is_wrapped_for_a_kernel_of_the_hub_is_still_the_usual_one():
+    own = sys.modules[Qwen3ForCausalLM.__module__].apply_rotary_pos_emb
+    assert rotary.is_usual_rotary(own) and rotary.is_usual_rotary(_create_func_module(own)())
+    assert not rotary.is_usual_rotary(_create_func_module(lambda q, k, cos, sin: (q, k))())
 
 
 def make_model(config_class, sizes):
