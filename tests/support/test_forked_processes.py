@@ -63,7 +63,7 @@ def test_what_one_tests_processes_start_with_others_do_not(tmp_path, monkeypatch
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "sitecustomize.py").write_text(SETS)
     (tmp_path / "is_set.py").write_text(IS_SET)
-    for name, value in (("_servers", {}), ("RUN", ()), ("LIBRARIES", ())):
+    for name, value in (("_servers", {}), ("RUN", ("torch",)), ("LIBRARIES", ())):
         monkeypatch.setattr(forked_processes_module, name, value)
     printed = []
     for path in (tmp_path / "one", "nowhere"):
