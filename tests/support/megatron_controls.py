@@ -76,9 +76,9 @@ def output_layer():
 
 
 def router():
-    from onpolicy.train.megatron.moe import AlignedRouter
+    from onpolicy.train.megatron.moe import AlignedMoeLayer
 
-    return _off_by_one_bit(AlignedRouter)
+    return _off_by_one_bit(AlignedMoeLayer, "_route")
 
 
 def experts():

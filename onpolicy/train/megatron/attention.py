@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onpolicy.ops import Scores
+from onpolicy.ops import Operators, Scores
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import gather_rows
 from onpolicy.train.megatron.config import AlignedConfig
+from onpolicy.train.megatron.family import is_rotated
 
 
 class AlignedAttention(nn.Module):
@@ -36,6 +37,7 @@ class AlignedAttention(nn.Module):
         super().__init__()
         self.config = config
         self.window = config.windows[layer_number - 1]
+        self.rotates = is_rotated(config.hf_config, layer_number - 1)
         self.context_group: dist.ProcessGroup = pg_collection.cp
 
     def forward(
@@ -51,9 +53,19 @@ class AlignedAttention(nn.Module):
         """[T, H, D], [T, H_kv, D], [T, H_kv, D] -> [T, H * D]; the rows are this rank's."""
         operators, local = self.config.operators, packed_seq_params
         assert operators is not None and local.angles is not None
-        q, k = (x.transpose(0, 1)[None] for x in (query, key))
-        q, k = (x[0].transpose(0, 1) for x in operators.rotary(q, k, *local.angles))
+        q, k = query, key
+        if self.rotates:
+            q, k = rotated(operators, q, k, *local.angles)
         k, v = gather_rows(torch.cat((k, value), -1), self.context_group).chunk(2, -1)
         scores = Scores(query.shape[-1] ** -0.5, self.window)
         parts = zip(q.chunk(len(local.layouts)), local.layouts, strict=True)
         return torch.cat([operators.attention(x, k, v, one, scores) for x, one in parts]).flatten(1)
+
+
+def rotated(
+    operators: Operators, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[T, H, D], [T, H_kv, D], [1, T, D'], [1, T, D'] -> the first two, rotated."""
+    q, k = (x.transpose(0, 1)[None] for x in (query, key))
+    q, k = operators.rotary(q, k, cos, sin)
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from onpolicy.contract import NumericsContract
+from onpolicy.models.experts import expert_blocks, routers_of
 from onpolicy.models.facts import ModelFacts
 from onpolicy.ops.base import Operators
-from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
+from onpolicy.train.megatron.family import (
+    Family,
+    expert_size,
+    family_of,
+    is_so,
+    is_sparse,
+    num_experts,
+)
+from onpolicy.train.megatron.layout import MegatronLayout
 
 
 @dataclass
@@ -22,6 +32,15 @@ class AlignedConfig(TransformerConfig):
     """Megatron's configuration, which reaches every module, and what our modules ask of it."""
 
     hf_config: PretrainedConfig | None = None
+
+    family: Family = field(default_factory=Family)
+    """What sets the architecture apart."""
+
+    rotary: type[nn.Module] | None = None
+    """transformers' class for this architecture, which makes the angles."""
+
+    router: type[nn.Module] | None = None
+    """transformers' class that chooses a token's experts, if the model has some."""
 
     operators: Operators | None = None
     """What every module computes with; another contract's may be put here between rollouts."""
@@ -50,10 +69,14 @@ def make_config(
 ) -> AlignedConfig:
     """The configuration of a model whose layout `MegatronLayout.check` accepts."""
     dtype = getattr(torch, contract.dtype)
+    family, facts = family_of(hf_config), ModelFacts(hf_config)
+    rotary: Any = facts.model.base_model.rotary_emb
     return AlignedConfig(
         hf_config=hf_config,
+        family=family,
+        rotary=type(rotary),
         operators=operators,
-        windows=tuple(layer.window for layer in ModelFacts(hf_config).attention),
+        windows=tuple(layer.window for layer in facts.attention),
         row_parallel_blocks=contract.row_parallel_blocks,
         expert_dispatch=layout.moe_token_dispatcher_type,
         moe_token_dispatcher_type="alltoall",
@@ -65,10 +88,10 @@ def make_config(
         ffn_hidden_size=hf_config.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
-        qk_layernorm=hf_config.model_type.startswith("qwen3"),
+        qk_layernorm=is_so(hf_config, family.qk_norm),
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=hf_config.model_type == "qwen2",
+        add_qkv_bias=is_so(hf_config, family.qkv_bias),
         hidden_dropout=0.0,  # the rollout has none
         attention_dropout=0.0,
         attention_backend=AttnBackend.local,
@@ -89,18 +112,21 @@ def make_config(
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
-        **_experts(hf_config),
+        **_experts(hf_config, facts),
         **_recompute(layout),
     )
 
 
-def _experts(hf_config: PretrainedConfig) -> dict[str, Any]:
-    if not getattr(hf_config, "num_experts", None):
+def _experts(hf_config: PretrainedConfig, facts: ModelFacts) -> dict[str, Any]:
+    blocks = expert_blocks(facts.model)
+    if not blocks:
         return {}
     layers = range(hf_config.num_hidden_layers)
+    router: Any = routers_of(blocks[0])[0]
     return {
-        "num_moe_experts": hf_config.num_experts,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "router": type(router),
+        "num_moe_experts": num_experts(hf_config),
+        "moe_ffn_hidden_size": expert_size(hf_config),
         "moe_router_topk": hf_config.num_experts_per_tok,
         "moe_router_pre_softmax": True,
         "moe_layer_freq": [int(is_sparse(hf_config, layer)) for layer in layers],

@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-"""Models whose weights and modelling code `onpolicy/train/megatron` knows."""
+from onpolicy.train.megatron.family import divided_sizes, family_of, num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +47,9 @@ class MegatronLayout:
 
     def check(self, config: Any, contract: NumericsContract, world_size: int) -> None:
         """Raise ConfigError if a model of this Hugging Face configuration cannot be laid out so."""
-        architecture = (getattr(config, "architectures", None) or ["none"])[0]
-        if architecture not in ARCHITECTURES:
-            raise ConfigError(
-                f"architecture={architecture}: --train-backend megatron knows "
-                f"{', '.join(ARCHITECTURES)}. Use --train-backend fsdp for this model."
-            )
+        family = family_of(config)
         for name in ("attention_bias", "mlp_bias"):
-            if getattr(config, name, False):
+            if getattr(config, name, False) and name != family.qkv_bias:
                 raise ConfigError(
                     f"{name}=True: --train-backend megatron has no biases in linears that are summed "
                     "over tensor-parallel ranks. Use --train-backend fsdp for this model."
@@ -72,11 +60,11 @@ class MegatronLayout:
     def _problems(self, config: Any, contract: NumericsContract, world_size: int) -> Iterator[str]:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         cp, ep = self.context_parallel_size, self.expert_model_parallel_size
-        experts = getattr(config, "num_experts", None)
+        experts = num_experts(config)
         for name, degree in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)):
             if degree < 1:
                 yield f"--megatron-{name}={degree}: must be at least 1. Leave it out for 1."
-        for name, size in self._divided_by_tensor_parallelism(config):
+        for name, size in divided_sizes(config):
             if size % tp:
                 yield (
                     f"--megatron-tp={tp}: does not divide {name}={size}, which "
@@ -106,10 +94,13 @@ class MegatronLayout:
             )
         if ep == 1:
             return
-        if experts is None:
+        if not experts:
             yield f"--megatron-ep={ep}: this model has no experts. Leave it out."
         elif experts % ep:
-            yield (f"--megatron-ep={ep}: does not divide num_experts={experts}. Choose a divisor.")
+            yield (
+                f"--megatron-ep={ep}: does not divide {family_of(config).num_experts}={experts}. "
+                "Choose a divisor."
+            )
         if world_size // (tp * pp) % ep:
             yield (
                 f"--megatron-ep={ep}: does not divide the {world_size // (tp * pp)} ranks "
@@ -121,23 +112,3 @@ class MegatronLayout:
                 f"--megatron-ep={ep}: with --megatron-tp {tp} it needs --megatron-sequence-parallel, or "
                 "every token would reach its experts several times. Add it."
             )
-
-    @staticmethod
-    def _divided_by_tensor_parallelism(config: Any) -> Iterator[tuple[str, int]]:
-        yield "num_attention_heads", config.num_attention_heads
-        yield "num_key_value_heads", config.num_key_value_heads
-        if not all_sparse(config):
-            yield "intermediate_size", config.intermediate_size
-        if getattr(config, "num_experts", None):
-            yield "moe_intermediate_size", config.moe_intermediate_size
-
-
-def is_sparse(config: Any, layer: int) -> bool:
-    """Whether layer `layer` (from 0) has experts in place of one MLP."""
-    if not getattr(config, "num_experts", None):
-        return False
-    return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-
-
-def all_sparse(config: Any) -> bool:
-    return all(is_sparse(config, layer) for layer in range(config.num_hidden_layers))

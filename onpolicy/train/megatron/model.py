@@ -28,10 +28,6 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
@@ -42,18 +38,12 @@ from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import share_rows
 from onpolicy.train.megatron.config import AlignedConfig, make_config
-from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
+from onpolicy.train.megatron.family import is_sparse
+from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
 from onpolicy.train.megatron.mlp import AlignedMLP
 from onpolicy.train.megatron.moe import AlignedMoeLayer, SparseLayer
 from onpolicy.train.megatron.norm import AlignedNorm
-
-_ROTARY: dict[str, type[nn.Module]] = {
-    "llama": LlamaRotaryEmbedding,
-    "qwen2": Qwen2RotaryEmbedding,
-    "qwen3": Qwen3RotaryEmbedding,
-    "qwen3_moe": Qwen3MoeRotaryEmbedding,
-}
 
 
 class PolicyGptModel(GPTModel):
@@ -63,7 +53,7 @@ class PolicyGptModel(GPTModel):
 
     def __init__(self, config: AlignedConfig):
         hf_config = config.hf_config
-        assert hf_config is not None
+        assert hf_config is not None and config.rotary is not None
         tp = config.tensor_model_parallel_size
         super().__init__(
             config=config,
@@ -75,7 +65,7 @@ class PolicyGptModel(GPTModel):
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             position_embedding_type="none",  # our attention rotates
         )
-        self.rotary = _ROTARY[hf_config.model_type](hf_config)
+        self.rotary = config.rotary(hf_config)
         shared = [self.embedding.word_embeddings] if self.pre_process else []
         shared += [self.output_layer] if self.post_process else []
         for module in shared:

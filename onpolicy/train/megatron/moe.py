@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from onpolicy.models.by_operators import Choice
+from onpolicy.models.by_operators import ByOperators, Choice
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import expert_outputs, gated_halves, mix_outputs
 from onpolicy.train.megatron.batch import LocalTokens
@@ -56,7 +56,7 @@ class AlignedMoeLayer(MegatronModule):
 
     def __init__(self, config: AlignedConfig):
         super().__init__(config)
-        self.router = AlignedRouter(config)
+        self.router = _router(config)
         self.experts = AlignedExperts(config)
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -66,7 +66,7 @@ class AlignedMoeLayer(MegatronModule):
     def forward(self, hidden_states: Tensor, routed_experts: Tensor | None) -> tuple[Tensor, None]:
         """[T, 1, H], this rank's tokens, to the same; experts as in `LocalTokens`."""
         x = hidden_states[:, 0]
-        weights, chosen = self.router(x, self._replay(routed_experts))
+        weights, chosen = self._route(x, routed_experts)
         group = parallel_state.get_tensor_model_parallel_group()
         if self.config.sequence_parallel:
             enter = partial(gather_from_sequence_parallel_region, group=group)
@@ -74,6 +74,13 @@ class AlignedMoeLayer(MegatronModule):
         else:
             enter = partial(copy_to_tensor_model_parallel_region, group=group)
         return self.experts(enter(x), enter(weights), chosen).to(x.dtype)[:, None], None
+
+    def _route(self, x: Tensor, routed_experts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[T, H] -> weights [T, k] and experts int64 [T, k]: the router's own, or the rollout's."""
+        assert self.config.operators is not None
+        with ByOperators(self.config.operators, self._replay(routed_experts)):
+            _, weights, chosen = self.router(x)
+        return weights, chosen
 
     def _replay(self, routed_experts: Tensor | None) -> Choice | None:
         if routed_experts is None:
@@ -83,32 +90,14 @@ class AlignedMoeLayer(MegatronModule):
         return partial(replay.choose, self.layer, config.num_moe_experts)
 
 
-class AlignedRouter(nn.Module):
-    """Chooses k experts for every token as Hugging Face's Qwen3-MoE does."""
-
-    def __init__(self, config: AlignedConfig):
-        super().__init__()
-        self.config = config
-        shape = config.num_moe_experts, config.hidden_size
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor]:
-        """[T, H] -> weights [T, k] in the dtype of x, experts int64 [T, k].
-
-        `choice` may put other experts in place of the router's own.
-        """
-        operators, hf_config = self.config.operators, self.config.hf_config
-        assert operators is not None and hf_config is not None
-        logits = operators.linear(x, self.weight)
-        probabilities = operators.softmax(logits)
-        weights, chosen = operators.topk(probabilities, self.config.moe_router_topk)
-        if choice is not None:
-            chosen = choice(chosen, probabilities.shape[-1])
-            weights = probabilities.gather(-1, chosen)
-        if hf_config.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(logits.dtype), chosen
+def _router(config: AlignedConfig) -> Any:
+    """transformers' own, whose code runs by the operators."""
+    assert config.router is not None
+    router: Any = config.router(config.hf_config)
+    weight = nn.Parameter(torch.empty_like(router.weight, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    router.weight = weight
+    return router
 
 
 class AlignedExperts(nn.Module):

@@ -95,6 +95,7 @@ def _columns(weights: WeightMap, parameter: str) -> dict[str, Tensor | None]:
     rows: dict[str, list[Tensor]] = {}
     for part in weights.parts(parameter, 0, 0):
         name = part.name.removeprefix("model.").removesuffix(".weight")
+        name = name.replace(f".{weights.family.sparse_name}.", ".mlp.")
         block = part.target[0] if part.target else slice(0, 0)
         assert isinstance(block, slice)
         rows.setdefault(name, []).append(torch.arange(block.start, block.stop))

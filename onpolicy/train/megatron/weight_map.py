@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from onpolicy.train.megatron.layout import MegatronLayout, is_sparse
+from onpolicy.train.megatron.family import (
+    Family,
+    expert_size,
+    family_of,
+    is_so,
+    is_sparse,
+    num_experts,
+)
+from onpolicy.train.megatron.layout import MegatronLayout
 
 Block = tuple[int | slice, ...]
 """Indexes a tensor: one entry per leading axis, whole axes left out."""
@@ -39,32 +47,38 @@ class WeightMap:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every Hugging Face tensor of the model, in the order in which they are exported."""
         c = self.config
-        hidden, dim = c.hidden_size, self._head_dim
-        norm = (hidden,)
-        shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (c.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (c.vocab_size, c.hidden_size)}
         for layer in range(c.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            shapes[f"{prefix}input_layernorm.weight"] = norm
-            for name, heads in self._heads:
-                shapes[f"{prefix}self_attn.{name}_proj.weight"] = (heads * dim, hidden)
-                if c.model_type == "qwen2":
-                    shapes[f"{prefix}self_attn.{name}_proj.bias"] = (heads * dim,)
-            if c.model_type.startswith("qwen3"):
-                shapes[f"{prefix}self_attn.q_norm.weight"] = (dim,)
-                shapes[f"{prefix}self_attn.k_norm.weight"] = (dim,)
-            shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, c.num_attention_heads * dim)
-            shapes[f"{prefix}post_attention_layernorm.weight"] = norm
-            if not is_sparse(c, layer):
-                shapes |= _mlp_shapes(f"{prefix}mlp.", c.intermediate_size, hidden)
-                continue
-            shapes[f"{prefix}mlp.gate.weight"] = (c.num_experts, hidden)
-            for expert in range(c.num_experts):
-                mlp = f"{prefix}mlp.experts.{expert}."
-                shapes |= _mlp_shapes(mlp, c.moe_intermediate_size, hidden)
-        shapes[_FINAL_NORM] = norm
+            shapes |= {self._stored(layer, leaf): s for leaf, s in self._layer_shapes(layer)}
+        shapes[_FINAL_NORM] = (c.hidden_size,)
         if not c.tie_word_embeddings:
-            shapes[_HEAD] = (c.vocab_size, hidden)
+            shapes[_HEAD] = (c.vocab_size, c.hidden_size)
         return shapes
+
+    def _layer_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        c, norm = self.config, (self.config.hidden_size,)
+        yield "input_layernorm.weight", norm
+        yield from self._attention_shapes()
+        yield "post_attention_layernorm.weight", norm
+        if not is_sparse(c, layer):
+            yield from _mlp_shapes("mlp.", _LINEARS, c.intermediate_size, c.hidden_size)
+            return
+        yield "mlp.gate.weight", (num_experts(c), c.hidden_size)
+        for expert in range(num_experts(c)):
+            linears = self.family.expert_linears
+            prefix = f"mlp.experts.{expert}."
+            yield from _mlp_shapes(prefix, linears, expert_size(c), c.hidden_size)
+
+    def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        hidden, dim = self.config.hidden_size, self._head_dim
+        for name, heads in self._heads:
+            yield f"self_attn.{name}_proj.weight", (heads * dim, hidden)
+            if is_so(self.config, self.family.qkv_bias):
+                yield f"self_attn.{name}_proj.bias", (heads * dim,)
+        if is_so(self.config, self.family.qk_norm):
+            yield "self_attn.q_norm.weight", (dim,)
+            yield "self_attn.k_norm.weight", (dim,)
+        yield "self_attn.o_proj.weight", (hidden, self.config.num_attention_heads * dim)
 
     def parameters(self, stage: int) -> list[str]:
         """Global names of the parameters of one pipeline stage."""
@@ -81,9 +95,9 @@ class WeightMap:
 
     def _leaves(self, layer: int) -> list[str]:
         attention = ["linear_qkv.weight", "linear_proj.weight"]
-        if self.config.model_type == "qwen2":
+        if is_so(self.config, self.family.qkv_bias):
             attention.append("linear_qkv.bias")
-        if self.config.model_type.startswith("qwen3"):
+        if is_so(self.config, self.family.qk_norm):
             attention += ["q_layernorm.weight", "k_layernorm.weight"]
         mlp = ["linear_fc1.weight", "linear_fc2.weight"]
         if is_sparse(self.config, layer):
@@ -106,28 +120,29 @@ class WeightMap:
         if parameter == "decoder.final_layernorm.weight":
             yield Part(_FINAL_NORM, (), ())
             return
-        _, _, layer, *rest = parameter.split(".")
-        prefix, leaf = f"model.layers.{layer}.", ".".join(rest)
+        _, _, number, *rest = parameter.split(".")
+        layer, leaf = int(number), ".".join(rest)
+        for name, source, target in self._layer_parts(leaf, tp_rank, ep_rank):
+            yield Part(self._stored(layer, name), source, target)
+
+    def _layer_parts(
+        self, leaf: str, tp_rank: int, ep_rank: int
+    ) -> Iterator[tuple[str, Block, Block]]:
+        kind = leaf.rpartition(".")[2]
         if leaf in _WHOLE:
-            yield Part(prefix + _WHOLE[leaf], (), ())
+            yield _WHOLE[leaf], (), ()
         elif leaf.startswith("self_attention.linear_qkv."):
-            yield from self._query_key_value(f"{prefix}self_attn.", rest[-1], tp_rank)
+            yield from self._query_key_value(kind, tp_rank)
         elif leaf == "self_attention.linear_proj.weight":
             columns = self._share(self.config.num_attention_heads * self._head_dim, tp_rank)
-            yield Part(f"{prefix}self_attn.o_proj.weight", (slice(None), columns), ())
-        elif leaf == "mlp.linear_fc1.weight":
-            rows = self._share(self.config.intermediate_size, tp_rank)
-            size = rows.stop - rows.start
-            for i, name in enumerate(("gate", "up")):
-                block = (slice(i * size, (i + 1) * size),)
-                yield Part(f"{prefix}mlp.{name}_proj.weight", (rows,), block)
-        elif leaf == "mlp.linear_fc2.weight":
-            columns = self._share(self.config.intermediate_size, tp_rank)
-            yield Part(f"{prefix}mlp.down_proj.weight", (slice(None), columns), ())
+            yield "self_attn.o_proj.weight", (slice(None), columns), ()
+        elif leaf.startswith("mlp.experts."):
+            yield from self._experts(kind, tp_rank, ep_rank)
         else:
-            yield from self._experts(f"{prefix}mlp.experts.", rest[-1], tp_rank, ep_rank)
+            share = self._share(self.config.intermediate_size, tp_rank)
+            yield from _mlp_parts(leaf, "mlp.", share)
 
-    def _query_key_value(self, prefix: str, kind: str, tp_rank: int) -> Iterator[Part]:
+    def _query_key_value(self, kind: str, tp_rank: int) -> Iterator[tuple[str, Block, Block]]:
         """Megatron keeps the queries of a group, then its key, then its value; then the next group."""
         groups = self._share(self.config.num_key_value_heads, tp_rank)
         row = 0
@@ -135,19 +150,30 @@ class WeightMap:
             for name, heads in self._heads:
                 size = heads // self.config.num_key_value_heads * self._head_dim
                 source = (slice(group * size, (group + 1) * size),)
-                yield Part(f"{prefix}{name}_proj.{kind}", source, (slice(row, row + size),))
+                yield f"self_attn.{name}_proj.{kind}", source, (slice(row, row + size),)
                 row += size
 
-    def _experts(self, prefix: str, kind: str, tp_rank: int, ep_rank: int) -> Iterator[Part]:
-        count = self.config.num_experts // self.layout.expert_model_parallel_size
-        share = self._share(self.config.moe_intermediate_size, tp_rank)
+    def _experts(self, kind: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Block, Block]]:
+        count = num_experts(self.config) // self.layout.expert_model_parallel_size
+        share = self._share(expert_size(self.config), tp_rank)
+        gate, up, down = self.family.expert_linears
         for local in range(count):
-            expert = f"{prefix}{ep_rank * count + local}."
+            expert = f"mlp.experts.{ep_rank * count + local}."
             if kind == "gate_up":
-                yield Part(f"{expert}gate_proj.weight", (share,), (local, 0))
-                yield Part(f"{expert}up_proj.weight", (share,), (local, 1))
+                yield f"{expert}{gate}.weight", (share,), (local, 0)
+                yield f"{expert}{up}.weight", (share,), (local, 1)
             else:
-                yield Part(f"{expert}down_proj.weight", (slice(None), share), (local,))
+                yield f"{expert}{down}.weight", (slice(None), share), (local,)
+
+    def _stored(self, layer: int, leaf: str) -> str:
+        """The checkpoint's name of a tensor, by the one that it has in a layer of transformers."""
+        if leaf.startswith("mlp.") and is_sparse(self.config, layer):
+            leaf = self.family.sparse_name + leaf.removeprefix("mlp")
+        return f"model.layers.{layer}.{leaf}"
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.config)
 
     @property
     def _head_dim(self) -> int:
@@ -179,6 +205,8 @@ _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 _HEAD = "lm_head.weight"
 
+_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
 _WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -189,9 +217,21 @@ _WHOLE = {
 """Parameters that every tensor-parallel rank holds whole."""
 
 
-def _mlp_shapes(prefix: str, intermediate: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}gate_proj.weight": (intermediate, hidden),
-        f"{prefix}up_proj.weight": (intermediate, hidden),
-        f"{prefix}down_proj.weight": (hidden, intermediate),
-    }
+def _mlp_shapes(
+    prefix: str, linears: tuple[str, str, str], intermediate: int, hidden: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    gate, up, down = linears
+    yield f"{prefix}{gate}.weight", (intermediate, hidden)
+    yield f"{prefix}{up}.weight", (intermediate, hidden)
+    yield f"{prefix}{down}.weight", (hidden, intermediate)
+
+
+def _mlp_parts(leaf: str, prefix: str, share: slice) -> Iterator[tuple[str, Block, Block]]:
+    """Of Megatron's MLP, whose first linear makes gate, then up."""
+    gate, up, down = _LINEARS
+    size = share.stop - share.start
+    if leaf.endswith("linear_fc1.weight"):
+        yield f"{prefix}{gate}.weight", (share,), (slice(0, size),)
+        yield f"{prefix}{up}.weight", (share,), (slice(size, 2 * size),)
+    else:
+        yield f"{prefix}{down}.weight", (slice(None), share), ()

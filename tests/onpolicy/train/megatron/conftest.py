@@ -24,6 +24,14 @@ def four_ranks():
     yield from _ranks(4)
 
 
+CHANGES = {
+    # Layers with and without experts.
+    "qwen3-moe": {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts_per_tok": 3},
+    "mixtral": {"num_local_experts": 6},
+}
+"""To the tiny models: numbers that 2 and 3 ranks divide."""
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory):
     """Makes the checkpoint of an architecture, once."""
@@ -31,9 +39,7 @@ def model_of(tmp_path_factory):
 
     def checkpoint_of(architecture):
         if architecture not in made:
-            changes = {}
-            if architecture == "qwen3-moe":  # layers with and without experts
-                changes = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts_per_tok": 3}
+            changes = CHANGES.get(architecture, {})
             directory = tmp_path_factory.mktemp(architecture)
             made[architecture] = make_checkpoint(directory, architecture, **changes)
         return made[architecture]

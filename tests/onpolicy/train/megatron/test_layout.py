@@ -23,10 +23,16 @@ def check(path, world_size=8, blocks=8, changes=None, **sizes):
     MegatronLayout(**sizes).check(config, contract, world_size)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "qwen3-moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral", "smollm3"])
 def test_degrees_that_divide_are_accepted(model_of, architecture):
     check(model_of(architecture))
     check(model_of(architecture), **{TP: 2, PP: 2, CP: 2})
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-moe", "mixtral"])
+def test_degrees_that_divide_experts_are_accepted(model_of, architecture):
+    check(model_of(architecture), **{TP: 2, PP: 2, CP: 2})
+    check(model_of(architecture), **{EP: 2})
 
 
 def test_experts_are_shared_by_ranks_that_hold_different_tokens(model_of):
@@ -55,6 +61,11 @@ def test_what_does_not_divide_is_refused(model_of, sizes, message):
         check(model_of("qwen3-moe"), **sizes)
 
 
+def test_sizes_have_the_names_of_their_configuration(model_of):
+    with pytest.raises(ConfigError, match="does not divide num_local_experts=6"):
+        check(model_of("mixtral"), **{EP: 4})
+
+
 def test_a_dense_model_has_no_experts_to_share(model_of):
     with pytest.raises(ConfigError, match=r"--megatron-ep=2: this model has no experts"):
         check(model_of("qwen3"), **{EP: 2})
@@ -63,7 +74,7 @@ def test_a_dense_model_has_no_experts_to_share(model_of):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, r"architecture=MistralForCausalLM.*fsdp"),
+        ({"architectures": ["GemmaForCausalLM"]}, r"architecture=GemmaForCausalLM.*fsdp"),
         ({"attention_bias": True}, r"attention_bias=True.*fsdp"),
         ({"mlp_bias": True}, r"mlp_bias=True.*fsdp"),
     ],

@@ -19,7 +19,8 @@ from tests.support.megatron_ranks import (
     with_blocks,
 )
 
-DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama"]
+DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "mistral", "smollm3"]
+SPARSE = ["qwen3-moe", "mixtral"]
 BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, seed=1)]
 
 DATA = MegatronLayout()
@@ -52,7 +53,7 @@ def require_equal_scores(answers, results):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", [DATA, TENSOR, CONTEXT], ids=["data", "tensor", "context"])
-@pytest.mark.parametrize("architecture", [*DENSE, "qwen2-window", "qwen3-moe"])
+@pytest.mark.parametrize("architecture", [*DENSE, "qwen2-window", *SPARSE])
 def test_log_probs_have_the_bits_of_one_rank(two_ranks, model_of, architecture, layout, dtype):
     job = make_job(model_of(architecture), layout, dtype)
     require_equal_scores(two_ranks.run(score, job), reference(job)[0])
@@ -80,6 +81,7 @@ def test_experts_of_other_ranks_give_the_bits_of_one_rank(two_ranks, model_of, l
         ("qwen3-moe", EXPERTS),
         ("qwen3-moe", EXPERTS_GATHERED),
         ("qwen3-moe", EXPERTS_CONTEXT),
+        ("mixtral", EXPERTS),
     ],
 )
 def test_gradients_are_those_of_one_rank(two_ranks, model_of, architecture, layout):

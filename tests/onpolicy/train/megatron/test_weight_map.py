@@ -23,7 +23,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(params=["qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe"])
+@pytest.fixture(params=["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "qwen3-moe", "mixtral"])
 def path(request, model_of):
     return model_of(request.param)
 

@@ -25,6 +25,7 @@ BUCKET_BYTES = 30_000
         ("qwen3-moe", DATA),
         ("qwen3-moe", TENSOR),
         ("qwen3-moe", EXPERTS),
+        ("mixtral", EXPERTS),
     ],
 )
 def test_what_was_loaded_comes_out_under_its_names(

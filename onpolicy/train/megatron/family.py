@@ -1,0 +1,131 @@
+"""What sets the architectures apart that Megatron's model is made for: one table.
+
+Routers and rotary embeddings are not here: they are transformers' own (`config.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from onpolicy.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What an architecture has that Llama has not; a string is the configuration's name for it."""
+
+    qkv_bias: bool | str = False
+
+    qk_norm: bool | str = False
+
+    qk_norm_joins_heads: bool = False
+    """Whether one norm is over all heads of a token, not over each."""
+
+    norms_after: bool = False
+    """Whether the norms of a layer are of what attention and MLP return, not of what they take."""
+
+    norm_rounds_last: bool = False
+    """See `Operators.rms_norm`."""
+
+    rotated_layers: str | None = None
+    """A number for every layer, 0 where queries and keys are not rotated."""
+
+    num_experts: str | None = None
+
+    expert_size: str = "moe_intermediate_size"
+
+    sparse_name: str = "mlp"
+    """A checkpoint's name for the layer that holds router and experts; transformers' is mlp."""
+
+    expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """A checkpoint's names for them."""
+
+    router_buffers: tuple[str, ...] = ()
+    """Float32 [experts], in the checkpoint and without gradient."""
+
+    shared_expert: str | None = None
+    """Name of the MLP that every token goes through beside its experts."""
+
+    shared_expert_is_gated: bool = False
+
+    shared_expert_is_whole: bool = False
+    """Whether tensor-parallel ranks do not share its sums: so says the plan in transformers."""
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "Qwen2ForCausalLM": Family(qkv_bias=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True),
+    "MistralForCausalLM": Family(),
+    "SmolLM3ForCausalLM": Family(rotated_layers="no_rope_layers"),
+    "Qwen3MoeForCausalLM": Family(qk_norm=True, num_experts="num_experts"),
+    "MixtralForCausalLM": Family(
+        num_experts="num_local_experts",
+        expert_size="intermediate_size",
+        sparse_name="block_sparse_moe",
+        expert_linears=("w1", "w3", "w2"),
+    ),
+}
+"""By the name of the class in transformers."""
+
+
+def family_of(config: Any) -> Family:
+    """Of a Hugging Face configuration. Raises ConfigError for an architecture not in the table."""
+    architecture = (getattr(config, "architectures", None) or ["none"])[0]
+    if architecture not in FAMILIES:
+        raise ConfigError(
+            f"architecture={architecture}: --train-backend megatron knows "
+            f"{', '.join(FAMILIES)}. Use --train-backend fsdp for this model."
+        )
+    return FAMILIES[architecture]
+
+
+def is_so(config: Any, fact: bool | str) -> bool:
+    """A fact of a family about the model of this configuration."""
+    return bool(getattr(config, fact)) if isinstance(fact, str) else fact
+
+
+def num_experts(config: Any) -> int:
+    """Experts of a sparse layer; 0: the model has none."""
+    name = family_of(config).num_experts
+    return getattr(config, name) if name else 0
+
+
+def expert_size(config: Any) -> int:
+    """The intermediate size of an expert."""
+    size: int = getattr(config, family_of(config).expert_size)
+    return size
+
+
+def shared_expert_size(config: Any) -> int:
+    """The intermediate size of the shared expert; experts that are always taken count as one."""
+    own = getattr(config, "shared_expert_intermediate_size", None)
+    return own or expert_size(config) * int(config.n_shared_experts)
+
+
+def is_sparse(config: Any, layer: int) -> bool:
+    """Whether layer `layer` (from 0) has experts in place of one MLP."""
+    if not num_experts(config):
+        return False
+    is_dense = layer in (getattr(config, "mlp_only_layers", None) or ())
+    is_dense |= layer < getattr(config, "first_k_dense_replace", 0)
+    return not is_dense and (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0
+
+
+def is_rotated(config: Any, layer: int) -> bool:
+    """Whether layer `layer` (from 0) rotates queries and keys."""
+    name = family_of(config).rotated_layers
+    return name is None or bool(getattr(config, name)[layer])
+
+
+def divided_sizes(config: Any) -> Iterator[tuple[str, int]]:
+    """What tensor-parallel ranks share equally, by the configuration's names."""
+    family = family_of(config)
+    yield "num_attention_heads", config.num_attention_heads
+    yield "num_key_value_heads", config.num_key_value_heads
+    if not all(is_sparse(config, layer) for layer in range(config.num_hidden_layers)):
+        yield "intermediate_size", config.intermediate_size
+    if num_experts(config):
+        yield family.expert_size, expert_size(config)
