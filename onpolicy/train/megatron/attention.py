@@ -65,7 +65,10 @@ class AlignedAttention(nn.Module):
 def rotated(
     operators: Operators, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, D], [T, H_kv, D], [1, T, D'], [1, T, D'] -> the first two, rotated."""
-    q, k = (x.transpose(0, 1)[None] for x in (query, key))
+    """[T, H, D], [T, H_kv, D], [1, T, D], [1, T, D] -> the first two, rotated.
+
+    They are rounded once where angles are of more bits than they (OLMo-2's are float32).
+    """
+    q, k = (x.transpose(0, 1)[None].to(cos.dtype) for x in (query, key))
     q, k = operators.rotary(q, k, cos, sin)
-    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+    return q[0].transpose(0, 1).to(query.dtype), k[0].transpose(0, 1).to(key.dtype)

@@ -60,6 +60,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(qk_norm=True),
     "MistralForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(rotated_layers="no_rope_layers"),
+    "Olmo2ForCausalLM": Family(
+        qk_norm=True, qk_norm_joins_heads=True, norms_after=True, norm_rounds_last=True
+    ),
     "Qwen3MoeForCausalLM": Family(qk_norm=True, num_experts="num_experts"),
     "MixtralForCausalLM": Family(
         num_experts="num_local_experts",

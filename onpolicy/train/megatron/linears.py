@@ -22,6 +22,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.train.megatron.config import AlignedConfig
+from onpolicy.train.megatron.norm import AlignedNorm
 
 
 class AlignedColumnLinear(ColumnParallelLinear):
@@ -69,6 +70,23 @@ class AlignedRowLinear(RowParallelLinear):
             input_, self.weight, self.bias, self.row_parallel
         )
         return out, None
+
+
+class NormedRowLinear(AlignedRowLinear):
+    """What ends a sublayer where the norm comes after it."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        eps = self.config.layernorm_epsilon
+        self.post_layernorm = AlignedNorm(self.config, self.output_size, eps)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        return self.post_layernorm(super().forward(input_)[0]), None
+
+
+def last_linear(config: AlignedConfig) -> type[AlignedRowLinear]:
+    """What ends attention and a dense MLP."""
+    return NormedRowLinear if config.family.norms_after else AlignedRowLinear
 
 
 def row_parallel(config: AlignedConfig, group: dist.ProcessGroup) -> RowParallel:

@@ -9,7 +9,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from onpolicy.train.megatron.config import AlignedConfig
-from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
+from onpolicy.train.megatron.linears import AlignedColumnLinear, last_linear
 
 
 class AlignedMLP(MLP):
@@ -20,7 +20,7 @@ class AlignedMLP(MLP):
     def __init__(self, config: AlignedConfig):
         super().__init__(
             config,
-            MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=AlignedRowLinear),
+            MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=last_linear(config)),
             ffn_hidden_size=config.ffn_hidden_size,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         )

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -40,10 +41,10 @@ from onpolicy.train.megatron.collectives import share_rows
 from onpolicy.train.megatron.config import AlignedConfig, make_config
 from onpolicy.train.megatron.family import is_sparse
 from onpolicy.train.megatron.layout import MegatronLayout
-from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
+from onpolicy.train.megatron.linears import AlignedColumnLinear, last_linear
 from onpolicy.train.megatron.mlp import AlignedMLP
 from onpolicy.train.megatron.moe import AlignedMoeLayer, SparseLayer
-from onpolicy.train.megatron.norm import AlignedNorm
+from onpolicy.train.megatron.norm import AlignedNorm, JoinedHeadsNorm
 
 
 class PolicyGptModel(GPTModel):
@@ -120,30 +121,38 @@ def block_spec(config: AlignedConfig) -> TransformerBlockSubmodules:
 
 
 def _layer_spec(config: AlignedConfig, layer: int) -> ModuleSpec:
-    head_norm = AlignedNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=AlignedColumnLinear,
             core_attention=AlignedAttention,
-            linear_proj=AlignedRowLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            linear_proj=last_linear(config),
+            q_layernorm=_head_norm(config, config.num_attention_heads),
+            k_layernorm=_head_norm(config, config.num_query_groups),
         ),
     )
+    norm_before = IdentityOp if config.family.norms_after else AlignedNorm
     sparse = is_sparse(config.hf_config, layer)
     return ModuleSpec(
         module=SparseLayer if sparse else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=AlignedNorm,
+            input_layernorm=norm_before,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=AlignedNorm,
+            pre_mlp_layernorm=norm_before,
             mlp=AlignedMoeLayer if sparse else AlignedMLP,
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _head_norm(config: AlignedConfig, heads: int) -> Any:
+    if not config.qk_layernorm:
+        return None
+    if config.family.qk_norm_joins_heads:
+        return ModuleSpec(module=JoinedHeadsNorm, params={"heads": heads})
+    return AlignedNorm
 
 
 def build_model(

@@ -57,12 +57,19 @@ class WeightMap:
 
     def _layer_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         c, norm = self.config, (self.config.hidden_size,)
-        yield "input_layernorm.weight", norm
+        if not self.family.norms_after:
+            yield "input_layernorm.weight", norm
         yield from self._attention_shapes()
         yield "post_attention_layernorm.weight", norm
-        if not is_sparse(c, layer):
+        if is_sparse(c, layer):
+            yield from self._sparse_shapes()
+        else:
             yield from _mlp_shapes("mlp.", _LINEARS, c.intermediate_size, c.hidden_size)
-            return
+        if self.family.norms_after:
+            yield "post_feedforward_layernorm.weight", norm
+
+    def _sparse_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        c = self.config
         yield "mlp.gate.weight", (num_experts(c), c.hidden_size)
         for expert in range(num_experts(c)):
             linears = self.family.expert_linears
@@ -76,8 +83,9 @@ class WeightMap:
             if is_so(self.config, self.family.qkv_bias):
                 yield f"self_attn.{name}_proj.bias", (heads * dim,)
         if is_so(self.config, self.family.qk_norm):
-            yield "self_attn.q_norm.weight", (dim,)
-            yield "self_attn.k_norm.weight", (dim,)
+            joins = self.family.qk_norm_joins_heads
+            for name, heads in self._heads[:2]:
+                yield f"self_attn.{name}_norm.weight", (heads * dim if joins else dim,)
         yield "self_attn.o_proj.weight", (hidden, self.config.num_attention_heads * dim)
 
     def parameters(self, stage: int) -> list[str]:
@@ -102,10 +110,12 @@ class WeightMap:
         mlp = ["linear_fc1.weight", "linear_fc2.weight"]
         if is_sparse(self.config, layer):
             mlp = ["router.weight", "experts.gate_up", "experts.down"]
+        norms = ["input_layernorm.weight", "pre_mlp_layernorm.weight"]
+        if self.family.norms_after:
+            norms = [f"{end}.post_layernorm.weight" for end in _LAST_LINEARS]
         return [
-            "input_layernorm.weight",
+            *norms,
             *(f"self_attention.{leaf}" for leaf in attention),
-            "pre_mlp_layernorm.weight",
             *(f"mlp.{leaf}" for leaf in mlp),
         ]
 
@@ -205,11 +215,15 @@ _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 _HEAD = "lm_head.weight"
 
+_LAST_LINEARS = ("self_attention.linear_proj", "mlp.linear_fc2")
+
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 _WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",

@@ -23,7 +23,7 @@ def check(path, world_size=8, blocks=8, changes=None, **sizes):
     MegatronLayout(**sizes).check(config, contract, world_size)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral", "smollm3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2"])
 def test_degrees_that_divide_are_accepted(model_of, architecture):
     check(model_of(architecture))
     check(model_of(architecture), **{TP: 2, PP: 2, CP: 2})

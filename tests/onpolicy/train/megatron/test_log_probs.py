@@ -19,7 +19,7 @@ from tests.support.megatron_ranks import (
     with_blocks,
 )
 
-DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "mistral", "smollm3"]
+DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "mistral", "smollm3", "olmo2"]
 SPARSE = ["qwen3-moe", "mixtral"]
 BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, seed=1)]
 
@@ -76,6 +76,8 @@ def test_experts_of_other_ranks_give_the_bits_of_one_rank(two_ranks, model_of, l
         ("qwen3", CONTEXT),
         ("qwen3-tied", TENSOR),
         ("qwen2", TENSOR),
+        ("smollm3", TENSOR),
+        ("olmo2", TENSOR),
         ("qwen3-moe", TENSOR),
         ("qwen3-moe", CONTEXT),
         ("qwen3-moe", EXPERTS),

@@ -12,6 +12,8 @@ from onpolicy.models.checkpoint_reader import CheckpointReader
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.weight_map import WeightMap, is_expert
 
+DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "olmo2"]
+SPARSE = ["qwen3-moe", "mixtral"]
 LAYOUTS = [
     MegatronLayout(),
     MegatronLayout(tensor_model_parallel_size=2),
@@ -23,7 +25,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(params=["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "qwen3-moe", "mixtral"])
+@pytest.fixture(
+    params=["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "olmo2", "qwen3-moe", "mixtral"]
+)
 def path(request, model_of):
     return model_of(request.param)
 

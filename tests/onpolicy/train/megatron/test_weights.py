@@ -22,6 +22,7 @@ BUCKET_BYTES = 30_000
         ("qwen3-tied", TENSOR),
         ("qwen2", TENSOR),
         ("llama", TENSOR),
+        ("olmo2", TENSOR),
         ("qwen3-moe", DATA),
         ("qwen3-moe", TENSOR),
         ("qwen3-moe", EXPERTS),
