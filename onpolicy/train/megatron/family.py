@@ -64,6 +64,13 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True, qk_norm_joins_heads=True, norms_after=True, norm_rounds_last=True
     ),
     "Qwen3MoeForCausalLM": Family(qk_norm=True, num_experts="num_experts"),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias="qkv_bias",
+        num_experts="num_experts",
+        shared_expert="shared_expert",
+        shared_expert_is_gated=True,
+        shared_expert_is_whole=True,
+    ),
     "MixtralForCausalLM": Family(
         num_experts="num_local_experts",
         expert_size="intermediate_size",

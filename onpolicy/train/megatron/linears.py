@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
@@ -70,6 +70,22 @@ class AlignedRowLinear(RowParallelLinear):
             input_, self.weight, self.bias, self.row_parallel
         )
         return out, None
+
+
+class WholeLinear(nn.Module):
+    """The same on every tensor-parallel rank, for the tokens that are there."""
+
+    def __init__(self, config: AlignedConfig, input_size: int, output_size: int):
+        super().__init__()
+        self.config = config
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype)
+        self.weight = nn.Parameter(weight)
+        # Under sequence parallelism every rank sees other tokens: Megatron adds up the gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.config.operators is not None
+        return self.config.operators.linear(x, self.weight)
 
 
 class NormedRowLinear(AlignedRowLinear):

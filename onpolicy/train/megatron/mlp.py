@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 
 from onpolicy.train.megatron.config import AlignedConfig
-from onpolicy.train.megatron.linears import AlignedColumnLinear, last_linear
+from onpolicy.train.megatron.linears import AlignedColumnLinear, WholeLinear, last_linear
 
 
 class AlignedMLP(MLP):
@@ -17,11 +17,12 @@ class AlignedMLP(MLP):
 
     config: AlignedConfig
 
-    def __init__(self, config: AlignedConfig):
+    def __init__(self, config: AlignedConfig, size: int | None = None):
+        """size: the intermediate one, if it is another than that of the model's dense layers."""
         super().__init__(
             config,
             MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=last_linear(config)),
-            ffn_hidden_size=config.ffn_hidden_size,
+            ffn_hidden_size=size or config.ffn_hidden_size,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         )
 
@@ -31,3 +32,20 @@ class AlignedMLP(MLP):
         gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
         hidden = self.config.operators.gated(self.config.activation, gate, up)
         return self.linear_fc2(hidden)[0], None
+
+
+class WholeMLP(nn.Module):
+    """The same on every tensor-parallel rank, for the tokens that are there."""
+
+    def __init__(self, config: AlignedConfig, size: int):
+        super().__init__()
+        self.config = config
+        self.linear_fc1 = WholeLinear(config, config.hidden_size, 2 * size)
+        self.linear_fc2 = WholeLinear(config, size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """[T, 1, H] -> the same."""
+        assert self.config.operators is not None
+        gate, up = self.linear_fc1(hidden_states).chunk(2, dim=-1)
+        hidden = self.config.operators.gated(self.config.activation, gate, up)
+        return self.linear_fc2(hidden), None

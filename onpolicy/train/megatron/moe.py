@@ -29,7 +29,9 @@ from onpolicy.ops.experts import expert_outputs, gated_halves, mix_outputs
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.dispatch import DISPATCH
-from onpolicy.train.megatron.linears import row_parallel
+from onpolicy.train.megatron.family import shared_expert_size
+from onpolicy.train.megatron.linears import WholeLinear, row_parallel
+from onpolicy.train.megatron.mlp import AlignedMLP, WholeMLP
 
 
 class SparseLayer(TransformerLayer):
@@ -52,12 +54,20 @@ class SparseLayer(TransformerLayer):
 
 
 class AlignedMoeLayer(MegatronModule):
-    """Router and experts. Each rank holds E / EP experts, and I / TP of their intermediate axis."""
+    """Router and experts, and maybe one that all tokens share. Each rank holds E / EP experts, and I / TP of their intermediate axis."""
 
     def __init__(self, config: AlignedConfig):
         super().__init__(config)
         self.router = _router(config)
         self.experts = AlignedExperts(config)
+        self.shared_expert: nn.Module | None = None
+        self.shared_gate: nn.Module | None = None
+        family = config.family
+        if family.shared_expert:
+            kind = WholeMLP if family.shared_expert_is_whole else AlignedMLP
+            self.shared_expert = kind(config, shared_expert_size(config.hf_config))
+        if family.shared_expert_is_gated:
+            self.shared_gate = WholeLinear(config, config.hidden_size, 1)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Megatron's, from 1."""
@@ -73,7 +83,19 @@ class AlignedMoeLayer(MegatronModule):
             chosen = enter(chosen)
         else:
             enter = partial(copy_to_tensor_model_parallel_region, group=group)
-        return self.experts(enter(x), enter(weights), chosen).to(x.dtype)[:, None], None
+        mixed = self.experts(enter(x), enter(weights), chosen).to(x.dtype)[:, None]
+        return self._with_shared(mixed, hidden_states), None
+
+    def _with_shared(self, mixed: Tensor, hidden_states: Tensor) -> Tensor:
+        """What the experts return and what the shared one does, all [T, 1, H]."""
+        if self.shared_expert is None:
+            return mixed
+        shared, _ = self.shared_expert(hidden_states)
+        if self.shared_gate is not None:
+            assert self.config.operators is not None
+            gate = self.config.operators.elementwise(torch.sigmoid, self.shared_gate(hidden_states))
+            shared = gate * shared
+        return mixed + shared
 
     def _route(self, x: Tensor, routed_experts: Tensor | None) -> tuple[Tensor, Tensor]:
         """[T, H] -> weights [T, k] and experts int64 [T, k]: the router's own, or the rollout's."""

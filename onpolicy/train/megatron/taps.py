@@ -25,6 +25,7 @@ WITHOUT_WEIGHTS = {
     "self_attention.core_attention": "self_attn",
     "mlp": "mlp",
     "mlp.experts": "mlp.experts",
+    "mlp.shared_expert": "mlp.{shared_expert}",
 }
 """Modules of a layer that call operators and hold no `weight`, and what Hugging Face calls them."""
 
@@ -77,8 +78,11 @@ def _enter(
 
 def _hugging_face_names(policy: PolicyGptModel) -> dict[str, dict[str, Tensor | None]]:
     """By the names of Megatron's modules: those that each computes, and int64 their columns."""
+    shared = policy.config.family.shared_expert
     found: dict[str, dict[str, Tensor | None]] = {
-        f"decoder.layers.{layer}.{ours}": {f"layers.{layer}.{theirs}": None}
+        f"decoder.layers.{layer}.{ours}": {
+            f"layers.{layer}.{theirs.format(shared_expert=shared)}": None
+        }
         for layer in range(len(policy.decoder.layers))
         for ours, theirs in WITHOUT_WEIGHTS.items()
     }

@@ -19,6 +19,7 @@ from onpolicy.train.megatron.family import (
     is_so,
     is_sparse,
     num_experts,
+    shared_expert_size,
 )
 from onpolicy.train.megatron.layout import MegatronLayout
 
@@ -75,6 +76,11 @@ class WeightMap:
             linears = self.family.expert_linears
             prefix = f"mlp.experts.{expert}."
             yield from _mlp_shapes(prefix, linears, expert_size(c), c.hidden_size)
+        if shared := self.family.shared_expert:
+            size = shared_expert_size(c)
+            yield from _mlp_shapes(f"mlp.{shared}.", _LINEARS, size, c.hidden_size)
+        if self.family.shared_expert_is_gated:
+            yield f"mlp.{shared}_gate.weight", (1, c.hidden_size)
 
     def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, dim = self.config.hidden_size, self._head_dim
@@ -110,6 +116,10 @@ class WeightMap:
         mlp = ["linear_fc1.weight", "linear_fc2.weight"]
         if is_sparse(self.config, layer):
             mlp = ["router.weight", "experts.gate_up", "experts.down"]
+            if self.family.shared_expert:
+                mlp += ["shared_expert.linear_fc1.weight", "shared_expert.linear_fc2.weight"]
+            if self.family.shared_expert_is_gated:
+                mlp.append("shared_gate.weight")
         norms = ["input_layernorm.weight", "pre_mlp_layernorm.weight"]
         if self.family.norms_after:
             norms = [f"{end}.post_layernorm.weight" for end in _LAST_LINEARS]
@@ -148,6 +158,13 @@ class WeightMap:
             yield "self_attn.o_proj.weight", (slice(None), columns), ()
         elif leaf.startswith("mlp.experts."):
             yield from self._experts(kind, tp_rank, ep_rank)
+        elif leaf == "mlp.shared_gate.weight":
+            yield f"mlp.{self.family.shared_expert}_gate.weight", (), ()
+        elif leaf.startswith("mlp.shared_expert."):
+            size = shared_expert_size(self.config)
+            is_whole = self.family.shared_expert_is_whole
+            share = slice(0, size) if is_whole else self._share(size, tp_rank)
+            yield from _mlp_parts(leaf, f"mlp.{self.family.shared_expert}.", share)
         else:
             share = self._share(self.config.intermediate_size, tp_rank)
             yield from _mlp_parts(leaf, "mlp.", share)

@@ -27,6 +27,7 @@ def four_ranks():
 CHANGES = {
     # Layers with and without experts.
     "qwen3-moe": {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts_per_tok": 3},
+    "qwen2-moe": {"num_hidden_layers": 4, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 6},
 }
 """To the tiny models: numbers that 2 and 3 ranks divide."""

@@ -20,7 +20,7 @@ from tests.support.megatron_ranks import (
 )
 
 DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "mistral", "smollm3", "olmo2"]
-SPARSE = ["qwen3-moe", "mixtral"]
+SPARSE = ["qwen3-moe", "mixtral", "qwen2-moe"]
 BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, seed=1)]
 
 DATA = MegatronLayout()
@@ -84,6 +84,8 @@ def test_experts_of_other_ranks_give_the_bits_of_one_rank(two_ranks, model_of, l
         ("qwen3-moe", EXPERTS_GATHERED),
         ("qwen3-moe", EXPERTS_CONTEXT),
         ("mixtral", EXPERTS),
+        ("qwen2-moe", TENSOR),
+        ("qwen2-moe", EXPERTS),
     ],
 )
 def test_gradients_are_those_of_one_rank(two_ranks, model_of, architecture, layout):
