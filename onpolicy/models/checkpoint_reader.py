@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ class CheckpointReader:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file]
 
-    def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError unless the checkpoint has exactly these tensors."""
-        found = self._files.keys()
+    def require(self, shapes: dict[str, tuple[int, ...]], unread: Collection[str] = ()) -> None:
+        """Raise ConfigError unless the checkpoint has exactly these tensors.
+
+        It may have others whose names one of the regular expressions `unread` finds.
+        """
+        found = {n for n in self._files if n in shapes or not any(re.search(p, n) for p in unread)}
         self._require_none(sorted(shapes.keys() - found), "the model needs tensors it lacks")
         self._require_none(sorted(found - shapes.keys()), "it has tensors the model does not know")
         wrong = []

@@ -18,7 +18,7 @@ PROMPTS, TOKENS = 6, 12
     ("architecture", "dtype", "ranks", "flags"),
     [
         ("qwen3", "float32", 1, []),
-        ("llama", "bfloat16", 2, ["--megatron-tp", "2", "--megatron-sequence-parallel"]),
+        ("glm4-moe", "bfloat16", 2, ["--megatron-tp", "2", "--megatron-sequence-parallel"]),
         pytest.param("qwen2", "float32", 2, ["--megatron-cp", "2"], marks=pytest.mark.anew),
         ("qwen3-tied", "bfloat16", 2, ["--megatron-pp", "2"]),
         ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2"]),

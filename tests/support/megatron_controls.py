@@ -43,6 +43,30 @@ def norm():
     return _off_by_one_bit(AlignedNorm)
 
 
+def joined_norm():
+    from onpolicy.train.megatron.norm import JoinedHeadsNorm
+
+    return _off_by_one_bit(JoinedHeadsNorm)
+
+
+def norm_after():
+    from onpolicy.train.megatron.linears import NormedRowLinear
+
+    return _off_by_one_bit(NormedRowLinear)
+
+
+def whole_linear():
+    from onpolicy.train.megatron.linears import WholeLinear
+
+    return _off_by_one_bit(WholeLinear)
+
+
+def shared_expert():
+    from onpolicy.train.megatron.moe import AlignedMoeLayer
+
+    return _off_by_one_bit(AlignedMoeLayer, "_with_shared")
+
+
 def attention():
     from onpolicy.train.megatron.attention import AlignedAttention
 
@@ -61,6 +85,19 @@ def rotary():
         return local
 
     return patch.object(PolicyGptModel, "localize", in_pack)
+
+
+def rotated_everywhere():
+    """Also in the layers that do without."""
+    from onpolicy.train.megatron import attention
+
+    return patch.object(attention, "is_rotated", lambda *_: True)
+
+
+def rotated_part():
+    from onpolicy.train.megatron import attention
+
+    return _off_by_one_bit(attention, "_rotated_part")
 
 
 def gated():

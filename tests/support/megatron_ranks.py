@@ -425,7 +425,8 @@ def export_gradients(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
-    return export_weights(model)
+    stored = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    return {n: x for n, x in export_weights(model).items() if n.rpartition(".")[2] not in stored}
 
 
 def export_weights(model):

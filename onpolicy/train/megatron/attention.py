@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onpolicy.ops import Operators, Scores
+from onpolicy.ops.base import rotate
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import gather_rows
 from onpolicy.train.megatron.config import AlignedConfig
@@ -65,10 +66,19 @@ class AlignedAttention(nn.Module):
 def rotated(
     operators: Operators, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, D], [T, H_kv, D], [1, T, D], [1, T, D] -> the first two, rotated.
+    """[T, H, D], [T, H_kv, D], [1, T, D'], [1, T, D'] -> the first two, rotated.
 
-    They are rounded once where angles are of more bits than they (OLMo-2's are float32).
+    What the operator was not made for the rollout leaves to transformers (`models/rotary.py`).
     """
-    q, k = (x.transpose(0, 1)[None].to(cos.dtype) for x in (query, key))
-    q, k = operators.rotary(q, k, cos, sin)
-    return q[0].transpose(0, 1).to(query.dtype), k[0].transpose(0, 1).to(key.dtype)
+    q, k = (x.transpose(0, 1)[None] for x in (query, key))
+    if cos.shape[-1] == q.shape[-1] and cos.dtype == q.dtype:
+        q, k = operators.rotary(q, k, cos, sin)
+    else:
+        q, k = (_rotated_part(x, cos, sin) for x in (q, k))
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+
+def _rotated_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first D' elements of each head (GLM-4-MoE), by angles in float32 (OLMo-2): [1, H, T, D]."""
+    size = cos.shape[-1]
+    return torch.cat((rotate(x[..., :size], cos, sin).to(x.dtype), x[..., size:]), -1)

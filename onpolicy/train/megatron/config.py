@@ -42,6 +42,9 @@ class AlignedConfig(TransformerConfig):
     router: type[nn.Module] | None = None
     """transformers' class that chooses a token's experts, if the model has some."""
 
+    unread: tuple[str, ...] = ()
+    """Patterns of names in a checkpoint that transformers reads over, as of multi-token prediction."""
+
     operators: Operators | None = None
     """What every module computes with; another contract's may be put here between rollouts."""
 
@@ -75,6 +78,7 @@ def make_config(
         hf_config=hf_config,
         family=family,
         rotary=type(rotary),
+        unread=tuple(facts.model._keys_to_ignore_on_load_unexpected or ()),
         operators=operators,
         windows=tuple(layer.window for layer in facts.attention),
         row_parallel_blocks=contract.row_parallel_blocks,

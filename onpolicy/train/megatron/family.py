@@ -77,6 +77,13 @@ FAMILIES: dict[str, Family] = {
         sparse_name="block_sparse_moe",
         expert_linears=("w1", "w3", "w2"),
     ),
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        num_experts="n_routed_experts",
+        router_buffers=("e_score_correction_bias",),
+        shared_expert="shared_experts",
+    ),
 }
 """By the name of the class in transformers."""
 

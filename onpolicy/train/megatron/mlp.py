@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from megatron.core import parallel_state
@@ -19,12 +20,16 @@ class AlignedMLP(MLP):
 
     def __init__(self, config: AlignedConfig, size: int | None = None):
         """size: the intermediate one, if it is another than that of the model's dense layers."""
+        sized = copy.copy(config)  # Megatron takes the second linear's size from here alone
+        sized.ffn_hidden_size = size or config.ffn_hidden_size
         super().__init__(
-            config,
+            sized,
             MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=last_linear(config)),
-            ffn_hidden_size=size or config.ffn_hidden_size,
+            ffn_hidden_size=sized.ffn_hidden_size,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         )
+        for module in self.modules():
+            module.config = config  # the one that other operators are put into
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[T, 1, H] -> the same; under sequence parallelism this rank's tokens."""

@@ -54,7 +54,10 @@ class SparseLayer(TransformerLayer):
 
 
 class AlignedMoeLayer(MegatronModule):
-    """Router and experts, and maybe one that all tokens share. Each rank holds E / EP experts, and I / TP of their intermediate axis."""
+    """Router and experts, and maybe one that all tokens share.
+
+    Each rank holds E / EP experts, and I / TP of their intermediate axis.
+    """
 
     def __init__(self, config: AlignedConfig):
         super().__init__(config)
@@ -90,7 +93,7 @@ class AlignedMoeLayer(MegatronModule):
         """What the experts return and what the shared one does, all [T, 1, H]."""
         if self.shared_expert is None:
             return mixed
-        shared, _ = self.shared_expert(hidden_states)
+        shared: Tensor = self.shared_expert(hidden_states)[0]
         if self.shared_gate is not None:
             assert self.config.operators is not None
             gate = self.config.operators.elementwise(torch.sigmoid, self.shared_gate(hidden_states))

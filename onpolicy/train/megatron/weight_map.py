@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PretrainedConfig
 
@@ -54,7 +55,14 @@ class WeightMap:
         shapes[_FINAL_NORM] = (c.hidden_size,)
         if not c.tie_word_embeddings:
             shapes[_HEAD] = (c.vocab_size, c.hidden_size)
+        for layer in filter(partial(is_sparse, c), range(c.num_hidden_layers)):
+            for name in self.family.router_buffers:
+                shapes[self._stored(layer, f"mlp.gate.{name}")] = (num_experts(c),)
         return shapes
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a tensor, by either name, is float32 and has no gradient."""
+        return name.rpartition(".")[2] in self.family.router_buffers
 
     def _layer_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         c, norm = self.config, (self.config.hidden_size,)
@@ -95,7 +103,7 @@ class WeightMap:
         yield "self_attn.o_proj.weight", (hidden, self.config.num_attention_heads * dim)
 
     def parameters(self, stage: int) -> list[str]:
-        """Global names of the parameters of one pipeline stage."""
+        """Global names of the parameters of one pipeline stage, and of the buffers it stores."""
         stages = self.layout.pipeline_model_parallel_size
         count = self.config.num_hidden_layers // stages
         names = ["embedding.word_embeddings.weight"] if stage == 0 else []
@@ -116,6 +124,7 @@ class WeightMap:
         mlp = ["linear_fc1.weight", "linear_fc2.weight"]
         if is_sparse(self.config, layer):
             mlp = ["router.weight", "experts.gate_up", "experts.down"]
+            mlp += [f"router.{name}" for name in self.family.router_buffers]
             if self.family.shared_expert:
                 mlp += ["shared_expert.linear_fc1.weight", "shared_expert.linear_fc2.weight"]
             if self.family.shared_expert_is_gated:
@@ -158,6 +167,8 @@ class WeightMap:
             yield "self_attn.o_proj.weight", (slice(None), columns), ()
         elif leaf.startswith("mlp.experts."):
             yield from self._experts(kind, tp_rank, ep_rank)
+        elif leaf.startswith("mlp.router."):
+            yield f"mlp.gate.{kind}", (), ()
         elif leaf == "mlp.shared_gate.weight":
             yield f"mlp.{self.family.shared_expert}_gate.weight", (), ()
         elif leaf.startswith("mlp.shared_expert."):
@@ -243,7 +254,6 @@ _WHOLE = {
     "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "mlp.router.weight": "mlp.gate.weight",
 }
 """Parameters that every tensor-parallel rank holds whole."""
 

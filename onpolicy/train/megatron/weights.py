@@ -45,7 +45,7 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     policy = _unwrap(model)
     weight_map = _weight_map(policy)
     reader = CheckpointReader(path)
-    reader.require(weight_map.shapes())
+    reader.require(weight_map.shapes(), policy.config.unread)
     parameters, place = _global_parameters(policy), _Place.mine()
     assert parameters.keys() == set(weight_map.parameters(place.stage))
     with torch.no_grad():
@@ -64,19 +64,25 @@ def export_buckets(model: nn.Module, max_bytes: int) -> Iterator[WeightBucket]:
     """Whole tensors under their Hugging Face names, at most `max_bytes` at a time, in fixed order.
 
     Collective: every rank has to take all buckets. They are full on rank 0 and empty elsewhere;
-    a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters' dtype.
+    a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters' dtype,
+    buffers (a router's correction of its scores) their own, in buckets of one dtype each.
     """
     policy = _unwrap(model)
     weight_map = _weight_map(policy)
     parameters = _global_parameters(policy)
-    dtype = policy.config.params_dtype
     shapes = weight_map.shapes()
+    dtypes = {
+        name: torch.float32 if weight_map.is_buffer(name) else policy.config.params_dtype
+        for name in shapes
+    }
     holders = _holders(weight_map, _all_places())
     device = next(iter(parameters.values())).device
-    for names in _plan(shapes, max_bytes, dtype.itemsize):
+    for names in _plan(shapes, dtypes, max_bytes):
         bucket: dict[str, Tensor] = {}
         if distributed.rank() == 0:
-            bucket = {name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names}
+            bucket = {
+                name: torch.empty(shapes[name], dtype=dtypes[name], device=device) for name in names
+            }
         _collect(bucket, [held for name in names for held in holders[name]], parameters)
         yield list(bucket.items())
 
@@ -115,12 +121,15 @@ def _holders(weight_map: WeightMap, places: list[_Place]) -> dict[str, list[_Hel
     return holders
 
 
-def _plan(shapes: dict[str, tuple[int, ...]], max_bytes: int, itemsize: int) -> list[list[str]]:
+def _plan(
+    shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype], max_bytes: int
+) -> list[list[str]]:
     plan: list[list[str]] = []
     size = 0
     for name, shape in shapes.items():
-        tensor_bytes = torch.Size(shape).numel() * itemsize
-        if not plan or size + tensor_bytes > max_bytes:
+        tensor_bytes = torch.Size(shape).numel() * dtypes[name].itemsize
+        is_alike = bool(plan) and dtypes[plan[-1][-1]] == dtypes[name]
+        if not is_alike or size + tensor_bytes > max_bytes:
             plan.append([])
             size = 0
         plan[-1].append(name)
@@ -166,11 +175,13 @@ def _weight_map(policy: PolicyGptModel) -> WeightMap:
 
 
 def _global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
-    """Parameters by global names."""
+    """Parameters, and buffers that a checkpoint holds, by global names."""
+    weight_map = _weight_map(policy)
+    buffers = [(name, x) for name, x in policy.named_buffers() if weight_map.is_buffer(name)]
     layers = policy.decoder.layers
     first = layers[0].layer_number - 1 if len(layers) else 0
     named = {}
-    for name, parameter in policy.named_parameters():
+    for name, parameter in (*policy.named_parameters(), *buffers):
         pieces = name.split(".")
         if pieces[:2] == ["decoder", "layers"]:
             pieces[2] = str(int(pieces[2]) + first)

@@ -37,6 +37,23 @@ EXPERTS = [
     ("mlp.experts", "gated", ULP, "mlp.experts", "gated"),
     ("mlp.experts", "grouped_partial_linear", ULP, "mlp.experts", "grouped_partial_linear"),
 ]
+ROUTER = [("mlp.router", "linear", ULP, "mlp.gate", "linear")]
+"""Which a checkpoint of Mixtral calls block_sparse_moe.gate."""
+NORMS_AFTER = [
+    ("self_attention.k_layernorm", "rms_norm", ULP, "self_attn.k_norm", "rms_norm"),
+    (
+        "self_attention.linear_proj.post_layernorm", "rms_norm", ULP,
+        "post_attention_layernorm", "rms_norm",
+    ),
+    (
+        "mlp.linear_fc2.post_layernorm", "rms_norm", ULP,
+        "post_feedforward_layernorm", "rms_norm",
+    ),
+]  # fmt: skip
+SHARED = [
+    ("mlp.router", "linear", ULP, "mlp.gate", "linear"),
+    ("mlp.shared_expert", "gated", ULP, "mlp.shared_experts", "gated"),
+]
 """Of a layer: Megatron's module, the operator, what is done to it; and what is to be named."""
 
 
@@ -47,7 +64,12 @@ def alone():
     ranks.stop()
 
 
-@pytest.mark.parametrize(("architecture", "sites"), [("qwen3", DENSE), ("qwen3-moe", EXPERTS)])
+@pytest.mark.parametrize(
+    ("architecture", "sites"), [
+        ("qwen3", DENSE), ("olmo2", NORMS_AFTER), ("qwen3-moe", EXPERTS),
+        ("mixtral", ROUTER), ("glm4-moe", SHARED),
+    ],
+)  # fmt: skip
 def test_a_fault_is_found_where_it_is_and_nothing_else_differs(
     alone, tmp_path, architecture, sites
 ):

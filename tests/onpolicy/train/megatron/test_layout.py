@@ -29,7 +29,7 @@ def test_degrees_that_divide_are_accepted(model_of, architecture):
     check(model_of(architecture), **{TP: 2, PP: 2, CP: 2})
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe"])
 def test_degrees_that_divide_experts_are_accepted(model_of, architecture):
     check(model_of(architecture), **{TP: 2, PP: 2, CP: 2})
     check(model_of(architecture), **{EP: 2})

@@ -20,7 +20,7 @@ from tests.support.megatron_ranks import (
 )
 
 DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "mistral", "smollm3", "olmo2"]
-SPARSE = ["qwen3-moe", "mixtral", "qwen2-moe"]
+SPARSE = ["qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe"]
 BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, seed=1)]
 
 DATA = MegatronLayout()
@@ -86,6 +86,8 @@ def test_experts_of_other_ranks_give_the_bits_of_one_rank(two_ranks, model_of, l
         ("mixtral", EXPERTS),
         ("qwen2-moe", TENSOR),
         ("qwen2-moe", EXPERTS),
+        ("glm4-moe", TENSOR),
+        ("glm4-moe", EXPERTS),
     ],
 )
 def test_gradients_are_those_of_one_rank(two_ranks, model_of, architecture, layout):

@@ -18,6 +18,11 @@ OF_DENSE_MODELS = [
     "column_linear", "row_linear", "norm", "attention", "rotary", "gated", "output_layer",
 ]  # fmt: skip
 OF_EXPERTS = ["router", "experts"]
+OF_ONE_FAMILY = [
+    ("smollm3", "rotated_everywhere"), ("olmo2", "joined_norm"), ("olmo2", "norm_after"),
+    ("mixtral", "router"), ("qwen2-moe", "whole_linear"), ("qwen2-moe", "shared_expert"),
+    ("glm4-moe", "router"), ("glm4-moe", "rotated_part"), ("glm4-moe", "shared_expert"),
+]  # fmt: skip
 
 
 def count_mismatches(answers, results):
@@ -51,6 +56,14 @@ def test_one_broken_module_is_found(two_ranks, dense, module):
 @pytest.mark.parametrize("module", OF_EXPERTS)
 def test_a_broken_router_or_broken_experts_are_found(two_ranks, sparse, module):
     job, results = sparse
+    assert min(count_mismatches(two_ranks.run(score_broken, job, module), results)) > 0
+
+
+@pytest.mark.parametrize(("architecture", "module"), OF_ONE_FAMILY)
+def test_a_broken_module_of_one_family_is_found(two_ranks, model_of, architecture, module):
+    job = Job(path=model_of(architecture), batches=[random_sequences(40, 90, 5)])
+    job = with_blocks(job, TENSOR)
+    results = reference(job)[0]
     assert min(count_mismatches(two_ranks.run(score_broken, job, module), results)) > 0
 
 

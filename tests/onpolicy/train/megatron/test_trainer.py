@@ -1,6 +1,7 @@
 """Megatron's engine against FSDP2's, in real groups of ranks; the rollout is in tests/e2e."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,9 +81,21 @@ def test_alone_its_first_step_is_the_other_engines(alone, checkpoint, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_it_trains_as_the_other_engine(ranks, job, reference, layout):
     results = ranks.run(train, job.under(LAYOUTS[layout], **SMOOTH))
-    log_probs, metrics, weights = results[0]
-    assert results[1][0] == log_probs  # on all ranks alike
+    assert results[1][0] == results[0][0]  # on all ranks alike
+    require_same_steps(results[0], reference)
+
+
+@pytest.mark.parametrize("architecture", ["smollm3", "olmo2", "mixtral", "qwen2-moe", "glm4-moe"])
+def test_of_every_family_it_trains_as_the_other_engine(alone, model_of, architecture):
+    job = Job(path=model_of(architecture), changes=SMOOTH)
+    [results] = alone.run(train, job)
+    require_same_steps(results, train(replace(job, backend="fsdp")))
+
+
+def require_same_steps(results, reference):
+    log_probs, metrics, weights = results
     assert log_probs[0] == reference[0][0]
+    assert weights.keys() == reference[2].keys()
     for ours, theirs in zip(metrics, reference[1], strict=True):
         assert ours["parity/num_mismatched_tokens"] == 0
         assert ours["parity/num_compared_tokens"] == theirs["parity/num_compared_tokens"]

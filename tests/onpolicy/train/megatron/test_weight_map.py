@@ -13,7 +13,8 @@ from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.weight_map import WeightMap, is_expert
 
 DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "olmo2"]
-SPARSE = ["qwen3-moe", "mixtral"]
+SPARSE = ["qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe"]
+
 LAYOUTS = [
     MegatronLayout(),
     MegatronLayout(tensor_model_parallel_size=2),
@@ -25,9 +26,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(
-    params=["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "olmo2", "qwen3-moe", "mixtral"]
-)
+@pytest.fixture(params=[*DENSE, *SPARSE])
 def path(request, model_of):
     return model_of(request.param)
 

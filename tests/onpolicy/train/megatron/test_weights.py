@@ -1,8 +1,10 @@
 """Weights in and out of real models on two ranks, tensor by tensor; nothing here needs CUDA names."""
 
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from onpolicy.train.megatron.layout import MegatronLayout
 from tests.support.megatron_ranks import Job, count_parameters, export, with_blocks
@@ -27,6 +29,8 @@ BUCKET_BYTES = 30_000
         ("qwen3-moe", TENSOR),
         ("qwen3-moe", EXPERTS),
         ("mixtral", EXPERTS),
+        ("qwen2-moe", TENSOR),
+        ("glm4-moe", EXPERTS),
     ],
 )
 def test_what_was_loaded_comes_out_under_its_names(
@@ -38,11 +42,24 @@ def test_what_was_loaded_comes_out_under_its_names(
     stored = load_file(path / "model.safetensors")
     assert weights.keys() == stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(weights[name], tensor.to(getattr(torch, dtype))), name
+        is_buffer = name.endswith("e_score_correction_bias")
+        want = tensor.to(torch.float32 if is_buffer else getattr(torch, dtype))
+        assert torch.equal(weights[name], want), name
     assert len(others) == len(names) > 3 and not nothing
     for bucket in names:
         size = sum(weights[name].nbytes for name in bucket)
         assert len(bucket) == 1 or size <= BUCKET_BYTES
+
+
+def test_layers_for_further_tokens_are_not_read(two_ranks, model_of, tmp_path):
+    """GLM-4.5 is published with one; transformers reads over it, and so does the rollout."""
+    path = model_of("glm4-moe")
+    shutil.copytree(path, tmp_path / "model")
+    stored = load_file(path / "model.safetensors")
+    further = {"model.layers.46.eh_proj.weight": torch.ones(2, 2)}
+    save_file(stored | further, tmp_path / "model" / "model.safetensors")
+    (_, weights), _ = two_ranks.run(export, Job(path=tmp_path / "model", batches=[]), BUCKET_BYTES)
+    assert weights.keys() == stored.keys()
 
 
 def test_the_order_of_the_buckets_does_not_depend_on_the_layout(two_ranks, model_of):

@@ -64,6 +64,11 @@ def test_the_cpu_stand_in_is_asked_for_by_name_and_says_so(two_ranks, model_of):
         ("qwen3", PIPELINE),
         ("qwen3-tied", PIPELINE),
         ("qwen2", SEQUENCE),
+        ("olmo2", SEQUENCE),
+        ("smollm3", PIPELINE),
+        ("qwen2-moe", SEQUENCE),
+        ("glm4-moe", SEQUENCE),
+        ("glm4-moe", PIPELINE),
         ("qwen3-moe", SEQUENCE),
         ("qwen3-moe", PIPELINE),
         ("qwen3-moe", CONTEXT),
@@ -120,7 +125,12 @@ def test_recomputation_with_the_cpu_stand_in_runs_every_layer_twice(two_ranks, m
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 @pytest.mark.parametrize(
     ("architecture", "layout", "dtype"),
-    [("qwen3-moe", EXPERTS, "bfloat16"), ("qwen3-tied", PIPELINE, "float32")],
+    [
+        ("qwen3-moe", EXPERTS, "bfloat16"),
+        ("qwen3-tied", PIPELINE, "float32"),
+        ("olmo2", SEQUENCE, "float32"),
+        ("qwen2-moe", SEQUENCE, "float32"),
+    ],
 )
 def test_a_step_and_a_checkpoint_with_the_cpu_stand_in(
     two_ranks, model_of, tmp_path, architecture, layout, dtype, distributed
