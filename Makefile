@@ -63,8 +63,8 @@ test-sglang: setup
 	$(MAKE) setup VENV=.sglang/$(VERSION)/venv PINS=.sglang/$(VERSION)
 	.sglang/$(VERSION)/venv/bin/python -m pytest $(addprefix tests/,$(SEAM)) --numprocesses 2 --dist loadfile
 
-# Kills processes of whole runs at random moments; about an hour. It goes on where it was stopped:
-#   make soak SOAK_ARGS='--kills 40 --seed 1'
+# Kills processes and hosts of whole runs at random moments; an hour or two. It goes on where it was stopped:
+#   make soak SOAK_ARGS='--kills 80'
 soak: setup
 	PYTHONPATH=. $(BIN)/python tests/support/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
 

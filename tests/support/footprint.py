@@ -53,16 +53,17 @@ class Footprint:
     def _left(self):
         running = [p for p in self.processes.values() if not is_gone(p)]
         return [
-            *filter(None, map(_told, running)),
+            *filter(None, map(told, running)),
             *(file for file in sorted(self.shared_memory) if Path(file).exists()),
             *(file.name for file in sorted(self.temporary.iterdir())),
         ]
 
 
-def _told(process):
+def told(process):
+    """What a process is called; nothing if it has ended."""
     try:
         return f"process {process.pid} {process.name()} {' '.join(process.cmdline())[:80]}"
-    except psutil.Error:  # it has ended meanwhile
+    except psutil.Error:
         return ""
 
 

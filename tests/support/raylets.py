@@ -73,16 +73,21 @@ class Raylets:
 
 
 @contextlib.contextmanager
-def raylets(count, cores=1):
-    """A cluster of `count` nodes with `cores` each; this process is to join it at the first one."""
+def raylets(count, cores=1, gpus=()):
+    """A cluster of `count` nodes with `cores` each; this process is to join it at the first one.
+
+    `gpus`: how many each of the first nodes says that it has; there are none.
+    """
+    says = [*map(str, gpus), *"0" * (count - len(gpus))]
     environment.prepare(local=False)
     os.environ.setdefault(environment.TOKEN, "of-the-tests" * 4)
     nodes = []
     try:
         with forked_processes():
-            nodes.append(Node("0", str(cores)))
+            nodes.append(Node("0", str(cores), says[0]))
             nodes[0].wait_until_it_is_there()
-            nodes += [Node(str(i), str(cores), nodes[0].address) for i in range(1, count)]
+            head = nodes[0].address
+            nodes += [Node(str(i), str(cores), says[i], head) for i in range(1, count)]
         for node in nodes[1:]:
             node.wait_until_it_is_there()
         yield Raylets(nodes)
@@ -91,7 +96,7 @@ def raylets(count, cores=1):
             node.end()
 
 
-def serve(directory, number, cores, head=None):
+def serve(directory, number, cores, gpus, head=None):
     """Start Ray's processes of a node, and wait until the guard ends us."""
     of_the_head = {"session_name": "ray", "_system_config": SYSTEM | documented()}
     node = start_node(
@@ -100,7 +105,7 @@ def serve(directory, number, cores, head=None):
         node_ip_address=f"127.0.0.{int(number) + 2}",
         node_name=f"host{number}",
         num_cpus=int(cores),
-        num_gpus=0,
+        num_gpus=int(gpus),
         object_store_memory=STORE,
         node_manager_port=0,
         temp_dir=str(directory),

@@ -1,40 +1,43 @@
 """Kills processes of whole runs at random moments; each run must end as if nothing had happened.
 
-Run by hand (`make soak`, about an hour). Every kill is drawn from (seed, number): how the run is laid
-out, who is killed, in which phase and how far into it. A run that does not end by itself is started
-again as the documentation says, with --load. Then its hash must be that of an undisturbed run, and
-nothing may be left behind. Each result is written down at once; a second call goes on after the last.
+Run by hand (`make soak`, an hour or two). Every kill is drawn from (seed, number): how the run is laid
+out, who is killed, in which phase and how far into it; each kind of process comes up as often. A run
+that does not end by itself is started again as the documentation says, with --load, on whole hosts.
+Then its hash must be that of an undisturbed run, and nothing may be left behind. Each result is written
+down at once; a second call goes on after the last.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import platform
 import random
 import re
 import shutil
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
-import psutil
-
 from onpolicy.outputs.directory import versions
-from tests.support.footprint import Footprint
+from tests.support.footprint import Footprint, told
+from tests.support.processes import is_gone
+from tests.support.raylets import raylets
+from tests.support.soak_record import SoakRecord
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import ROLLOUTS, TWO_RANKS, run_hash, start_train, write_prompts
+from tests.support.victims import kill, victim_of
 
 PHASES = {"_start": "start", "roll_out": "rollout", "train": "train", "push_weights": "push",
           "save_if_due": "save"}  # fmt: skip
-VICTIMS = ("trainer", "http", "scheduler", "detokenizer", "guard")
 MARKS = f"""
 import os
 from onpolicy.run.run import Run
 def mark(name, phase):
     verb = getattr(Run, name)
     def marked(self, *args):
-        text = f"{{os.getpid()}} {{phase}} {{self.rollouts_done}}"
+        text = f"{{phase}} {{self.rollouts_done}}"
         with open(os.environ["SOAK_MARKS"], "a") as marks:
             marks.write(text + "\\n")
         return verb(self, *args)
@@ -44,100 +47,104 @@ for name, phase in {PHASES!r}.items():
 """
 MAX_STARTS = 4
 PATIENCE = 5.0
+HOST_PATIENCE = 60.0
+"""Seconds in which a host of a cluster ends what a run has put there."""
+
+HOSTS = 3
+"""Of a run on a cluster; it needs no more than two of them."""
 
 
 class Soak:
     """One record and the runs that it is about."""
 
-    def __init__(self, file: Path, seed: int, work: Path):
-        self.file, self.seed, self.work = file, seed, work
+    def __init__(self, record: SoakRecord, work: Path):
+        self.record, self.seed, self.work = record, record.soaked["seed"], work
         self.checkpoint = make_checkpoint(work / "checkpoint")
         self.data = write_prompts(work / "prompts.jsonl")
-        self.record = {"seed": seed, "undisturbed": {}, "kills": []}
-        if file.exists() and json.loads(file.read_text())["seed"] == seed:
-            self.record = json.loads(file.read_text())
-        self.record["versions"] = {**versions(), "processor": processor()}
-        self.seconds: dict[tuple[int, str], float] = {}
-
-    def write(self):
-        self.file.write_text(json.dumps(self.record, indent=1) + "\n")
 
     def run(self, number: int):
         """The kill of this number, with all that follows from it."""
-        draw = random.Random(f"{self.seed}/{number}")
+        draw, victim = random.Random(f"{self.seed}/{number}"), victim_of(self.seed, number)
         setting = {
+            "hosts": {"node": HOSTS, "raylet": 1}.get(victim) or draw.choice([1, 1, HOSTS]),
             "ranks": draw.choice([1, 1, 2]),
             "engines": draw.choice([1, 2]),
             "weight_sync": draw.choice(["tensor", "distributed", "disk"]),
+            "rank_restarts": draw.choice([0, 1]),
         }
-        expected = self.undisturbed(setting["ranks"])
+        undisturbed = self.undisturbed(setting["ranks"])
         phase = draw.choice(list(PHASES.values()))
         plan = {
-            "victim": draw.choice(VICTIMS),
-            "engine": draw.randrange(setting["engines"]),
+            "victim": victim,
+            "which": draw.randrange(HOSTS),
             "phase": phase,
             "rollouts_done": 0 if phase == "start" else draw.randrange(ROLLOUTS),
-            "after": round(draw.random() * self.seconds[setting["ranks"], phase], 3),
+            "after": round(draw.random() * undisturbed["seconds"][phase], 3),
         }
         started = time.monotonic()
         outcome = self.strike(setting, plan)
         outcome["seconds"] = round(time.monotonic() - started)
-        outcome["hash_is_equal"] = outcome.pop("hash") == expected
-        self.record["kills"].append({"number": number, **setting, **plan, **outcome})
-        self.write()
+        outcome["hash_is_equal"] = outcome.pop("hash") == undisturbed["hash"]
+        self.record.part["kills"].append({"number": number, **setting, **plan, **outcome})
+        self.record.write()
 
-    def undisturbed(self, ranks: int) -> str:
-        """The hash of a run of so many ranks; how long its phases take goes into `seconds`."""
-        if (ranks, "push") not in self.seconds:
+    def undisturbed(self, ranks: int):
+        """A run of so many ranks on this host that nobody disturbs."""
+        known = self.record.part["undisturbed"]
+        if str(ranks) not in known:
             process, marks = self.start(self.fresh_directory(), {"ranks": ranks, "engines": 1})
-            self.seconds |= {(ranks, phase): 0.1 for phase in PHASES.values()}
+            seconds = dict.fromkeys(PHASES.values(), 0.1)
             current, since = None, 0.0
             while process.poll() is None:
                 if (mark := last_mark(marks)) != current:
                     if current:
-                        self.seconds[ranks, current[1]] = time.monotonic() - since
+                        seconds[current[0]] = round(time.monotonic() - since, 3)
                     current, since = mark, time.monotonic()
                 time.sleep(0.01)
             output = process.stdout.read()
             assert process.returncode == 0, output[-3000:]
-            self.record["undisturbed"][str(ranks)] = run_hash(output)
-            self.write()
-        return self.record["undisturbed"][str(ranks)]
+            known[str(ranks)] = {"hash": run_hash(output), "seconds": seconds}
+            self.record.write()
+        return known[str(ranks)]
 
     def strike(self, setting, plan):
         """Start, kill, and start again until the run ends well."""
         directory = self.fresh_directory()
-        process, marks = self.start(directory, setting)
-        footprint = Footprint(process.pid, directory / "t")
-        struck = kill_when_due(process, marks, plan)
-        footprints, exit_codes, output = [footprint], [], ""
-        while True:
-            output += process.communicate(timeout=900)[0]
-            exit_codes.append(process.returncode)
-            if process.returncode == 0 or len(exit_codes) == MAX_STARTS:
-                break
-            process, _ = self.start(directory, setting)
-            footprints.append(Footprint(process.pid, directory / "t"))
-        (directory / "output").write_text(output)
+        struck, exit_codes, output, footprints, left = False, [], "", [], set()
+        while exit_codes[-1:] != [0] and len(exit_codes) < MAX_STARTS:
+            with hosts(setting["hosts"]) as cluster:
+                process, marks = self.start(directory, setting, cluster)
+                footprints.append(Footprint(process.pid, directory / "t"))
+                if not exit_codes:
+                    struck = kill_when_due(process, marks, plan, cluster)
+                output += process.communicate(timeout=900)[0]
+                exit_codes.append(process.returncode)
+                left |= left_on(cluster)
+            (directory / "output").write_text(output)
+        left |= {name for footprint in footprints for name in footprint.left(PATIENCE)}
         return {
             "struck": struck,
             "exit_codes": exit_codes,
             "engine_restarts": len(re.findall(r"starting http\S+ again", output)),
-            "hash": run_hash(output) if process.returncode == 0 else None,
-            "left_behind": sorted({name for each in footprints for name in each.left(PATIENCE)}),
+            "hash": run_hash(output) if exit_codes[-1] == 0 else None,
+            "left_behind": sorted(left),
         }
 
-    def start(self, directory: Path, setting):
+    def start(self, directory: Path, setting, cluster=None):
         marks = directory / "marks"
         marks.touch()
         (directory / "t").mkdir(exist_ok=True)
-        save = str(directory / "save")
+        save, ranks = str(directory / "save"), str(setting["ranks"])
+        spread = TWO_RANKS if ranks == "2" else ()
+        if cluster:
+            spread = ("--ray-address", cluster.address, "--actor-num-nodes", ranks)
         process = start_train(
             self.checkpoint, self.data, directory,
             "--rollout-num-engines", str(setting["engines"]), "--cpu-threads", "1",
             "--weight-sync", setting.get("weight_sync", "tensor"),
+            "--max-rank-restarts", str(setting.get("rank_restarts", 0)),
             "--rollout-health-timeout", "20", "--save", save, "--save-interval", "1", "--load", save,
-            *(TWO_RANKS if setting["ranks"] == 2 else ()), preamble=MARKS,
+            *spread, preamble=MARKS,
             env={"TMPDIR": str(directory / "t"), "SOAK_MARKS": str(marks)},
         )  # fmt: skip
         return process, marks
@@ -149,38 +156,41 @@ class Soak:
         return directory
 
 
-def kill_when_due(process, marks, plan):
-    """Kill the planned process at the planned moment; whether there was one to kill."""
+def hosts(count: int):
+    """A cluster of so many hosts; None for one, on which a run starts a Ray of its own."""
+    return raylets(count) if count > 1 else contextlib.nullcontext()
+
+
+def left_on(cluster):
+    """Names of the processes that a run that has ended leaves on the hosts of a cluster."""
+    if cluster is None:
+        return set()
+    there, deadline = cluster.processes(), time.monotonic() + HOST_PATIENCE
+    while (left := [p for p in there if not is_gone(p)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return set(filter(None, map(told, left)))
+
+
+def kill_when_due(process, marks, plan, cluster):
+    """Kill the planned process at the planned moment, or as soon as there is one; whether there was."""
     due = (plan["phase"], plan["rollouts_done"])
-    while process.poll() is None and (last_mark(marks) or (0, "", 0))[1:] != due:
+    while process.poll() is None and last_mark(marks) != due:
         time.sleep(0.005)
     time.sleep(plan["after"])
-    try:
-        find(last_mark(marks)[0], plan).kill()
-    except (LookupError, psutil.Error):
-        return False
-    return True
-
-
-def find(pid: int, plan):
-    """The process that the plan names, in the run whose controller has this id."""
-    trainer = psutil.Process(pid)
-    if plan["victim"] == "trainer":
-        return trainer
-    guards = [p for p in trainer.children() if "sglang_patches.serve" in p.cmdline()]
-    guard = sorted(guards, key=lambda p: p.pid)[plan["engine"]]
-    (http,) = guard.children()
-    found = {"guard": guard, "http": http, **{p.name(): p for p in http.children()}}
-    return found.get(plan["victim"]) or found[f"sglang::{plan['victim']}"]
+    while process.poll() is None:
+        if kill(plan["victim"], plan["which"], process.pid, cluster):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def last_mark(marks: Path):
-    """(process id of the controller, phase, rollouts done) of the phase that a run is in."""
+    """(phase, rollouts done) of the phase that a run is in."""
     lines = marks.read_text().splitlines()
     if not lines:
         return None
-    pid, phase, done = lines[-1].split()
-    return int(pid), phase, int(done)
+    phase, done = lines[-1].split()
+    return phase, int(done)
 
 
 def processor() -> str:
@@ -192,9 +202,9 @@ def processor() -> str:
 def describe(kill) -> str:
     return (
         f"{kill['victim']} killed {kill['after']:.2f} s into {kill['phase']} after "
-        f"{kill['rollouts_done']} rollouts; {kill['ranks']} ranks, {kill['engines']} engines, "
-        f"{kill['weight_sync']}: exit codes {kill['exit_codes']}, hash equal: "
-        f"{kill['hash_is_equal']}, left behind: {kill['left_behind'] or 'nothing'} "
+        f"{kill['rollouts_done']} rollouts; {kill['hosts']} hosts, {kill['ranks']} ranks, "
+        f"{kill['engines']} engines, {kill['weight_sync']}: exit codes {kill['exit_codes']}, hash "
+        f"equal: {kill['hash_is_equal']}, left behind: {kill['left_behind'] or 'nothing'} "
         f"({kill['seconds']} s)"
     )
 
@@ -202,19 +212,19 @@ def describe(kill) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="the record")
-    parser.add_argument("--kills", type=int, default=20, help="kills in all, earlier ones included")
+    parser.add_argument("--kills", type=int, default=40, help="kills in all, earlier ones included")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    here = {**versions(), "processor": processor()}
+    record = SoakRecord(arguments.json, arguments.seed, here)
     with tempfile.TemporaryDirectory(prefix="soak-") as work:
-        soak = Soak(arguments.json, arguments.seed, Path(work))
-        for number in range(len(soak.record["kills"]), arguments.kills):
+        soak = Soak(record, Path(work))
+        for number in range(len(record.kills), arguments.kills):
             soak.run(number)
-            print(
-                f"{number + 1}/{arguments.kills}: {describe(soak.record['kills'][-1])}", flush=True
-            )
-    kills = soak.record["kills"]
-    bad = [k for k in kills if not k["hash_is_equal"] or k["left_behind"]]
-    print(f"{len(kills)} kills, {sum(k['struck'] for k in kills)} struck, {len(bad)} bad")
+            print(f"{number + 1}/{arguments.kills}: {describe(record.kills[-1])}", flush=True)
+    bad = [k for k in record.kills if not k["hash_is_equal"] or k["left_behind"]]
+    struck = Counter(k["victim"] for k in record.kills if k["struck"])
+    print(f"{len(record.kills)} kills, {struck.total()} struck ({dict(struck)}), {len(bad)} bad")
     raise SystemExit(bool(bad))
 
 

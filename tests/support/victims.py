@@ -1,0 +1,54 @@
+"""Who is killed in a soak: every kind of process that a run has, and hosts of its cluster."""
+
+from __future__ import annotations
+
+import random
+
+import psutil
+
+from tests.support.processes import is_guard
+
+VICTIMS = (
+    "controller", "rank", "guard", "http", "scheduler", "detokenizer", "raylet", "node",
+)  # fmt: skip
+"""`raylet` is that of a run's own Ray; `node` that of a host of a cluster, which ends with it."""
+
+
+def victim_of(seed, number):
+    """The kind of the kill of this number: all kinds, in an order drawn anew, then all again."""
+    lap, place = divmod(number, len(VICTIMS))
+    return random.Random(f"{seed}/lap/{lap}").sample(VICTIMS, len(VICTIMS))[place]
+
+
+def kill(victim, which, controller, cluster):
+    """Kill one of the kind; whether there was one.
+
+    `controller`: its process id. `cluster`: the `Raylets` that the run has joined, or None.
+    """
+    if victim == "node":
+        cluster.nodes[which % len(cluster.nodes)].kill()
+        return True
+    try:
+        top = psutil.Process(controller)
+        others = {*top.children(recursive=True), *(cluster.processes() if cluster else ())}
+        found = sorted(of_kind(victim, top, others), key=lambda process: process.pid)
+        if found:
+            found[which % len(found)].kill()
+    except psutil.Error:  # one of them has ended meanwhile
+        return False
+    return bool(found)
+
+
+def of_kind(victim, controller, others):
+    """The processes of a run that are of this kind."""
+    guards = [p for p in others if is_guard(p) and not is_guard(p.parent())]
+    if victim == "controller":
+        return [controller]
+    if victim == "guard":
+        return guards
+    if victim == "http":
+        return [process for guard in guards for process in guard.children()]
+    if victim == "rank":
+        return [p for p in others if "TrainerRank" in " ".join(p.cmdline())]
+    name = victim if victim == "raylet" else f"sglang::{victim}"
+    return [process for process in others if process.name().startswith(name)]
