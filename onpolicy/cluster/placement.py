@@ -48,6 +48,11 @@ class Placement:
         """Whether all of it is on the controller's own host."""
         return all(host.is_here for host in self.hosts)
 
+    def gpus(self, host: Host) -> set[int]:
+        """Numbers of the GPUs that it takes on a host."""
+        slots = (*self.trainer, *self.engines)
+        return {gpu for slot in slots if slot.host == host for gpu in slot.devices}
+
     @property
     def device(self) -> str:
         """What its processes compute on: `cuda` or `cpu`."""

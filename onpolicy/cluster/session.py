@@ -14,6 +14,7 @@ from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.local_ray import local_ray
 from onpolicy.config.groups import HostsConfig
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.system.gpus import Gpu, gpus
 from onpolicy.system.memory import free_memory
 
 T = TypeVar("T")
@@ -86,32 +87,45 @@ def _host(node: dict[str, object], here: str) -> Host:
 
 
 def free_memory_on(hosts: Sequence[Host]) -> dict[Host, int]:
-    """Bytes that new processes may take on each host of the cluster, asked there.
+    """Bytes that new processes may take on each host of the cluster; raises as `told_by` does."""
+    return told_by(hosts, free_memory, "how much memory is free there")
 
-    Raises ConfigError if one does not answer.
+
+def gpus_on(hosts: Sequence[Host]) -> dict[Host, tuple[Gpu, ...]]:
+    """The GPUs that new processes see on each host of the cluster; raises as `told_by` does."""
+    return told_by(hosts, gpus, "which GPUs are there")
+
+
+def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host, T]:
+    """What `ask` returns on each host of the cluster, called there in a process that ends then.
+
+    Raises ConfigError, which says that a host does not say `what`, if one does not answer.
     """
     import ray
     from ray.exceptions import RayError
 
-    asked = {host: _asked(host) for host in hosts if not host.is_here}
-    free = {host: free_memory() for host in hosts if host.is_here}
+    asked = {host: _asked(host, ask) for host in hosts if not host.is_here}
+    told = {host: ask() for host in hosts if host.is_here}
     for host, call in asked.items():
         try:
-            free[host] = ray.get(call, timeout=_ANSWER_SECONDS)
+            told[host] = ray.get(call, timeout=_ANSWER_SECONDS)
         except RayError as error:
             raise ConfigError(
-                f"{host}: does not say how much memory is free there ({in_one_line(error)}). Start its "
-                "node of the cluster again, with the same versions of Ray, Python and onpolicy."
+                f"{host}: does not say {what} ({in_one_line(error)}). Start its node of the cluster "
+                "again, with the same versions of Ray, Python and onpolicy."
             ) from error
-    return free
+    return told
 
 
-def _asked(host: Host) -> Any:
+def _asked(host: Host, ask: Callable[[], T]) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(host.name, soft=False)
-    return ray.remote(free_memory).options(num_cpus=0, scheduling_strategy=there).remote()
+    task = ray.remote(max_calls=1)(ask)  # a process that stayed would keep its CUDA contexts
+    return task.options(
+        num_cpus=0, scheduling_strategy=there, runtime_env={"env_vars": environment.ALL_GPUS}
+    ).remote()
 
 
 def when_it_fits(place: Callable[[Sequence[Host]], T], cluster: HostsConfig) -> T:

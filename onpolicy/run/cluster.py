@@ -16,7 +16,7 @@ from onpolicy.cluster.session import session, when_it_fits
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import HostsConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, ContractError
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engine_specs import make_rollout_group, places_in
 from onpolicy.run.engines import EnginePair
@@ -96,7 +96,7 @@ def planned(
         held = held_by(config, hf_config, contract, longest_sequence)
         with session(config.cluster) as hosts:
             return fitting(partial(placement_of, config, contract), held, hosts)[1]
-    except ConfigError as error:
+    except (ConfigError, ContractError) as error:
         return [f"here and now the run would be refused: {error}"]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
@@ -16,6 +15,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.memory import ProcessMemory, RunMemory
+from onpolicy.system.gpus import gpus
 from onpolicy.system.memory import free_memory, gib
 
 logger = logging.getLogger(__name__)
@@ -62,15 +62,18 @@ def require_memory(
 ) -> None:
     """Say what the processes take; raise ConfigError, with the sums, if they cannot fit.
 
-    On a CPU they share the memory of this host, or of those of the cluster at `ray_address`, which are
-    asked when it is known what is on which (`require_hosts`); on GPUs each has one of its own.
+    On a CPU they share the memory of this host; on GPUs each has one of its own. Hosts of a cluster, at
+    `ray_address`, are asked when it is known what is on which (`host_memory.fitting`).
     """
     for process in processes:
         logger.info("memory of %s", process)
     try:
+        if ray_address:
+            return
         if device == "cuda":
-            logger.info("%s", _require_gpus(processes))
-        elif not ray_address:
+            free = [gpu.free for gpu in gpus()]
+            logger.info("%s", require_gpu(processes, "the fullest GPU", min(free)))
+        else:
             logger.info("%s", require_host(processes, "this host", free_memory()))
     except ConfigError as error:
         if not is_dry_run:
@@ -78,10 +81,11 @@ def require_memory(
         logger.warning("here and now the run would be refused: %s", error)
 
 
-def _require_gpus(processes: Sequence[ProcessMemory]) -> str:
-    free = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+def require_gpu(processes: Sequence[ProcessMemory], gpu: str, free: int) -> str:
+    """The largest process, in words. Raises ConfigError if it is more than the bytes that are free on
+    the GPU."""
     needed = max(process.bytes // process.count for process in processes)
-    return _require(processes, needed, "the largest of them", "the fullest GPU", free)
+    return _require(processes, needed, "the largest of them", gpu, free)
 
 
 def require_host(processes: Sequence[ProcessMemory], host: str, free: int) -> str:

@@ -14,7 +14,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineCountConfig, ServerConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, ContractError
 from onpolicy.rollout.engine_args import CACHE_MARGIN
 
 CACHE_BYTES = 2 << 30
@@ -28,6 +28,7 @@ def placement_of(
     per_engine = tensor_parallel_size(config.sglang_args)
     _require_gpus_if_counted(config.engine, contract)
     placement = place(config.cluster, config.engine, per_engine, contract.device, hosts)
+    _require_device(contract, placement)
     require_reach(config, placement)
     return placement
 
@@ -42,6 +43,7 @@ def placement_of_servers(
     """Where each server of a command without a trainer is; raises as `placement_of` does."""
     _require_gpus_if_counted(count, contract)
     placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
+    _require_device(contract, placement)
     _require_addresses_of_hosts(rollout_host, placement)
     return placement
 
@@ -51,6 +53,18 @@ def _require_gpus_if_counted(count: EngineCountConfig, contract: NumericsContrac
         raise ConfigError(
             "--rollout-num-gpus, --rollout-num-gpus-per-engine: there are no GPUs here. Give "
             "--rollout-num-engines, the servers that share the hosts' cores, and --sglang-tp-size."
+        )
+
+
+def _require_device(contract: NumericsContract, placement: Placement) -> None:
+    """Raise ContractError if the contract, made from this host, is for CPUs, and another host that is
+    taken has GPUs, which its processes would leave unused."""
+    with_gpus = (host for host in placement.hosts if host.num_gpus and not host.is_here)
+    if contract.device == "cpu" and (host := next(with_gpus, None)) is not None:
+        raise ContractError(
+            f"{host}: its node of the cluster has num_gpus={host.num_gpus}, and this host, from which "
+            "the contract is made, shows no GPU to PyTorch. Start the command on a host with GPUs, or, "
+            "to compute on cores, join that node again with `ray start --num-gpus 0`."
         )
 
 

@@ -8,12 +8,13 @@ from onpolicy.cluster import session
 from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.placement import Placement, Slot
 from onpolicy.config import TrainConfig, groups
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run import host_memory
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.host_memory import fitting, held_by, require_hosts, require_room_of
 from onpolicy.run.memory import ProcessMemory
+from onpolicy.system.gpus import Gpu
 
 GIB = 1 << 30
 
@@ -25,10 +26,11 @@ A, B, C = HOSTS = [
 
 def held(ranks, servers):
     """3 GiB a rank, 2 a server."""
-    return [
+    both = [
         ProcessMemory("trainer rank", {"weights": 3 * GIB}, ranks),
         ProcessMemory("SGLang server", {"weights": 2 * GIB}, servers),
     ]
+    return [processes for processes in both if processes.count]
 
 
 def placed(ranks, servers, gpus=()):
@@ -98,7 +100,7 @@ def test_a_run_that_no_host_holds_alone_fits_several(checkpoint):
     assert rank.name == "trainer rank"
 
 
-def test_only_hosts_without_gpus_are_asked_and_only_those_that_are_taken(monkeypatch):
+def test_only_hosts_that_are_taken_are_asked_for_memory(monkeypatch):
     asked = []
 
     def free_there(hosts):
@@ -115,9 +117,70 @@ def test_only_hosts_without_gpus_are_asked_and_only_those_that_are_taken(monkeyp
     ]
     with pytest.raises(ConfigError, match=r"5\.00 GiB together: b \("):
         fitting(lambda hosts: placed("b", "b"), held, HOSTS)
-    for place, memory in ((placed("b", "b"), None), (placed("b", "b", gpus=(0,)), held)):
-        assert fitting(lambda hosts, at=place: at, memory, HOSTS)[1] == place.describe()
+    unasked = placed("b", "b")
+    assert fitting(lambda hosts: unasked, None, HOSTS)[1] == unasked.describe()
     assert len(asked) == 2
+
+
+def h100s(*free, capability=(9, 0)):
+    return tuple(Gpu("H100" if capability == (9, 0) else "A100", capability, n * GIB) for n in free)
+
+
+def told(monkeypatch, gpus):
+    """Let hosts answer with these GPUs, by their names; what is asked grows."""
+    asked = []
+
+    def gpus_there(hosts):
+        asked.append([host.name for host in hosts])
+        return {host: gpus[host.name] for host in hosts}
+
+    monkeypatch.setattr(host_memory, "gpus_on", gpus_there)
+    return asked
+
+
+def test_the_gpus_that_a_placement_takes_are_asked_where_they_are(monkeypatch):
+    """Those of this host, which is not taken, tell their kind; nobody asks what they have free."""
+    asked = told(monkeypatch, {"a": h100s(0), "b": h100s(0, 9, 3), "c": h100s(0, 4, 8)})
+    placement = placed("b", "c", gpus=(1, 2))
+    lines = fitting(lambda hosts: placement, held, HOSTS)[1]
+    assert lines == [
+        *placement.describe(),
+        "3.00 GiB the largest of them, and GPU 2 of b (10.0.0.1) has 3.00 GiB free",
+        "2.00 GiB the largest of them, and GPU 1 of c (10.0.0.2) has 4.00 GiB free",
+    ]
+    assert asked == [["a", "b", "c"]]
+    assert fitting(lambda hosts: placement, None, HOSTS)[1] == placement.describe()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("there", "error", "message"),
+    [
+        (h100s(0, 3, 2), ConfigError,
+         r"memory=3\.00 GiB the largest of them: GPU 2 of b \(10\.0\.0\.1\) has 2\.00 GiB free"),
+        (h100s(9, 9), ConfigError, r"b \(10\.0\.0\.1\): 2 GPUs are seen there, .* num_gpus=0"),
+        ((), ConfigError, r"b \(10\.0\.0\.1\): 0 GPUs are seen there"),
+        (h100s(9, 9) + h100s(9, capability=(8, 0)), ContractError,
+         r"b .*: its GPU 2 is A100 \(compute capability 8\.0\), and this host, .* H100 .* 9\.0\)"),
+    ],
+)  # fmt: skip
+def test_a_host_with_other_gpus_than_the_run_needs_is_refused_by_name(
+    monkeypatch, there, error, message
+):
+    told(monkeypatch, {"a": h100s(9), "b": there})
+    with pytest.raises(error, match=message):
+        fitting(lambda hosts: placed("b", "", gpus=(1, 2)), held, HOSTS)
+
+
+def test_gpus_are_asked_for_the_engines_that_move_there(monkeypatch):
+    before, after = placed("a", "ab", gpus=(0,)), placed("a", "ac", gpus=(0,))
+    for free, fits in ((2, True), (1, False)):
+        told(monkeypatch, {"c": h100s(free)})
+        if fits:
+            require_room_of(held)(before, after)
+            continue
+        with pytest.raises(ConfigError, match=r"GPU 0 of c .* has 1\.00 GiB free"):
+            require_room_of(held)(before, after)
 
 
 def test_this_host_is_not_asked_through_the_cluster(monkeypatch):

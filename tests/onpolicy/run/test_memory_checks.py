@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 
 from onpolicy.config import groups
 from onpolicy.errors import ConfigError
@@ -11,6 +10,7 @@ from onpolicy.models.size import ModelSize
 from onpolicy.run import memory_checks
 from onpolicy.run.memory import ProcessMemory
 from onpolicy.run.memory_checks import require_cache, require_memory, require_run_fits
+from onpolicy.system.gpus import Gpu
 from tests.support.sized_runs import make_config, make_spec
 
 
@@ -28,13 +28,19 @@ def test_what_cannot_fit_is_refused_with_the_sum(monkeypatch):
 
 
 def test_on_gpus_each_process_has_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((2 - i) << 30, 4 << 30))
+    there = tuple(Gpu("H100", (9, 0), free << 30) for free in (2, 1))
+    monkeypatch.setattr(memory_checks, "gpus", lambda: there)
     require_memory([ProcessMemory("trainer rank", {"weights": 1 << 30}, count=8)], "cuda")
     with pytest.raises(
         ConfigError, match=r"1\.50 GiB the largest of them: the fullest GPU has 1\.00"
     ):
         require_memory([ProcessMemory("trainer rank", {"weights": 3 << 29})], "cuda")
+
+
+def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_host(monkeypatch):
+    monkeypatch.setattr(memory_checks, "gpus", lambda: pytest.fail("this host was asked"))
+    needed = [ProcessMemory("trainer rank", {"weights": 1 << 50})]
+    require_memory(needed, "cuda", ray_address="h:1")
 
 
 def test_a_sequence_that_fits_no_cache_is_refused_and_waiting_is_said(checkpoint, caplog):
