@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Taps:
         self._hooks = ExitStack()  # for as long as the process lives
         self._prefixes = Prefixes()
         self._asked, self._passes = "", 0
+        self._process = f"{os.getpid()}_{uuid.uuid4().hex}"  # engines of other hosts write here too
 
     def behind(self, operators: Operators) -> Operators:
         return tapped(operators, self.recorder)
@@ -75,7 +77,7 @@ class Taps:
 
     def _write(self) -> None:
         calls, self._passes = self.recorder.close(), self._passes + 1
-        write_calls(calls, self.directory / f"{self._passes:08d}_{os.getpid()}.pass")
+        write_calls(calls, self.directory / f"{self._passes:08d}_{self._process}.pass")
         if self.recorder.evidence is not None:
             write_evidence(self.recorder.evidence, self.directory, rank())
             self.recorder.evidence = None

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 
 from onpolicy.cli.parse import parse
 from onpolicy.cli.verify import validate
-from onpolicy.config.groups import ClusterConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         with ExitStack() as stack:
             make_engines: MakeEngines = EnginePair
-            if config.cluster.num_ranks > 1:
+            if config.cluster.num_ranks > 1 or config.cluster.ray_address:
                 make_engines = stack.enter_context(on_cluster(train_config, contract))
             result = explain(config, make_engines)
         text, page, differ = told(result), render, result["num_mismatched_tokens"]
@@ -71,34 +70,12 @@ def _validate(config: ExplainConfig) -> None:
             f"--rollout-server-url={' '.join(config.servers.rollout_server_url)}: the server records "
             "what it computes, so it is started by this command. Leave the flag out."
         )
-    for name in ("megatron_tp", "megatron_pp", "megatron_cp", "megatron_ep"):
+    for name in ("megatron_tp", "megatron_cp", "megatron_ep"):
         if (degree := getattr(config.megatron, name)) > 1:
             raise ConfigError(
-                f"--{name.replace('_', '-')}={degree}: what is recorded of a rank must be whole rows. "
-                "Leave the flag out; `onpolicy verify` takes it."
+                f"--{name.replace('_', '-')}={degree}: what is recorded of a rank must be whole rows of "
+                "its layers. Leave the flag out; `onpolicy verify` takes it."
             )
-    _require_this_host(config)
-
-
-def _require_this_host(config: ExplainConfig) -> None:
-    """The server records on this host; several ranks of FSDP2 are recorded for the microscope alone."""
-    cluster, ranks = config.cluster, config.cluster.num_ranks
-    here = ClusterConfig(
-        actor_num_gpus_per_node=cluster.actor_num_gpus_per_node,
-        actor_num_ranks_per_node=cluster.actor_num_ranks_per_node,
-    )
-    if cluster != here:
-        raise ConfigError(
-            "--ray-address, --actor-num-nodes: servers record into a directory of this host. Leave them "
-            "out."
-        )
-    one_rank = "--train-backend=megatron" if config.train_backend != "fsdp" else "--attribution"
-    if ranks > 1 and (config.train_backend != "fsdp" or config.attribution):
-        what = "gpus" if cluster.actor_num_gpus_per_node else "ranks"
-        raise ConfigError(
-            f"--actor-num-{what}-per-node={ranks}: with {one_rank} explain has a trainer of one rank. "
-            "Leave the flag out."
-        )
 
 
 def _require_all_contracts(config: ExplainConfig) -> None:
@@ -107,7 +84,12 @@ def _require_all_contracts(config: ExplainConfig) -> None:
         tensor_parallel_size(config.sglang_args),
         "it has contracts and prompts of its own",
     )
+    cluster = config.cluster
+    gpus, here = cluster.actor_num_gpus_per_node, "its trainer has one rank, in its own process"
+    per_node = "gpus" if gpus else "ranks"
     rows = (
+        (f"--ray-address={cluster.ray_address}", cluster.ray_address, here),
+        (f"--actor-num-{per_node}-per-node={cluster.ranks_per_node}", cluster.num_ranks > 1, here),
         (f"--align={config.operators.align}", config.operators.align, own),
         ("--no-true-on-policy-mode", not config.true_on_policy_mode, own),
         (f"--case={config.case}", config.case, own),

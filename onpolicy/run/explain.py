@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onpolicy.cluster.session import alive_hosts
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.explain.proof import prove
@@ -30,6 +31,7 @@ from onpolicy.run.cluster import MakeEngines
 from onpolicy.run.contracts import contract_for
 from onpolicy.run.engine_specs import make_rollout_group
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.shared import require_shared
 from onpolicy.run.verify import requests_of
 from onpolicy.run.verify_inputs import longest_prompt, make_prompts, make_train_config
 from onpolicy.taps.evidence import clear_evidence, read_evidence
@@ -42,6 +44,7 @@ from onpolicy.types import Completion, Request
 
 if TYPE_CHECKING:  # it imports Ray, which a session prepares
     from onpolicy.cluster.trainer_ranks import TrainerRanks
+    from onpolicy.rollout.sglang import SglangGroup
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
         longest_sequence=max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests),
         make_rollout=partial(make_rollout_group, taps=str(directory)),
     )
+    _require_shared(config, directory, engines)
     try:
         engines.start()
         logger.info("pushing the trainer's weights")
@@ -80,6 +84,15 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
         engines.stop()
         shutil.rmtree(directory, ignore_errors=True)
     return {**result, "versions": versions(), "contract": _told(contract)}
+
+
+def _require_shared(config: ExplainConfig, directory: Path, engines: EnginePair) -> None:
+    """Raise ConfigError if a host with a server does not see where the servers record."""
+    rollout: SglangGroup = engines.rollout  # type: ignore[assignment]
+    taken = {server.spec.node for server in rollout.servers} - {""}
+    if taken:
+        others = [host for host in alive_hosts() if host.name in taken]
+        require_shared(f"--run-dir={config.run_dir}", directory, others)
 
 
 def _told(contract: NumericsContract) -> Result:

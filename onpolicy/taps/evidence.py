@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ def _of_attention(
 
 
 def write_evidence(evidence: Evidence, directory: Path, rank: int = 0) -> None:
-    partial = directory / f"{os.getpid()}.partial"
+    partial = directory / f"{uuid.uuid4().hex}.partial"
     torch.save(asdict(evidence), partial)
     partial.replace(directory / f"{rank}{SUFFIX}")
 

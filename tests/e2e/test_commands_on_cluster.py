@@ -1,4 +1,4 @@
-"""Commands besides `onpolicy train` on several hosts: `serve`, `bench rollout`, `verify`.
+"""Commands besides `onpolicy train` on several hosts: `serve`, `bench rollout`, `verify`, `explain`.
 
 The hosts are Ray nodes on this machine with an address each (tests/support/raylets.py).
 """
@@ -85,6 +85,21 @@ def test_servers_of_all_hosts_are_measured(checkpoint, cluster, tmp_path):
         assert {re.search(r"running on http://([\d.]+):", log)[1] for log in logs} == HOSTS
 
 
+def test_a_host_with_gpus_is_refused_where_the_contract_is_for_cpus(checkpoint, tmp_path):
+    """It says that it has two; the command is on a host that shows none to PyTorch."""
+    with raylets(2, gpus=(0, 2)) as cluster:
+        output = finish(
+            onpolicy(
+                "verify", "--hf-checkpoint", checkpoint, "--run-dir", tmp_path / "run",
+                "--ray-address", cluster.address, "--rollout-num-engines", "2",
+            ),
+            code=1,
+        )  # fmt: skip
+    assert re.search(
+        r"ContractError: host1 \(127\.0\.0\.3\): .* has num_gpus=2, and this host", output
+    )
+
+
 def test_engines_of_all_hosts_are_verified(checkpoint, cluster, tmp_path):
     file = tmp_path / "report.json"
     output = finish(
@@ -97,3 +112,21 @@ def test_engines_of_all_hosts_are_verified(checkpoint, cluster, tmp_path):
     assert re.search(r"host1 \(127\.0\.0\.3\): engine \d", output)
     report = json.loads(file.read_text())
     assert report["num_compared_tokens"] == 2 * 4 * 8 and report["num_mismatched_tokens"] == 0
+
+
+def test_engines_and_ranks_of_all_hosts_are_explained(checkpoint, cluster, tmp_path):
+    file = tmp_path / "result.json"
+    output = finish(
+        onpolicy(
+            "explain", "--hf-checkpoint", checkpoint, "--num-prompts", "8", "--max-new-tokens", "8",
+            "--json", file, "--run-dir", tmp_path / "run", "--ray-address", cluster.address,
+            "--rollout-num-engines", "2", "--actor-num-nodes", "2",
+        )
+    )  # fmt: skip
+    placed = re.findall(r"host\d \([\d.]+\): trainer rank \d .*; engine \d", output)
+    assert len(placed) == 2, output
+    result = json.loads(file.read_text())
+    assert (result["num_mismatched_tokens"], result["num_compared_tokens"]) == (0, 64)
+    assert result["source"] is None and result["only_in_one"] == []
+    # Every token of the prompts was computed on either side, wherever.
+    assert len({site["rows"] for site in result["sites"] if site["site"][0] != "lm_head"}) == 1

@@ -195,15 +195,47 @@ FsdpTrainer._load_model = load_and_break
 """
 
 
-@pytest.mark.parametrize("code", ["", ONE_RANK_IS_BROKEN], ids=["whole", "broken"])
-def test_two_ranks_of_a_trainer_are_explained_by_a_command(checkpoint, tmp_path, code):
+ONE_STAGE_IS_BROKEN = """
+from onpolicy.train import distributed
+from onpolicy.train.megatron.trainer import MegatronTrainer
+from tests.support.faults import rounded_in_between
+from tests.support.recorded_megatron import broken
+load = MegatronTrainer._load_model
+def load_and_break(self, path):
+    model = load(self, path)
+    if distributed.rank() == 1:
+        module = "decoder.layers.0.mlp.linear_fc2"
+        self.fault = broken(model, module, "row_parallel_linear", rounded_in_between)
+        self.fault.__enter__()
+    return model
+MegatronTrainer._load_model = load_and_break
+"""
+"""The first layer of the second stage is the second of the model."""
+
+MEGATRON = ("--train-backend", "megatron")
+PIPELINE = (*MEGATRON, "--megatron-pp", "2")
+TRAINERS = [
+    pytest.param((), "", id="whole"),
+    pytest.param((), ONE_RANK_IS_BROKEN, id="broken"),
+    pytest.param(MEGATRON, "", id="megatron"),
+    pytest.param(PIPELINE, "", id="pipeline"),
+    pytest.param(PIPELINE, ONE_STAGE_IS_BROKEN, id="broken pipeline"),
+]
+
+
+@pytest.mark.parametrize(("layout", "code"), TRAINERS)
+def test_two_ranks_of_a_trainer_are_explained_by_a_command(checkpoint, tmp_path, layout, code):
     """Both of them: the second one is broken, in one layer. Fewer prompts would be all the first's."""
-    customize = after_import("onpolicy.train.fsdp.trainer", code, IN_RANKS)
+    backend = "megatron" if layout else "fsdp"
+    if layout:
+        pytest.importorskip("megatron.core")
+    customize = after_import(f"onpolicy.train.{backend}.trainer", code, IN_RANKS)
     (tmp_path / "sitecustomize.py").write_text(customize)
     file, paths = tmp_path / "result.json", [str(tmp_path), str(ROOT)]
     done = subprocess.run(
         [
-            sys.executable, "-m", "onpolicy.cli", "explain", *TWO_RANKS, "--dtype", "float32",
+            sys.executable, "-m", "onpolicy.cli", "explain", *TWO_RANKS, *layout, "--dtype",
+            "float32",
             "--hf-checkpoint", str(checkpoint), "--num-prompts", "16", "--max-new-tokens", "8",
             "--json", str(file), "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
         ],

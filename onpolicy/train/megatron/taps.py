@@ -1,7 +1,8 @@
 """Records what Megatron's modules compute, under the names of Hugging Face's (`onpolicy explain`).
 
 Megatron makes queries, keys and values by one product, and gate and up by one. Where the rows of a fused
-weight stand (`weight_map.py`) is where the columns of its result stand. On one rank.
+weight stand (`weight_map.py`) is where the columns of its result stand. A stage of a pipeline records
+its own layers, by their numbers in the model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
 from onpolicy.train.megatron.moe import AlignedExperts
 from onpolicy.train.megatron.weight_map import WeightMap
+from onpolicy.train.megatron.weights import first_layer, global_name
 
 WITHOUT_WEIGHTS = {
     "self_attention.core_attention": "self_attn",
@@ -48,12 +50,17 @@ def recording(model: nn.Module, recorder: Recorder) -> Iterator[list[list[Call]]
         hooks = [
             policy.register_forward_pre_hook(begin, with_kwargs=True),
             policy.register_forward_hook(lambda *_: passes.append(recorder.close())),
-            policy.embedding.register_forward_hook(record_embedding(recorder)),
+            *_embedding_hooks(policy, recorder),
             *_scope_hooks(policy, recorder),
         ]
         for hook in hooks:
             stack.callback(hook.remove)
         yield passes
+
+
+def _embedding_hooks(policy: PolicyGptModel, recorder: Recorder) -> Iterator[Any]:
+    if policy.pre_process:
+        yield policy.embedding.register_forward_hook(record_embedding(recorder))
 
 
 def _scope_hooks(policy: PolicyGptModel, recorder: Recorder) -> Iterator[Any]:
@@ -78,10 +85,10 @@ def _enter(
 
 def _hugging_face_names(policy: PolicyGptModel) -> dict[str, dict[str, Tensor | None]]:
     """By the names of Megatron's modules: those that each computes, and int64 their columns."""
-    shared = policy.config.family.shared_expert
+    shared, first = policy.config.family.shared_expert, first_layer(policy)
     found: dict[str, dict[str, Tensor | None]] = {
         f"decoder.layers.{layer}.{ours}": {
-            f"layers.{layer}.{theirs.format(shared_expert=shared)}": None
+            f"layers.{first + layer}.{theirs.format(shared_expert=shared)}": None
         }
         for layer in range(len(policy.decoder.layers))
         for ours, theirs in WITHOUT_WEIGHTS.items()
@@ -91,7 +98,7 @@ def _hugging_face_names(policy: PolicyGptModel) -> dict[str, dict[str, Tensor | 
     for parameter, _ in policy.named_parameters():
         module, _, kind = parameter.rpartition(".")
         if kind == "weight":
-            found[module] = _columns(weights, parameter)
+            found[module] = _columns(weights, global_name(parameter, first))
     return found
 
 

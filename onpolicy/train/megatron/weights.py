@@ -176,14 +176,21 @@ def _weight_map(policy: PolicyGptModel) -> WeightMap:
 
 def _global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
     """Parameters, and buffers that a checkpoint holds, by global names."""
-    weight_map = _weight_map(policy)
+    weight_map, first = _weight_map(policy), first_layer(policy)
     buffers = [(name, x) for name, x in policy.named_buffers() if weight_map.is_buffer(name)]
+    return {global_name(name, first): x for name, x in (*policy.named_parameters(), *buffers)}
+
+
+def first_layer(policy: PolicyGptModel) -> int:
+    """The number in the model, from 0, of the first layer of this pipeline stage."""
     layers = policy.decoder.layers
-    first = layers[0].layer_number - 1 if len(layers) else 0
-    named = {}
-    for name, parameter in (*policy.named_parameters(), *buffers):
-        pieces = name.split(".")
-        if pieces[:2] == ["decoder", "layers"]:
-            pieces[2] = str(int(pieces[2]) + first)
-        named[".".join(pieces)] = parameter
-    return named
+    number: int = layers[0].layer_number - 1 if len(layers) else 0
+    return number
+
+
+def global_name(name: str, first: int) -> str:
+    """What a stage whose layers begin with number `first` calls `name`, as the whole model has it."""
+    pieces = name.split(".")
+    if pieces[:2] == ["decoder", "layers"]:
+        pieces[2] = str(int(pieces[2]) + first)
+    return ".".join(pieces)

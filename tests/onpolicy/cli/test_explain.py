@@ -14,21 +14,32 @@ def check(*argv):
     explain._validate(parse(ExplainConfig, ["--hf-checkpoint", "/m", *argv], "onpolicy explain"))
 
 
-def test_several_ranks_of_fsdp_on_this_host_are_taken():
-    check(*TWO_RANKS)
-    check("--actor-num-gpus-per-node", "2")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        TWO_RANKS,
+        ("--actor-num-gpus-per-node", "2"),
+        (*TWO_RANKS, "--train-backend", "megatron"),
+        (*TWO_RANKS, "--train-backend", "megatron", "--megatron-pp", "2"),
+        ("--ray-address", "10.0.0.1:6379", "--actor-num-nodes", "2"),
+    ],
+    ids=["ranks", "GPUs", "megatron", "pipeline", "cluster"],
+)
+def test_ranks_that_compute_whole_rows_are_taken_on_any_hosts(argv):
+    check(*argv)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--ray-address", "10.0.0.1:6379"), "--ray-address, --actor-num-nodes: .* of this host"),
-        (("--actor-num-nodes", "2"), "--ray-address, --actor-num-nodes: .* of this host"),
-        ((*TWO_RANKS, "--train-backend", "megatron"), "node=2: with --train-backend=megatron"),
-        ((*TWO_RANKS, "--attribution", "layers"), "node=2: with --attribution explain"),
+        (
+            ("--attribution", "kinds", "--ray-address", "h:1"),
+            "--ray-address=h:1 with --attribution: ",
+        ),
+        ((*TWO_RANKS, "--attribution", "layers"), "node=2 with --attribution: its trainer has one"),
         (("--train-backend", "megatron", "--megatron-tp", "2"), "--megatron-tp=2: .* whole rows"),
     ],
-    ids=["cluster", "nodes", "megatron", "attribution", "tensor-parallel"],
+    ids=["cluster", "attribution", "tensor-parallel"],
 )
 def test_what_is_not_recorded_is_refused(argv, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,7 @@
 """A cluster of a run's own: who gets in, and that nothing is left of it however its owner ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,20 +39,33 @@ if __name__ == "__main__":
 """
 
 ASKER = """
-import dataclasses
-from onpolicy.cluster.session import free_memory_on, session
+import dataclasses, os, sys
+from pathlib import Path
+from onpolicy.cluster.session import free_memory_on, gpus_on, session, told_by
 from onpolicy.config.groups import ClusterConfig
 from onpolicy.errors import ConfigError
+from onpolicy.run.shared import require_shared
+from onpolicy.system.gpus import Gpu, gpus
+
+def two():
+    return (Gpu("H100", (9, 0), 5), Gpu("H100", (9, 0), 6))
 
 if __name__ == "__main__":
     with session(ClusterConfig()) as (here,):
         there = dataclasses.replace(here, is_here=False)
         print(free_memory_on([there])[there])
+        print(gpus_on([there])[there] == gpus(), told_by([there], two, "it")[there] == two())
         gone = dataclasses.replace(there, name="0" * len(there.name), label="gone")
-        try:
-            free_memory_on([there, gone])
-        except ConfigError as error:
-            print(error)
+        os.chdir(sys.argv[1])
+        require_shared("--run-dir=here", Path.cwd(), [there])
+        for ask in (
+            lambda: free_memory_on([there, gone]),
+            lambda: require_shared("--run-dir=own", Path("/proc/self/cwd"), [there]),
+        ):
+            try:
+                ask()
+            except ConfigError as error:
+                print(error)
 """
 
 STRANGER = """
@@ -125,21 +139,24 @@ def test_who_has_no_token_does_not_get_in(owner):
     assert stranger.returncode != 0 and "Unauthenticated" in stranger.stderr
 
 
-def test_a_host_says_what_memory_it_has_free_and_one_that_is_gone_is_named(tmp_path):
+def test_a_host_says_what_memory_and_gpus_it_has_and_one_that_is_gone_is_named(tmp_path):
     script = tmp_path / "asker.py"
     script.write_text(ASKER)
     with TemporaryDirectory() as temporary:  # with a path short enough for sockets
         asker = subprocess.run(
-            [sys.executable, str(script)],
+            [sys.executable, str(script), temporary],
             capture_output=True,
             text=True,
             timeout=300,
             env={**os.environ, "TMPDIR": temporary},
         )
     assert asker.returncode == 0, asker.stderr[-2000:]
-    free, refused = asker.stdout.splitlines()
+    free, answers, refused, unseen = asker.stdout.splitlines()
     assert 0 < int(free) <= psutil.virtual_memory().total
+    assert answers == "True True"
     assert refused.startswith("gone (127.0.0.1): does not say how much memory is free there (")
+    # What lies where each process works, and they work elsewhere.
+    assert re.match(r"--run-dir=own: .* \(127\.0\.0\.1\) does not see /proc/self/cwd, and", unseen)
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,3 @@ def test_what_is_not_recorded_is_refused(tmp_path, monkeypatch, capsys, flags, p
     monkeypatch.chdir(tmp_path)
     assert main(["explain", "--hf-checkpoint", "m", *flags]) == 2
     assert f"ConfigError: {problem}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [("--actor-num-nodes", "2"), ("--ray-address", "127.0.0.1:1")])
-def test_a_cluster_is_refused(tmp_path, monkeypatch, capsys, flags):
-    monkeypatch.chdir(tmp_path)
-    assert main(["explain", "--hf-checkpoint", "m", *flags]) == 2
-    assert "ConfigError: --ray-address, --actor-num-nodes: " in capsys.readouterr().err
