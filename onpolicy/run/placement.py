@@ -26,9 +26,11 @@ def placement_of(
 ) -> Placement:
     """Where each rank and each engine of a run is. Raises ConfigError with the sum that does not fit."""
     per_engine = tensor_parallel_size(config.sglang_args)
-    _require_gpus_if_counted(config.engine, contract)
+    if config.cluster.actor_num_gpus_per_node:
+        _require_device(contract, hosts)
+    _require_gpus_if_counted(config.engine, contract, hosts)
     placement = place(config.cluster, config.engine, per_engine, contract.device, hosts)
-    _require_device(contract, placement)
+    _require_device(contract, placement.hosts)
     require_reach(config, placement)
     return placement
 
@@ -41,25 +43,28 @@ def placement_of_servers(
     hosts: Sequence[Host],
 ) -> Placement:
     """Where each server of a command without a trainer is; raises as `placement_of` does."""
-    _require_gpus_if_counted(count, contract)
+    _require_gpus_if_counted(count, contract, hosts)
     placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
-    _require_device(contract, placement)
+    _require_device(contract, placement.hosts)
     _require_addresses_of_hosts(rollout_host, placement)
     return placement
 
 
-def _require_gpus_if_counted(count: EngineCountConfig, contract: NumericsContract) -> None:
+def _require_gpus_if_counted(
+    count: EngineCountConfig, contract: NumericsContract, hosts: Sequence[Host]
+) -> None:
     if contract.device == "cpu" and (count.rollout_num_gpus or count.rollout_num_gpus_per_engine):
+        _require_device(contract, hosts)
         raise ConfigError(
             "--rollout-num-gpus, --rollout-num-gpus-per-engine: there are no GPUs here. Give "
             "--rollout-num-engines, the servers that share the hosts' cores, and --sglang-tp-size."
         )
 
 
-def _require_device(contract: NumericsContract, placement: Placement) -> None:
-    """Raise ContractError if the contract, made from this host, is for CPUs, and another host that is
-    taken has GPUs, which its processes would leave unused."""
-    with_gpus = (host for host in placement.hosts if host.num_gpus and not host.is_here)
+def _require_device(contract: NumericsContract, hosts: Sequence[Host]) -> None:
+    """Raise ContractError if the contract, made from this host, is for CPUs, and another of `hosts`,
+    which are taken, has GPUs, which its processes would leave unused."""
+    with_gpus = (host for host in hosts if host.num_gpus and not host.is_here)
     if contract.device == "cpu" and (host := next(with_gpus, None)) is not None:
         raise ContractError(
             f"{host}: its node of the cluster has num_gpus={host.num_gpus}, and this host, from which "

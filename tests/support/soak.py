@@ -46,7 +46,9 @@ for name, phase in {PHASES!r}.items():
     mark(name, phase)
 """
 MAX_STARTS = 4
-PATIENCE = 5.0
+PATIENCE = 20.0
+"""Seconds: torch's manager of shared memory, for one, ends some time after its last client."""
+
 HOST_PATIENCE = 60.0
 """Seconds in which a host of a cluster ends what a run has put there."""
 

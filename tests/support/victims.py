@@ -41,7 +41,8 @@ def kill(victim, which, controller, cluster):
 
 def of_kind(victim, controller, others):
     """The processes of a run that are of this kind."""
-    guards = [p for p in others if is_guard(p) and not is_guard(p.parent())]
+    servers = [p for p in others if is_guard(p)]
+    guards = [p for p in servers if p.parent() not in servers]
     if victim == "controller":
         return [controller]
     if victim == "guard":

@@ -8,7 +8,7 @@ import torch
 
 from onpolicy.cluster.hosts import Host
 from onpolicy.config import TrainConfig, groups
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.run.contracts import contract_for
@@ -56,6 +56,36 @@ def test_what_cannot_be_on_several_hosts_is_refused(checkpoint, changes, message
     placement_of(*on("cpu", checkpoint), hosts)
     with pytest.raises(ConfigError, match=message):
         placement_of(*on("cpu", checkpoint, **changes), hosts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": groups.EngineConfig(rollout_num_engines=2)},
+        {"engine": groups.EngineConfig(rollout_num_gpus=1)},
+        {"cluster": groups.ClusterConfig(actor_num_gpus_per_node=1)},
+    ],
+    ids=["placed there", "GPUs for servers", "GPUs for ranks"],
+)
+def test_a_contract_for_cpus_takes_no_other_host_with_gpus(checkpoint, changes):
+    here, there = (
+        Host("1", "a", "10.0.0.1", 4, 8),  # PyTorch may be one for CPUs
+        Host("2", "b", "10.0.0.2", 4, 2, is_here=False),
+    )
+    told = r"b \(10\.0\.0\.2\): .* num_gpus=2, and this host, .* `ray start --num-gpus 0`"
+    with pytest.raises(ContractError, match=told):
+        placement_of(*on("cpu", checkpoint, **changes), [here, there])
+
+
+def test_servers_alone_take_no_other_host_with_gpus_under_a_contract_for_cpus(checkpoint):
+    _, contract = on("cpu", checkpoint)
+    two = groups.EngineCountConfig(rollout_num_engines=2)
+    here, there = (
+        Host("1", "a", "10.0.0.1", 4, 0),
+        Host("2", "b", "10.0.0.2", 4, 2, is_here=False),
+    )
+    with pytest.raises(ContractError, match=r"b \(10\.0\.0\.2\): .* num_gpus=2, and this host"):
+        placement_of_servers(two, 1, "127.0.0.1", contract, [here, there])
 
 
 def test_servers_alone_are_spread_over_hosts_and_refused_as_those_of_a_run(checkpoint):
