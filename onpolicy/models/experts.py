@@ -115,8 +115,7 @@ def unusual_experts(model: nn.Module) -> list[str]:
 
 def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
     """Distinct (experts E, intermediate I, hidden H, chosen per token k) of the model's layers."""
-    chosen: Any = getattr(model.config, "num_experts_per_tok", None)
-    k = max(chosen) if isinstance(chosen, list) else chosen
+    k: Any = getattr(model.config, "num_experts_per_tok", None)
     return {(*expert_sizes(experts), k) for experts in experts_of(model)}
 
 

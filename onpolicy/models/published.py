@@ -44,6 +44,7 @@ def read_config(
         if own.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[own.model_type]]
     _keep_rotations_of_layers(config)
+    _choose_alike_in_all_layers(config, f"{flag}={path}")
     return config
 
 
@@ -84,3 +85,21 @@ def _keep_rotations_of_layers(config: PretrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds and all(isinstance(rope.get(kind), dict) for kind in kinds):
         config.rope_parameters = {kind: rope[kind] for kind in sorted(kinds)}
+
+
+def _choose_alike_in_all_layers(config: PretrainedConfig, name: str) -> None:
+    """Make a list with the experts per token of every layer (HunYuan-A13B's) the number it repeats.
+
+    SGLang keeps one record of the experts that tokens chose, equally wide in all layers, and adds the
+    list to a number to make it (RoutedExpertsCapturer, SGLang 0.5.23). Raises ConfigError if layers
+    differ.
+    """
+    chosen: Any = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(chosen, list):
+        return
+    if len(set(chosen)) != 1:
+        raise ConfigError(
+            f"{name}: num_experts_per_tok={chosen} in config.json, other numbers in other layers, and "
+            "SGLang records as many experts of a token in every layer. Choose another checkpoint."
+        )
+    config.num_experts_per_tok = chosen[0]

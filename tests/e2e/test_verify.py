@@ -41,6 +41,22 @@ def test_no_token_differs_in_float32(architecture, tmp_path):
     assert passes(report, config)
 
 
+@pytest.mark.parametrize(
+    "architecture", ["phi", "phimoe", "nemotron"], ids=["head bias", "sparsemixer", "layernorm1p"]
+)
+def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture, tmp_path):
+    config = VerifyConfig(
+        model=ModelConfig(hf_checkpoint=str(make_checkpoint(tmp_path / "model", architecture))),
+        num_prompts=6,
+        max_new_tokens=12,
+        run_dir=str(tmp_path / "run"),
+    )
+    assert config.model.dtype == "bfloat16"
+    report = verify(config)
+    assert report["num_compared_tokens"] == 2 * 6 * 12
+    assert passes(report, config)
+
+
 def test_stock_operators_are_measured_and_no_failure(checkpoint, tmp_path, capsys):
     file = tmp_path / "report.json"
     code = main([

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -159,14 +160,18 @@ def _shown(cell: Cell | None) -> str:
 
 
 def _reasons(results: Results) -> Iterator[str]:
+    """A line for each sentence: of which columns it is said, and of which architectures."""
+    said: dict[tuple[str, str], list[str]] = {}
     for architecture in (*ALL_ARCHITECTURES, *FILES):
-        said: dict[str, list[str]] = {}
+        columns: dict[str, list[str]] = {}
         for column in COLUMNS:
             cell = results.get(architecture, {}).get(column, {})
             if text := cell.get("refused") or cell.get("failed"):
-                said.setdefault(text, []).append(column)
-        for text, columns in said.items():
-            yield f"- {_name(architecture)}, {', '.join(columns)}: {text}"
+                columns.setdefault(re.sub(r"^architecture=\w+: ", "", text), []).append(column)
+        for text, names in columns.items():
+            said.setdefault((", ".join(names), text), []).append(_name(architecture))
+    for (names, text), architectures in said.items():
+        yield f"- {', '.join(architectures)}; {names}: {text}"
 
 
 def main() -> None:

@@ -83,6 +83,18 @@ def test_rotations_are_of_kinds_of_layers_alone(tmp_path):
     }
 
 
+def test_experts_per_token_of_every_layer_are_one_number_if_layers_agree(tmp_path):
+    config = load_config(str(make_published(tmp_path, "hunyuan-a13b-instruct")))
+    assert published("hunyuan-a13b-instruct")["moe_topk"] == [2, 2]
+    assert config.num_experts_per_tok == config.moe_topk == 2
+
+
+def test_layers_that_choose_other_numbers_of_experts_are_refused(tmp_path):
+    write_config(tmp_path, {**published("hunyuan-a13b-instruct"), "moe_topk": [2, 3]})
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok=\[2, 3\].* in every layer"):
+        parse_config(str(tmp_path))
+
+
 def test_buffers_are_not_rounded_to_the_dtype_that_is_published(tmp_path):
     config = load_config(str(make_published(tmp_path, "gemma-2b-it")))
     embedding = ModelFacts(config).model.get_input_embeddings()
