@@ -32,6 +32,15 @@ def layer_scores(layer: Any) -> Scores:
     return Scores(layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None)
 
 
+def as_wide_as(store: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` [T, heads, numbers], with zeros up to the heads and numbers of a row of `store`."""
+    if x.shape[1:] == store.shape[1:]:
+        return x
+    wide = x.new_zeros(len(x), *store.shape[1:])
+    wide[:, : x.shape[1], : x.shape[2]] = x
+    return wide
+
+
 def _backend_class() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -83,14 +92,17 @@ def _backend_class() -> type:
             sinks: torch.Tensor | None = None,
             **_: Any,
         ) -> torch.Tensor:
+            keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
             if save_kv_cache:
                 location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+                k, v = as_wide_as(keys, k), as_wide_as(values, v)
                 self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
             assert self.layout is not None
             out = self.operators.paged_attention(
                 q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-                self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, None],
-                self.token_to_kv_pool.get_value_buffer(layer.layer_id)[:, None],
+                keys[:, None, : layer.tp_k_head_num, : layer.qk_head_dim],
+                values[:, None, : layer.tp_v_head_num, : layer.v_head_dim],
                 self.layout,
                 layer_scores(layer),
                 sinks,

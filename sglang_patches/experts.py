@@ -23,6 +23,7 @@ from onpolicy.models.experts import (
     has_usual_experts,
     routers_of,
 )
+from onpolicy.models.llama4 import use_usual_form
 from onpolicy.models.stored import stored_tensors
 from sglang_patches import registry
 from sglang_patches.tensor_parallel import rank, shard
@@ -41,6 +42,7 @@ def _replace_all_but_experts(model: Any) -> None:
     from sglang.srt.distributed import get_tp_group
     from sglang.srt.models.transformers import TransformersBase
 
+    use_usual_form(model.model)
     with _out_of_sight(model.model):
         TransformersBase.recursive_replace(model)
     for module in model.model.modules():

@@ -3,7 +3,8 @@
 SGLang plans the cache by the architecture's name: for DeepSeek's one compressed vector a token, which
 its own models read. transformers' code calls attention with whole keys and values, and its backend in
 SGLang takes their size from the configuration's `head_dim`, there the rotated part of a key alone.
-Here the cache and the layers get the sizes with which the model's own code calls attention.
+Here the cache and the layers get the sizes with which the model's own code calls attention. Where layers
+differ (Gemma-4's), the cache has the largest, and each layer uses the first numbers of the first heads.
 Source: ModelConfig._derive_model_shapes, sglang/srt/configs/model_config.py; TransformersBase.
 _create_attention_instances, sglang/srt/models/transformers.py. Can go when the backend asks the model.
 """
@@ -42,14 +43,17 @@ def install(contract: NumericsContract) -> None:
 
 
 def head_sizes(contract: NumericsContract) -> tuple[int, int]:
-    """(numbers of a query or key, numbers of a value) of a head, in all layers.
+    """(numbers of a query or key, numbers of a value) of a head of the cache: the largest of all layers.
 
-    Raises ContractError if layers differ.
+    Raises ContractError if layers differ where SGLang's own attention reads the cache, whose heads have
+    one size.
     """
-    sizes = {(kind.head_dim, kind.value_dim) for kind in contract.shapes.attention}
-    if len(sizes) != 1:
+    kinds = contract.shapes.attention
+    sizes = {(kind.head_dim, kind.value_dim) for kind in kinds}
+    if len(sizes) > 1 and (contract.device != "cpu" or contract.is_partial):
         raise ContractError(
-            f"(head_dim, value_dim)={sorted(sizes)}: SGLang's cache has heads of one size. Choose a "
+            f"(head_dim, value_dim)={sorted(sizes)}: SGLang's cache has heads of one size, and only the "
+            "aligned attention on a CPU, in every layer, reads heads of several out of it. Choose a "
             "checkpoint whose layers are alike, or run without --true-on-policy-mode."
         )
-    return sizes.pop()
+    return max(kind.head_dim for kind in kinds), max(kind.value_dim for kind in kinds)

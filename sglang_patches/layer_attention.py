@@ -53,7 +53,16 @@ def attention_forward(
     layer = attention_instances[module.layer_idx]  # type: ignore[index]
     layer.scaling, layer.logit_cap = scores.scale, scores.softcap or 0.0
     layer.sliding_window_size = (scores.window or 0) - 1
+    _set_sizes(layer, query, key, value)
     # SGLang leaves a parameter whole on every tensor-parallel rank.
     extra = {} if sinks is None else {"sinks": own_part(sinks, layer.tp_q_head_num)}
     q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     return layer.forward(q, k, v, forward_batch=forward_batch, **extra), None
+
+
+def _set_sizes(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Those of this layer, which others need not have; [1, H, T, D] of this rank's heads or of all."""
+    layer.head_dim = layer.qk_head_dim = query.shape[-1]
+    layer.v_head_dim = value.shape[-1]
+    kv_heads = key.shape[1] * layer.tp_q_head_num // query.shape[1]
+    layer.tp_k_head_num = layer.tp_v_head_num = kv_heads

@@ -145,7 +145,7 @@ def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str
     one, as far as is known.
     """
     blocks = expert_blocks(model)
-    routing = {part for block in blocks for part in (block, *block.children())}
+    routing = {b for block in blocks for b in (block, *block.children()) if not is_norm(b)}
     routing |= {part for block in blocks for r in routers_of(block) for part in r.modules()}
     return sorted(
         {

@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.keywords import hand_on_keywords
+from onpolicy.models.llama4 import use_usual_form
 
 
 def empty_causal_lm(
@@ -30,6 +31,7 @@ def empty_causal_lm(
                 trust_remote_code=trust_remote_code,
                 **{"dtype": torch.float32, **settings},
             )
+        use_usual_form(model)
         _initialize_buffers(model)
         hand_on_keywords(model)
         return model

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
 from onpolicy.models.by_operators import ByOperators
+from onpolicy.models.norms import is_norm
 from onpolicy.ops.base import Operators
 from onpolicy.ops.experts import Gate, gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel
@@ -136,8 +137,12 @@ def expert_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def routers_of(block: nn.Module) -> list[nn.Module]:
-    """Those of a block that are no plain linear layers: the block's or their own code chooses."""
-    return [m for m in block.children() if type(m) is not nn.Linear and hasattr(m, "weight")]
+    """Those of a block that are no plain linear layers: the block's or their own code chooses.
+
+    A block may be a whole decoder layer (Gemma-4's), with norms beside its experts.
+    """
+    parts = [m for m in block.children() if type(m) is not nn.Linear and not is_norm(m)]
+    return [part for part in parts if hasattr(part, "weight")]
 
 
 def route_by_operators(block: Any, operators: Operators) -> None:

@@ -20,6 +20,7 @@ from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
 from onpolicy.models.experts import expert_blocks, has_usual_experts, routers_of, unusual_experts
 from onpolicy.models.facts import ModelFacts
+from onpolicy.models.llama4 import is_llama4
 from onpolicy.models.logits import logits_rule
 from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
@@ -36,6 +37,9 @@ SIZES = (
     "max_position_embeddings",
 )
 """What every part of onpolicy asks a configuration for."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of attention with aligned operators. Llama-4's chunks are whole sequences (`llama4.py`)."""
 
 
 def load_config(
@@ -147,7 +151,8 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
         )
     elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
         problems.append("which transformers cannot run with another attention function")
-    if kinds := sorted(set(value("layer_types") or ()) - {"full_attention", "sliding_attention"}):
+    known = LAYER_TYPES | ({"chunked_attention"} if is_llama4(config) else set())
+    if kinds := sorted(set(value("layer_types") or ()) - known):
         problems.append(
             f"layer_types={kinds}: only full and sliding attention have aligned operators"
         )

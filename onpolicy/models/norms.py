@@ -3,7 +3,7 @@
 A norm is recognised by what it computes: on a probe in bfloat16 it gives exactly the bits of one of the
 formulas below. They differ in where they round: Llama's rounds before it multiplies with the weight,
 OLMo-2's and GPT-OSS's after, Gemma's too and its weight is an offset from one. So is the weight of
-Nemotron's layer norm.
+Nemotron's layer norm. Gemma-4's norm of values has no weight.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ from onpolicy.ops.checks.probe import probe
 
 EPSILONS = (1e-5, 1e-6)
 """Tried of a norm that does not say which it adds (OLMo's)."""
+
+RMS_FORMS = ((0.0, False), (0.0, True), (1.0, True))
+"""Of an RMS norm with a weight: its offset, and whether only the product is rounded."""
+
+ANY_SIZE = 48
+"""Tried of a norm that has no size of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +46,18 @@ class NormKind:
 
 
 class AlignedRMSNorm(nn.Module):
-    """RMS norm by `Operators.rms_norm`; takes over the weight of the module it replaces."""
-
-    weight: nn.Parameter
+    """RMS norm by `Operators.rms_norm`; takes over the weight, if any, of the module it replaces."""
 
     def __init__(self, norm: Any, kind: NormKind, operators: Operators):
         super().__init__()
-        self.weight, self.kind, self.operators = norm.weight, kind, operators
+        self.weight: nn.Parameter | None = getattr(norm, "weight", None)
+        self.kind, self.operators = kind, operators
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
+        if self.weight is None:
+            weight = torch.ones(x.shape[-1], device=x.device)
+            return self.operators.rms_norm(x, weight, self.kind.eps, round_last=True)
+        weight = self.weight
         if self.kind.offset:
             weight = self.kind.offset + weight.float()
         return self.operators.rms_norm(x, weight, self.kind.eps, self.kind.round_last)
@@ -84,9 +92,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norm_sizes(norms: Mapping[nn.Module, NormKind], *, centered: bool) -> tuple[int, ...]:
-    """Distinct sizes of the layer norms, or of the RMS norms."""
+    """Distinct sizes of the layer norms, or of the RMS norms, that say theirs."""
     sizes = {_size(norm) for norm, kind in norms.items() if kind.is_centered == centered}
-    return tuple(sorted(sizes))
+    return tuple(sorted(size for size in sizes if size is not None))
 
 
 def norm_kinds(model: nn.Module) -> dict[nn.Module, NormKind]:
@@ -101,7 +109,7 @@ def norm_kind(module: Any) -> NormKind | None:
     known = is_norm(module) and not isinstance(module, (AlignedRMSNorm, AlignedLayerNorm))
     if not known or parameters.keys() - {"weight", "bias"} or list(module.children()):
         return None
-    size = _size(module)
+    size = _size(module) or ANY_SIZE
     if any(parameter.shape != (size,) for parameter in parameters.values()):
         return None
     x = probe(3, size, seed=1).bfloat16()
@@ -116,30 +124,50 @@ def norm_kind(module: Any) -> NormKind | None:
     return None
 
 
-def _size(module: Any) -> int:
+def _size(module: Any) -> int | None:
+    """Of the last axis; None if the module does not say it."""
     weight = getattr(module, "weight", None)
     if weight is not None:
         return int(weight.shape[-1])
-    return int((getattr(module, "normalized_shape", None) or (1,))[-1])
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[-1]) if shape else None
 
 
 def _candidates(module: Any) -> Iterator[tuple[NormKind, Callable[..., Tensor]]]:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     for each in EPSILONS if eps is None else (eps,):
-        if getattr(module, "weight", None) is not None:
-            for offset, round_last in ((0.0, False), (0.0, True), (1.0, True)):
-                yield NormKind(False, each, offset, round_last), _rms_norm
+        has_weight = getattr(module, "weight", None) is not None
+        for offset, round_last in RMS_FORMS if has_weight else ((0.0, True),):
+            yield NormKind(False, each, offset, round_last), _rms_norm
+        yield NormKind(False, each), _rms_norm_by_power
         yield NormKind(True, each), _layer_norm
         yield NormKind(True, each), _layer_norm_of_torch
         yield NormKind(True, each, offset=1.0), _layer_norm_of_torch
 
 
-def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind) -> Tensor:
     rows = x.float()
-    rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + kind.eps)
+    return _weighted(rows * torch.rsqrt(_mean_square(rows, kind)), weight, x.dtype, kind)
+
+
+def _rms_norm_by_power(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
+) -> Tensor:
+    """The same on paper, by the function that Gemma-4 calls."""
+    rows = x.float()
+    return _weighted(rows * torch.pow(_mean_square(rows, kind), -0.5), weight, x.dtype, kind)
+
+
+def _mean_square(rows: Tensor, kind: NormKind) -> Tensor:
+    return rows.pow(2).mean(-1, keepdim=True) + kind.eps
+
+
+def _weighted(rows: Tensor, weight: Tensor | None, dtype: torch.dtype, kind: NormKind) -> Tensor:
+    if weight is None:
+        return rows.to(dtype)
     if kind.round_last:
-        return ((kind.offset + weight.float()) * rows).to(x.dtype)
-    return weight * rows.to(x.dtype)
+        return ((kind.offset + weight.float()) * rows).to(dtype)
+    return weight * rows.to(dtype)
 
 
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind) -> Tensor:

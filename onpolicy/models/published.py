@@ -43,6 +43,10 @@ def read_config(
         del config.auto_map
         if own.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[own.model_type]]
+    if getattr(config, "is_heterogeneous", False):
+        # SGLang asks for head_dim, and transformers refuses where layers differ (Gemma-4's). What it
+        # is told does not count: the layers' own calls of attention say their sizes.
+        config.allow_global_per_layer_attribute_access = True
     _keep_rotations_of_layers(config)
     _choose_alike_in_all_layers(config, f"{flag}={path}")
     return config
@@ -94,6 +98,8 @@ def _choose_alike_in_all_layers(config: PretrainedConfig, name: str) -> None:
     list to a number to make it (RoutedExpertsCapturer, SGLang 0.5.23). Raises ConfigError if layers
     differ.
     """
+    if getattr(config, "top_k_experts", None):  # Gemma-4's name for it, which SGLang does not know
+        config.num_experts_per_tok = config.top_k_experts  # type: ignore[attr-defined]
     chosen: Any = getattr(config, "num_experts_per_tok", None)
     if not isinstance(chosen, list):
         return

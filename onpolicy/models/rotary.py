@@ -7,8 +7,8 @@ file, and other models in this process stay as they are. Another rotary embeddin
 several axes) stays too, in both engines, and so does a call that the operator was not made for: one
 that rotates a part of each head, or has its axes in another order.
 
-One other cannot stay: DeepSeek-V2's, a product of complex numbers. Whether its kernels fuse a product
-with a sum depends on where an element stands, so it is written out in real numbers.
+One other cannot stay: DeepSeek-V2's and Llama-4's, a product of complex numbers. Whether its kernels
+fuse a product with a sum depends on where an element stands, so it is written out in real numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
         name: forward.__globals__.get(name) for name in forward.__code__.co_names
     }
     own = {name: _by_operators(f, module) for name, f in called.items() if is_usual_rotary(f)}
-    own |= {name: rotate_pairs for name, f in called.items() if is_complex_rotary(f)}
+    for ours in (rotate_pairs, rotate_pairs_of_tokens):
+        own |= {name: ours for name, f in called.items() if is_complex_rotary(f, ours)}
     if own:
         module.operators = operators  # type: ignore[assignment]
         module.forward = MethodType(_rebound(forward, own), module)
@@ -48,9 +49,9 @@ def is_usual_rotary(function: Any) -> bool:
     return _takes(function, "q", "k", "cos", "sin") and _has_usual_bits(function)
 
 
-def is_complex_rotary(function: Any) -> bool:
-    """Whether it is a function of (xq, xk, freqs_cis) that means the same as `rotate_pairs`."""
-    return _takes(function, "xq", "xk", "freqs_cis") and _turns_pairs(function)
+def is_complex_rotary(function: Any, ours: Rotary) -> bool:
+    """Whether it is a function of (xq, xk, freqs_cis) that means the same as `ours`."""
+    return _takes(function, "xq", "xk", "freqs_cis") and _turns_pairs(function, ours)
 
 
 def _takes(function: Any, *names: str) -> bool:
@@ -77,15 +78,24 @@ def rotate_pairs(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Ten
     return rotated(xq), rotated(xk)
 
 
+def rotate_pairs_of_tokens(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate_pairs` of xq: [B, T, H, D] and xk: [B, T, H_kv, D], as Llama-4 calls it."""
+    q, k = rotate_pairs(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
 @cache
-def _turns_pairs(function: Rotary) -> bool:
-    q, k = (probe(2, heads, 5, 8, seed=heads) for heads in (4, 2))
+def _turns_pairs(function: Rotary, ours: Rotary) -> bool:
+    heads_first = ours is rotate_pairs
+    q, k = (
+        probe(2, *((heads, 5) if heads_first else (5, heads)), 8, seed=heads) for heads in (4, 2)
+    )
     turns = torch.complex(*(probe(2, 5, 4, seed=seed) for seed in (5, 6)))
     try:
         got = function(q, k, turns)
     except Exception:  # of a function that takes other shapes
         return False
-    return all(map(torch.allclose, got, rotate_pairs(q, k, turns)))
+    return all(map(torch.allclose, got, ours(q, k, turns)))
 
 
 @cache

@@ -18,6 +18,7 @@ from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
+from onpolicy.models.llama4 import require_context
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.tensor_parallel import require_shardable
@@ -39,6 +40,7 @@ def contract_for(
     facts = ModelFacts(hf_config, model.trust_remote_code)
     aligned_by = aligning_flag(config.operators, mode=aligned)
     context = context_length(config.sglang_args) or hf_config.max_position_embeddings
+    require_context(hf_config, context)
     if aligned_by:
         require_alignable(facts, context, aligned_by)
         require_exact(os.environ, aligned_by)

@@ -46,12 +46,13 @@ def test_no_token_differs_in_float32(architecture, tmp_path):
 )
 def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture, tmp_path):
     config = VerifyConfig(
-        model=ModelConfig(hf_checkpoint=str(make_checkpoint(tmp_path / "model", architecture))),
+        model=ModelConfig(
+            hf_checkpoint=str(make_checkpoint(tmp_path / "model", architecture)), dtype="bfloat16"
+        ),
         num_prompts=6,
         max_new_tokens=12,
         run_dir=str(tmp_path / "run"),
     )
-    assert config.model.dtype == "bfloat16"
     report = verify(config)
     assert report["num_compared_tokens"] == 2 * 6 * 12
     assert passes(report, config)

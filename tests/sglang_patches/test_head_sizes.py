@@ -45,6 +45,15 @@ def test_cache_and_layers_get_whole_keys_and_values(hooks):
     assert vars(layers[0]) == {"head_dim": 48, "qk_head_dim": 48, "v_head_dim": 24}
 
 
-def test_layers_with_heads_of_different_sizes_are_refused(hooks):
-    with pytest.raises(ContractError, match=r"\(head_dim, value_dim\)=\[\(32, 24\), \(48, 24\)\]"):
-        head_sizes.install(contract_of(LATENT, dataclasses.replace(LATENT, head_dim=32)))
+SEVERAL = (LATENT, dataclasses.replace(LATENT, head_dim=32, value_dim=32))
+
+
+def test_the_cache_has_the_largest_sizes_of_all_layers(hooks):
+    assert head_sizes.head_sizes(contract_of(*SEVERAL)) == (48, 32)
+
+
+@pytest.mark.parametrize("change", [{"device": "cuda"}, {"kinds": ("linear",)}, {"layers": ("0",)}])
+def test_heads_of_several_sizes_are_refused_where_other_attention_reads_the_cache(change, hooks):
+    contract = dataclasses.replace(contract_of(*SEVERAL), **change)
+    with pytest.raises(ContractError, match=r"\(head_dim, value_dim\)=\[\(32, 32\), \(48, 24\)\]"):
+        head_sizes.install(contract)

@@ -11,7 +11,9 @@ from sglang_patches.layer_attention import attention_forward
 
 
 class Layer:
-    """As much of a RadixAttention as is set and called."""
+    """As much of a RadixAttention as is set and called; of one of two tensor-parallel ranks."""
+
+    tp_q_head_num, tp_k_head_num, tp_v_head_num = 2, 4, 4
 
     def forward(self, q, k, v, *, forward_batch, **extra):
         self.shapes, self.extra = [x.shape for x in (q, k, v)], extra
@@ -34,6 +36,12 @@ def test_a_layers_window_and_soft_cap_reach_the_backend_as_they_are_meant():
     assert (layer.sliding_window_size, layer.logit_cap) == (31, 50.0)
     assert layer_scores(layer) == Scores(0.3, window=32, softcap=50.0)
     assert layer.shapes == [(5, 32), (5, 16), (5, 12)] and layer.extra == {}
+
+
+def test_a_layer_has_the_sizes_of_its_call_and_this_ranks_share_of_the_heads():
+    layer = call()
+    assert (layer.head_dim, layer.qk_head_dim, layer.v_head_dim) == (8, 8, 6)
+    assert (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num) == (2, 1, 1)
 
 
 def test_a_layer_without_them_has_none():

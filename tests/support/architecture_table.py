@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from onpolicy.errors import ConfigError
 from tests.support.forked_processes import forked_processes
 from tests.support.published import FILES, make_published
 from tests.support.tiny import ALL_ARCHITECTURES, make_checkpoint
@@ -54,7 +55,7 @@ Results = dict[str, dict[str, Cell]]
 HEAD = """# Architectures
 
 Written by `make architectures` from [a record](../benchmarks/results/architectures.json); edit neither
-by hand. For every architecture a random checkpoint of two layers is made (`tests/support/tiny.py` has
+by hand. For every architecture a random checkpoint of a few layers is made (`tests/support/tiny.py` has
 their sizes) and `onpolicy verify` runs on it: the real SGLang server and the real trainer on a CPU,
 prompts in chunks, cache hits, an optimizer step and a push. A cell says how many of the sampled tokens
 had another log-probability on the other side, and how many were compared. Temperature is 0.7, with
@@ -88,7 +89,11 @@ def run_cell(architecture: str, column: str) -> Cell:
     """One command on real engines: how many tokens differ, or what it said."""
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        checkpoint, report = _make(work / "model", architecture), work / "report.json"
+        checkpoint, report = work / "model", work / "report.json"
+        try:
+            _make(checkpoint, architecture)
+        except ConfigError as error:
+            return {"refused": _without(checkpoint, str(error))}
         command = [
             *(sys.executable, "-m", "onpolicy.cli", "verify", "--hf-checkpoint", str(checkpoint)),
             *("--json", str(report), "--run-dir", str(work / "run"), *SIZE, *COLUMNS[column]),
@@ -99,7 +104,7 @@ def run_cell(architecture: str, column: str) -> Cell:
             return {"failed": f"not done after {LIMIT} seconds"}
         last = (done.stderr.strip().splitlines() or ["says nothing"])[-1]
         if done.returncode == 2:
-            return {"refused": last.removeprefix("ConfigError: ")}
+            return {"refused": _without(checkpoint, last.removeprefix("ConfigError: "))}
         if not report.exists():
             return {"failed": last}
         counts = json.loads(report.read_text())
@@ -107,11 +112,14 @@ def run_cell(architecture: str, column: str) -> Cell:
         return cell if done.returncode == 0 or cell["mismatched"] else {"failed": last}
 
 
-def _make(directory: Path, name: str) -> Path:
-    """A checkpoint of an architecture, or one as published."""
-    if name in ALL_ARCHITECTURES:
-        return make_checkpoint(directory, name)
-    return make_published(directory, name)
+def _make(directory: Path, name: str) -> None:
+    """A checkpoint of an architecture, or one as published. Raises ConfigError if it cannot be read."""
+    (make_checkpoint if name in ALL_ARCHITECTURES else make_published)(directory, name)
+
+
+def _without(directory: Path, text: str) -> str:
+    """Without a name that is another in every call."""
+    return text.replace(str(directory), "DIR")
 
 
 def write_down(architecture: str, column: str, cell: Cell) -> None:
@@ -162,7 +170,7 @@ def _shown(cell: Cell | None) -> str:
 def _reasons(results: Results) -> Iterator[str]:
     """A line for each sentence: of which columns it is said, and of which architectures."""
     said: dict[tuple[str, str], list[str]] = {}
-    for architecture in (*ALL_ARCHITECTURES, *FILES):
+    for architecture in dict.fromkeys((*ALL_ARCHITECTURES, *FILES)):
         columns: dict[str, list[str]] = {}
         for column in COLUMNS:
             cell = results.get(architecture, {}).get(column, {})

@@ -126,7 +126,26 @@ MORE_ARCHITECTURES = {
     "gemma": (GemmaConfig, {"head_dim": 16}),
     "gemma2": (Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
     "gemma3": (Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
-    "gemma4": (Gemma4TextConfig, {"head_dim": 16, "vocab_size_per_layer_input": 139, **WINDOWS}),
+    # Heads of two sizes, shared keys and values, keys that are values, inputs of every layer.
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            "head_dim": 16, "global_head_dim": 32, "attention_k_eq_v": True,
+            "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 139,
+            "final_logit_softcapping": 5.0, "use_double_wide_mlp": True, "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma4-moe": (
+        Gemma4TextConfig,
+        {
+            "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
+            "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 72, **WINDOWS,
+        },
+    ),
     "olmo": (OlmoConfig, {}),
     "olmo2": (Olmo2Config, {}),
     "olmo3": (Olmo3Config, WINDOWS),
@@ -188,7 +207,14 @@ MORE_ARCHITECTURES = {
     "glm4-moe-lite": (Glm4MoeLiteConfig, LATENT_ATTENTION),
     "deepseek-v2": (DeepseekV2Config, {**LATENT_ATTENTION, "n_group": 1, "topk_group": 1}),
     "deepseek-v3": (DeepseekV3Config, LATENT_ATTENTION),
-    "llama4": (Llama4TextConfig, {"num_local_experts": 4, "head_dim": 16}),
+    # A layer of experts and a dense one; one that rotates and norms its keys, and one that does neither.
+    "llama4": (
+        Llama4TextConfig,
+        {
+            "num_local_experts": 4, "head_dim": 16, "intermediate_size": 72, "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 208, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0],
+        },
+    ),
     "jamba": (JambaConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
     "minimax": (MiniMaxConfig, {"num_local_experts": 6, "head_dim": 16, "intermediate_size": 72}),
     "qwen3-next": (
@@ -205,8 +231,6 @@ MORE_ARCHITECTURES = {
 ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 
 REFUSED = {
-    "gemma4": "Gemma4RMSNorm: has no aligned operator",
-    "llama4": r"layer_types=\['chunked_attention'\]",
     "minimax": r"layer_types=\['linear_attention'\]",
     "jamba": "which has linear attention or state-space layers",
     "qwen3-next": "which has linear attention or state-space layers",

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
@@ -20,6 +19,8 @@ ASKED = {
     "cohere2": [(24, None, False), (None, None, False)],
     "olmo3": [(24, None, False), (None, None, False)],
     "gpt-oss": [(24, None, True), (None, None, True)],
+    "gemma4": [(24, None, False), (None, None, False)] * 2,
+    "llama4": [(None, None, False)] * 2,
 }
 """Of each layer: window, soft cap, whether it has sinks."""
 
@@ -44,10 +45,3 @@ def test_layers_get_what_transformers_means(architecture, tmp_path):
         got, _ = policy(PackedTokens.pack([sequence.tolist()], [1], 1.0))
         want = stock(sequence[None]).logits[0, :-1].log_softmax(-1).gather(1, sequence[1:, None])
     torch.testing.assert_close(got, want[:, 0], rtol=1e-3, atol=1e-3)
-
-
-def test_a_mask_that_no_argument_tells_of_is_refused():
-    """Llama-4 attends in chunks, and says so in its mask alone."""
-    config = Llama4TextConfig(architectures=["Llama4ForCausalLM"], num_hidden_layers=4)
-    with pytest.raises(ConfigError, match=r"layer_types=\['chunked_attention'\]: only full and"):
-        require_alignable(ModelFacts(config), 1 << 20)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -20,6 +21,14 @@ RMS = {
     "Qwen3": (Qwen3RMSNorm(SIZE, 1e-3), NormKind(False, 1e-3, 0.0, False)),
     "OLMo-2": (Olmo2RMSNorm(SIZE, 1e-3), NormKind(False, 1e-3, 0.0, True)),
     "Gemma-2": (Gemma2RMSNorm(SIZE, 1e-3), NormKind(False, 1e-3, 1.0, True)),
+    "Llama-4, without weight": (Llama4TextL2Norm(1e-3), NormKind(False, 1e-3, 0.0, True)),
+}
+BY_POWER = {
+    "Gemma-4": (Gemma4RMSNorm(SIZE, 1e-3), NormKind(False, 1e-3, 0.0, True)),
+    "Gemma-4, without weight": (
+        Gemma4RMSNorm(SIZE, 1e-3, with_scale=False),
+        NormKind(False, 1e-3, 0.0, True),
+    ),
 }
 CENTERED = {
     "Cohere": (CohereLayerNorm(SIZE, 1e-3), NormKind(True, 1e-3)),
@@ -36,26 +45,27 @@ def with_weights(norm, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*RMS, *CENTERED])
+@pytest.mark.parametrize("name", [*RMS, *BY_POWER, *CENTERED])
 @torch.no_grad()
 def test_a_norm_is_replaced_by_the_same_formula(name, dtype):
-    norm, kind = (RMS | CENTERED)[name]
+    norm, kind = (RMS | BY_POWER | CENTERED)[name]
     assert norm_kind(norm.bfloat16()) == norm_kind(norm.float()) == kind
     x = torch.randn(9, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
     parent = nn.Sequential(with_weights(norm, dtype))
     want = norm(x)
     align_modules(parent, CpuOperators(1))
-    assert type(parent[0]).__name__ == ("AlignedRMSNorm" if name in RMS else "AlignedLayerNorm")
+    assert type(parent[0]).__name__ == (
+        "AlignedLayerNorm" if name in CENTERED else "AlignedRMSNorm"
+    )
     assert parent[0](x).dtype == dtype
     if name in RMS:
         assert torch.equal(parent[0](x), want)
-    else:  # PyTorch's own kernel takes its sums in another order
+    else:  # another function for the root, or PyTorch's own kernel with sums in another order
         torch.testing.assert_close(parent[0](x), want)
 
 
 @pytest.mark.parametrize(
-    "norm", [Llama4TextL2Norm(), Qwen3NextRMSNormGated(SIZE),
-             nn.LayerNorm((2, SIZE)), nn.BatchNorm1d(SIZE)],
+    "norm", [Qwen3NextRMSNormGated(SIZE), nn.LayerNorm((2, SIZE)), nn.BatchNorm1d(SIZE)],
     ids=lambda norm: type(norm).__name__,
 )  # fmt: skip
 def test_a_norm_that_computes_something_else_is_named(norm):

@@ -38,16 +38,19 @@ def trainable(tmp_path):
     return run
 
 
-def test_the_language_model_of_several_is_written_alone(tmp_path, trainable):
+@pytest.mark.parametrize(
+    ("name", "ends"), [("gemma-3-4b-it", [1, 3]), ("llama-4-scout", [1, 3, 4])]
+)
+def test_the_language_model_of_several_is_written_alone(name, ends, tmp_path, trainable):
     source = tmp_path / "source"
     source.mkdir()
-    write_config(source, published("gemma-3-4b-it"))
+    write_config(source, published(name))
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(source))
     model.save_pretrained(source)
     make_padded_tokenizer().save_pretrained(source)
-    write_config(source, published("gemma-3-4b-it"))
+    write_config(source, published(name))
     text = trainable(TEXT)
-    assert text.config.eos_token_id == [1, 3]
+    assert text.config.eos_token_id == ends
     tokens = torch.arange(2, 40)[None]
     model = AutoModelForImageTextToText.from_pretrained(source).eval()
     assert torch.equal(text.eval()(tokens).logits, model(tokens).logits)

@@ -1,6 +1,7 @@
 """Rotary embeddings by the operators, where they are the usual one; every other stays as it is."""
 
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -112,11 +113,15 @@ def test_a_second_call_changes_nothing_and_operators_can_be_replaced():
     assert (first.calls, second.calls) == (2, 2)
 
 
+def rotation_of(architecture):
+    file = import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    return file.apply_rotary_emb
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_complex_rotations_are_written_out_and_a_token_does_not_depend_on_the_others(dtype):
-    from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
-
-    assert rotary.is_complex_rotary(apply_rotary_emb)
+    apply_rotary_emb = rotation_of("deepseek_v2")
+    assert rotary.is_complex_rotary(apply_rotary_emb, rotary.rotate_pairs)
     generator = torch.Generator().manual_seed(0)
     for size in (8, 20, 64):
         q, k = (torch.randn(1, h, 37, size, generator=generator).to(dtype) for h in (4, 1))
@@ -141,7 +146,18 @@ def over_another_axis(xq, xk, freqs_cis):
 
 @pytest.mark.parametrize("function", [turned_back, over_another_axis, torch.mul, None])
 def test_a_complex_rotation_is_recognised_by_what_it_computes(function):
-    assert not rotary.is_complex_rotary(function)
+    assert not rotary.is_complex_rotary(function, rotary.rotate_pairs)
+
+
+def test_a_complex_rotation_of_heads_after_tokens_is_the_same():
+    own, ours = rotation_of("llama4"), rotary.rotate_pairs_of_tokens
+    assert rotary.is_complex_rotary(own, ours)
+    assert not rotary.is_complex_rotary(own, rotary.rotate_pairs)
+    q, k = (torch.randn(1, 37, h, 20, generator=torch.Generator().manual_seed(h)) for h in (4, 1))
+    angles = 50 * torch.randn(1, 37, 10, generator=torch.Generator().manual_seed(0))
+    turns = torch.polar(torch.ones_like(angles), angles)
+    for got, want in zip(ours(q, k, turns), own(q, k, turns), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def turned_the_other_way(q, k, cos, sin):

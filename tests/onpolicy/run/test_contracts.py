@@ -57,11 +57,23 @@ def test_a_part_is_held_to_what_the_whole_is(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"--align=model,norm: .*windows.*Add attention"):
         contract(make_checkpoint(tmp_path, "gemma2"), aligned=False, align="norm")
     contract(tmp_path, aligned=False, align="norm,attention")
-    with pytest.raises(ConfigError, match=r"architecture=Gemma4.*or run without --align\."):
-        contract(make_checkpoint(tmp_path / "gemma4", "gemma4"), aligned=False, align="norm")
+    with pytest.raises(ConfigError, match=r"architecture=Qwen3Next.*or run without --align\."):
+        contract(make_checkpoint(tmp_path / "next", "qwen3-next"), aligned=False, align="norm")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with --align"):
         contract(checkpoint, aligned=False, align="norm")
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_llama4_is_served_within_its_first_chunk_alone(aligned, tmp_path):
+    make_checkpoint(tmp_path / "chunks", "llama4", attention_chunk_size=200)
+    make_checkpoint(tmp_path / "scale", "llama4", floor_scale=256)
+    for name, limit in (("chunks", 200), ("scale", 255)):
+        said = f"--sglang-context-length=256: beyond {limit} tokens .* Serve at most {limit} tokens"
+        with pytest.raises(ConfigError, match=said):
+            contract(tmp_path / name, aligned=aligned)
+    untuned = {"floor_scale": 256, "attn_temperature_tuning": False}
+    contract(make_checkpoint(tmp_path / "not", "llama4", **untuned), aligned=aligned)
 
 
 SHARED = ["--dtype", "float32", "--row-parallel-blocks", "2", "--sglang-tp-size", "2"]

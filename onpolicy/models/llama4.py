@@ -1,0 +1,95 @@
+"""Gives Llama-4's decoder the form that the other decoders have, where it means the same.
+
+transformers writes three things in a way of its own (5.12 to 5.19). Every expert computes every token,
+most of them of zeros; here a token's experts are called as other mixtures call theirs. The keys of a
+token are its chunk's, and queries are scaled by where they lie in the batch; up to `context_limit`
+tokens a sequence is one chunk and that scale is 1, so neither is there, and no more are served. And the
+prefix that names the decoder belongs to the model with images.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.integrations import use_experts_implementation
+from transformers.models.llama4.modeling_llama4 import (
+    Llama4ForCausalLM,
+    Llama4TextAttention,
+    Llama4TextExperts,
+    Llama4TextMoe,
+)
+
+from onpolicy.errors import ConfigError
+
+
+@use_experts_implementation(is_transposed=True)
+class ChosenExperts(Llama4TextExperts):
+    """Llama-4's experts under the flags, and with the arguments, of transformers' other ones."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """By one of transformers' functions, which the decorator calls in place of this."""
+        raise NotImplementedError
+
+
+FLAGS = {
+    "has_gate": True, "has_bias": False, "is_transposed": True, "is_concatenated": True,
+    "_is_expert_parallel": False,
+}  # fmt: skip
+"""What the decorator sets when it makes such experts, as which these were not made."""
+
+
+def use_usual_form(model: Any) -> None:
+    """Rewrite Llama-4's layers in `model`, in place; another model stays as it is."""
+    for module in model.modules():
+        if isinstance(module, Llama4TextMoe):
+            module.experts.__class__ = ChosenExperts
+            vars(module.experts).update(FLAGS, config=model.config)
+            module.forward = MethodType(_route, module)
+        elif isinstance(module, Llama4TextAttention):
+            module.attn_temperature_tuning = False
+    if isinstance(model, Llama4ForCausalLM):
+        model.base_model_prefix = "model"
+
+
+def _route(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., H] -> [T, H] and the router's logits [T, E]; a score scales what its expert is given.
+
+    Source: Llama4TextMoe.forward and Llama4Router.forward, modeling_llama4.py.
+    """
+    x = hidden_states.reshape(-1, block.hidden_dim)
+    logits = F.linear(x, block.router.weight)
+    values, chosen = torch.topk(logits, block.top_k, dim=1)
+    scores = torch.sigmoid(values.float()).to(x.dtype)
+    out: Tensor = block.shared_expert(x)
+    for score, expert in zip(scores.split(1, dim=1), chosen.split(1, dim=1), strict=True):
+        out = out + block.experts(x * score, expert, torch.ones_like(score))
+    return out, logits
+
+
+def is_llama4(config: PretrainedConfig) -> bool:
+    """Whether it configures Llama-4's language model."""
+    return str(config.model_type) == "llama4_text"
+
+
+def context_limit(config: PretrainedConfig) -> float:
+    """Tokens up to which Llama-4 has neither chunks nor scaled queries; infinite for other models."""
+    if not is_llama4(config):
+        return float("inf")
+    limit: float = config.attention_chunk_size or float("inf")
+    return min(limit, config.floor_scale - 1) if config.attn_temperature_tuning else limit
+
+
+def require_context(config: PretrainedConfig, context: int) -> None:
+    """Raise ConfigError if an engine would serve more than `context_limit` tokens."""
+    if context > (limit := context_limit(config)):
+        raise ConfigError(
+            f"--sglang-context-length={context}: beyond {limit:.0f} tokens this model attends in "
+            f"chunks (attention_chunk_size={config.attention_chunk_size}) and scales its queries "
+            f"(floor_scale={config.floor_scale}), for which there is no operator. Serve at most "
+            f"{limit:.0f} tokens."
+        )
