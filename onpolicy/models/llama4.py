@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.integrations import use_experts_implementation
+from transformers.integrations.moe import use_experts_implementation
 from transformers.models.llama4.modeling_llama4 import (
     Llama4ForCausalLM,
     Llama4TextAttention,
@@ -31,7 +31,9 @@ from onpolicy.errors import ConfigError
 class ChosenExperts(Llama4TextExperts):
     """Llama-4's experts under the flags, and with the arguments, of transformers' other ones."""
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """By one of transformers' functions, which the decorator calls in place of this."""
         raise NotImplementedError
 
@@ -49,7 +51,7 @@ def use_usual_form(model: Any) -> None:
         if isinstance(module, Llama4TextMoe):
             module.experts.__class__ = ChosenExperts
             vars(module.experts).update(FLAGS, config=model.config)
-            module.forward = MethodType(_route, module)
+            module.forward = MethodType(_route, module)  # type: ignore[method-assign]
         elif isinstance(module, Llama4TextAttention):
             module.attn_temperature_tuning = False
     if isinstance(model, Llama4ForCausalLM):

@@ -99,7 +99,7 @@ def _choose_alike_in_all_layers(config: PretrainedConfig, name: str) -> None:
     differ.
     """
     if getattr(config, "top_k_experts", None):  # Gemma-4's name for it, which SGLang does not know
-        config.num_experts_per_tok = config.top_k_experts  # type: ignore[attr-defined]
+        config.num_experts_per_tok = config.top_k_experts
     chosen: Any = getattr(config, "num_experts_per_tok", None)
     if not isinstance(chosen, list):
         return
