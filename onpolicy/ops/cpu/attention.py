@@ -44,7 +44,7 @@ def _forward_chunk(
     q, k, v, sinks = inputs
     keys, values = chunk.gather_blocks(k), chunk.gather_blocks(v)
     for tile in chunk.tiles:
-        weights = tile.scores(tile.gather(q) * scores.scale, keys, scores.softcap)
+        weights = tile.scores(tile.gather(q).mul_(scores.scale), keys, scores.softcap)
         largest = tile.largest(weights)
         total = torch.zeros_like(largest)
         if sinks is not None:
@@ -54,7 +54,7 @@ def _forward_chunk(
         weights = tile.weigh_(weights, largest[..., None])
         for block_sum in weights.sum(-1):
             total += block_sum
-        tile.scatter(tile.weighted_sum(weights, values) / total[..., None], out)
+        tile.scatter(tile.weighted_sum(weights, values).div_(total[..., None]), out)
         if lse is not None:
             tile.scatter((largest + total.log())[..., None], lse)
 
@@ -72,23 +72,23 @@ def _backward_chunk(
     grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
     for tile in chunk.tiles:
         seen = tile.blocks, slice(tile.batch)
-        tile_q = tile.gather(q) * scores.scale
-        do = tile.zero_padding(tile.gather(grad_out))
+        tile_q = tile.gather(q).mul_(scores.scale)
+        do = tile.zero_padding_(tile.gather(grad_out))
         delta = (do * tile.gather(out)).sum(-1, keepdim=True)
         weights = tile.scores(tile_q, keys, scores.softcap)
         slopes = _slopes(weights, scores.softcap)
         weights = tile.weigh_(weights, tile.gather(lse))
         # Rows of zeros, so that every product below has a shape that no other sequence decides.
-        missing = -tile.rows % ROW_BLOCK
-        tile_q, do, delta, weights, slopes = (
-            F.pad(x, (0, 0, 0, missing)) for x in (tile_q, do, delta, weights, slopes)
-        )
+        if missing := -tile.rows % ROW_BLOCK:
+            tile_q, do, delta, weights, slopes = (
+                F.pad(x, (0, 0, 0, missing)) for x in (tile_q, do, delta, weights, slopes)
+            )
         dq = torch.zeros_like(tile_q)
         blocks = zip(
             weights, keys[seen], values[seen], grad_keys[seen], grad_values[seen], strict=True
         )
         for j, (weight, key, value, grad_key, grad_value) in enumerate(blocks):
-            ds = weight * (torch.bmm(do, value.transpose(1, 2)) - delta)
+            ds = torch.bmm(do, value.transpose(1, 2)).sub_(delta).mul_(weight)
             if scores.softcap:
                 ds.mul_(slopes[j])
             dq.baddbmm_(ds, key)
@@ -96,7 +96,7 @@ def _backward_chunk(
                 rows = slice(r, r + ROW_BLOCK)
                 grad_value.baddbmm_(weight[:, rows].transpose(1, 2), do[:, rows])
                 grad_key.baddbmm_(ds[:, rows].transpose(1, 2), tile_q[:, rows])
-        tile.scatter(dq[:, : tile.rows] * scores.scale, grad_q)
+        tile.scatter(dq[:, : tile.rows].mul_(scores.scale), grad_q)
     chunk.scatter_blocks(grad_keys, grad_k)
     chunk.scatter_blocks(grad_values, grad_v)
 

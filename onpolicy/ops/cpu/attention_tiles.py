@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,11 @@ KEY_BLOCK = 64
 ROW_MULTIPLE = 16
 MAX_ROWS = 256
 
-CHUNK_FLOATS = 1 << 22
-"""Upper bound for the gathered keys of one chunk of sequences (16 MiB), unless one is larger."""
+PADDED_ROWS = 64
+"""From so many rows on a tile keeps its padding: to cut it off would cost more than to compute it."""
+
+CHUNK_FLOATS = 1 << 20
+"""Upper bound for the gathered keys of one chunk of sequences (4 MiB), unless one is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +62,15 @@ class Chunk:
         # Padding repeats the sequence's last key: its weight is 0, and 0 times another sequence's
         # value would not be 0 if that were not finite.
         slots = torch.arange(self.num_blocks * KEY_BLOCK)
-        self.is_key = slots < key_lens[:, None]
+        self._kept = (slots < key_lens[:, None]).reshape(-1).nonzero()[:, 0]
         slots = first_keys[:, None] + torch.minimum(slots, key_lens[:, None] - 1)
         rows = layout.key_rows[chosen[:, None], slots]
-        self.key_rows = rows
+        self._scattered = rows.reshape(-1)[self._kept]
         rows = rows.view(-1, self.num_blocks, 1, KEY_BLOCK).transpose(0, 1)
         heads = torch.arange(shape.kv_heads).view(1, 1, -1, 1)
         self._gathered = (rows * shape.kv_heads + heads).reshape(-1)
         longest = int(query_lens[0])
-        step = max(1, min(longest, MAX_ROWS // shape.group))
+        step = max(1, min(longest, KEY_BLOCK, MAX_ROWS // shape.group))
         self.tiles = [
             Tile(shape, first, min(step, longest - first), query_lens, query_starts, key_lens)
             for first in range(0, longest, step)
@@ -80,14 +84,16 @@ class Chunk:
     def scatter_blocks(self, blocks: Tensor, store: Tensor) -> None:
         """The inverse of `gather_blocks`, for gradients: write every key's row of `store`."""
         by_key = blocks.view(self.num_blocks, -1, self.shape.kv_heads, KEY_BLOCK, blocks.shape[-1])
-        by_key = by_key.permute(1, 0, 3, 2, 4).reshape(*self.key_rows.shape, *store.shape[1:])
-        store[self.key_rows[self.is_key]] = by_key[self.is_key].to(store.dtype)
+        by_key = by_key.permute(1, 0, 3, 2, 4).reshape(-1, *store.shape[1:])
+        kept = by_key.index_select(0, self._kept)
+        store.index_copy_(0, self._scattered, kept.to(store.dtype))
 
 
 class Tile:
-    """Up to 256 // G consecutive query tokens of every sequence of a chunk that has so many.
+    """Up to 64 consecutive query tokens, or 256 // G, of every sequence of a chunk that has so many.
 
-    Together B = (sequences x key heads) matrices of R = (tokens x G) rows, padded for the GEMMs.
+    Together B = (sequences x key heads) matrices of R = (tokens x G) rows, padded for the GEMMs. More
+    tokens would make more blocks of keys of which only some of the rows see a part.
     """
 
     def __init__(
@@ -100,18 +106,26 @@ class Tile:
         key_lens: Tensor,
     ):
         self.shape, self.tokens = shape, tokens
-        self.rows = tokens * shape.group
-        self.padding = -self.rows % ROW_MULTIPLE
         count = int((query_lens > first).sum())
         self.batch = count * shape.kv_heads
+        self.queries = tokens * shape.group
+        self.rows = self.queries
+        if self.queries >= PADDED_ROWS:
+            self.rows += -self.queries % ROW_MULTIPLE
         lens, starts, keys = (x[:count, None] for x in (query_lens, query_starts, key_lens))
         slots = first + torch.arange(tokens)
         self.is_query = slots < lens
+        self._is_full = bool(self.is_query.all())
         slots = torch.minimum(slots, lens - 1)  # padding repeats the sequence's last query
         self._gathered = (starts + slots).reshape(-1)
+        start = int(self._gathered[0])
+        self._run = slice(start, start + tokens) if count == 1 else None
+        self._heads = shape.kv_heads, shape.group
         self._kept = self.is_query.reshape(-1).nonzero()[:, 0]
         self._scattered = self._gathered[self._kept]
-        self._positions = (keys - lens + slots).repeat_interleave(shape.group, dim=1)
+        positions = (keys - lens + slots).repeat_interleave(shape.group, dim=1)
+        last = positions[:, -1:].expand(-1, self.rows - self.queries)
+        self._positions = torch.cat([positions, last], dim=1)
         # Blocks before `first` nobody sees; those before `first_masked` hide nothing from anyone.
         first = int(_first_blocks(self._positions, shape.window).min())
         self._first_masked = first if shape.window else int(self._positions.min()) // KEY_BLOCK
@@ -119,32 +133,46 @@ class Tile:
 
     def gather(self, x: Tensor) -> Tensor:
         """Rows of [T, H, D] as float32 [B, R, D]."""
-        rows = x.index_select(0, self._gathered).float()
-        rows = rows.view(-1, self.tokens, self.shape.kv_heads, self.shape.group, x.shape[-1])
-        return rows.transpose(1, 2).reshape(self.batch, self.rows, x.shape[-1])
+        taken = x[self._run] if self._run else x.index_select(0, self._gathered)
+        rows = torch.empty(self.batch, self.rows, x.shape[-1], dtype=torch.float32)
+        rows[:, self.queries :] = 0
+        self._by_query(rows).copy_(taken.view(-1, self.tokens, *self._heads, x.shape[-1]))
+        return rows
 
     def scatter(self, rows: Tensor, out: Tensor) -> None:
         """The inverse of `gather`: write the rows of `out` [T, H, D] that stand for queries."""
-        rows = rows.view(-1, self.shape.kv_heads, self.tokens, self.shape.group, rows.shape[-1])
-        rows = rows.transpose(1, 2).reshape(-1, *out.shape[1:])
-        out.index_copy_(0, self._scattered, rows.index_select(0, self._kept).to(out.dtype))
+        by_query = self._by_query(rows)
+        if self._run:
+            out[self._run].view(by_query.shape).copy_(by_query)
+            return
+        taken = by_query.reshape(-1, *out.shape[1:])
+        if not self._is_full:
+            taken = taken.index_select(0, self._kept)
+        out.index_copy_(0, self._scattered, taken.to(out.dtype))
+
+    def _by_query(self, rows: Tensor) -> Tensor:
+        """A view of [B, R, D]: [sequences, tokens, key heads, G, D]."""
+        by_head = rows[:, : self.queries].unflatten(0, (-1, self.shape.kv_heads))
+        return by_head.unflatten(2, (self.tokens, self.shape.group)).transpose(1, 2)
 
     def of_heads(self, x: Tensor) -> Tensor:
         """A number for each head, [H], as float32 [B, R]."""
         by_group = x.float().view(1, self.shape.kv_heads, 1, self.shape.group)
-        return by_group.expand(len(self._positions), -1, self.tokens, -1).reshape(-1, self.rows)
+        by_row = by_group.expand(len(self._positions), -1, self.tokens, -1)
+        return F.pad(by_row.reshape(-1, self.queries), (0, self.rows - self.queries))
 
-    def zero_padding(self, rows: Tensor) -> Tensor:
+    def zero_padding_(self, rows: Tensor) -> Tensor:
         """Zero the rows of [B, R, D] that stand for no query, before sums over rows."""
-        shape = (-1, self.shape.kv_heads, self.tokens, self.shape.group, rows.shape[-1])
-        return (rows.view(shape) * self.is_query[:, None, :, None, None]).view(rows.shape)
+        if not self._is_full:
+            self._by_query(rows).mul_(self.is_query[:, :, None, None, None])
+        return rows
 
     def scores(self, q: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
         """Products of [B, R, D] with [blocks, B, 64, D], capped, also with keys that a row cannot see.
 
         Returns [blocks of the tile, B, R, 64].
         """
-        q = F.pad(q, (0, 0, 0, self.padding)) if self.padding else q
+        q = self._padded(q)
         keys = keys[self.blocks, : self.batch]
         products = q.new_empty(*keys.shape[:2], q.shape[1], KEY_BLOCK)
         for block, out in zip(keys, products, strict=True):
@@ -156,7 +184,7 @@ class Tile:
 
     def largest(self, scores: Tensor) -> Tensor:
         """The largest score of each row, of the keys that it sees: [B, R]."""
-        bounds = (self._visible() - 0.5) * float("inf")
+        bounds = (self._visible - 0.5) * float("inf")
         largest = torch.minimum(self._masked(scores), bounds).amax(-1).amax(0).view(-1, self.rows)
         if unmasked := self._first_masked - self.blocks.start:
             largest = torch.maximum(largest, scores[:unmasked].amax(-1).amax(0))
@@ -171,7 +199,7 @@ class Tile:
         """
         masked = self._masked(scores.sub_(subtrahend)).clamp_(max=0)
         scores.exp_()
-        masked.mul_(self._visible())
+        masked.mul_(self._visible)
         return scores
 
     def _masked(self, scores: Tensor) -> Tensor:
@@ -179,6 +207,7 @@ class Tile:
         masked = scores[self._first_masked - self.blocks.start :]
         return masked.view(-1, len(self._positions), self.shape.kv_heads, *scores.shape[2:])
 
+    @cached_property
     def _visible(self) -> Tensor:
         """1.0 for keys of the masked blocks that a row sees, else 0.0: [blocks, sequences, 1, R, 64]."""
         key = torch.arange(self._first_masked * KEY_BLOCK, self.blocks.stop * KEY_BLOCK)
@@ -194,12 +223,16 @@ class Tile:
 
     def weighted_sum(self, weights: Tensor, values: Tensor) -> Tensor:
         """Block after block: `scores`' shape with [blocks, B, 64, D] -> [B, R, D]."""
-        if self.padding:
-            weights = F.pad(weights, (0, 0, 0, self.padding))
+        weights = self._padded(weights)
         out = weights.new_zeros(self.batch, weights.shape[2], values.shape[-1])
         for block_weights, block in zip(weights, values[self.blocks, : self.batch], strict=True):
             out.baddbmm_(block_weights, block)
         return out[:, : self.rows]
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """[..., R, D] with a multiple of 16 rows."""
+        missing = -self.rows % ROW_MULTIPLE
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def chunks_of(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[Chunk]:
