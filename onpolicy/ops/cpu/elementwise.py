@@ -21,5 +21,6 @@ VECTOR = 128
 def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function(x)` for a function that maps each element by itself: [...] -> [...]."""
     flat, missing = x.reshape(-1), -x.numel() % VECTOR
-    flat = F.pad(flat, (0, missing)) if missing else flat
-    return function(flat)[: x.numel()].view(x.shape)
+    if not missing:  # a slice of everything would still be a copy in the backward pass
+        return function(flat).view(x.shape)
+    return function(F.pad(flat, (0, missing)))[: x.numel()].view(x.shape)
