@@ -2,14 +2,14 @@
 
 What breaks row invariance in `F.linear` on a CPU is (a) fewer than 16 rows, which take
 matrix-vector and narrow kernels, and (b) a number of threads, which splits large products in ways
-that depend on the number of rows. So rows are padded to a multiple of 16 and cut into tiles of at
-most 256, and every tile is one single-threaded GEMM.
+that depend on the number of rows. So rows are padded to a multiple of 16 and cut into tiles of
+256 to 1,024, and every tile is one single-threaded GEMM.
 
 Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K may
-depend on how many columns it has. So columns are cut into tiles of 256 too, and the last one is padded
-with zero columns: in bfloat16 to all 256, in float32 to a multiple of 16, since MKL's strict mode
-(`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a long K in other places
-below 192 columns. Ranks that share columns check theirs at start-up: `ops/checks/shard_check.py`.)
+depend on how many columns it has. So columns are cut into tiles too, and the last one is padded with
+zero columns: in bfloat16 to a whole tile of 256, in float32, where tiles have 512, to a multiple of 16,
+since MKL's strict mode (`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a long
+K elsewhere below 192 columns. Ranks that share columns check theirs: `ops/checks/shard_check.py`.)
 
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
@@ -20,7 +20,8 @@ order of its own: the same tiles, other bits, so the contract says which (`ops/b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,11 +35,11 @@ from onpolicy.ops.cpu.layout import whole
 from onpolicy.ops.cpu.threads import PiecePool
 
 ROW_MULTIPLE = 16
-MAX_ROWS = 256
-COLUMNS, COLUMN_MULTIPLE = 256, 16
+MIN_ROWS, MAX_ROWS = 256, 1024
+COLUMNS, BFLOAT16_COLUMNS, COLUMN_MULTIPLE = 512, 256, 16
 
-MIN_PIECES = 16
-"""Of one product, if it has so many tiles: enough to keep threads equally busy."""
+PIECES_PER_THREAD = 2
+"""Of one product, if it has so many tiles of MIN_ROWS. Fewer pieces have more rows, which is faster."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -54,6 +55,9 @@ class Gemms:
 
     product: Product = F.linear
     """`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
+
+    columns: int = COLUMNS
+    """Of a float32 tile."""
 
     def operand(self, x: Tensor, out: Tensor) -> torch.dtype:
         """The dtype in which `x` is multiplied for `out`."""
@@ -130,15 +134,15 @@ def _pieces(
     out: Tensor,
     blocks: int = 1,
 ) -> list[Piece]:
-    """Pieces of `out = x @ weight.T + bias`: a tile of columns and some tiles of rows each."""
-    columns = [slice(c, c + COLUMNS) for c in range(0, weight.shape[0], COLUMNS)]
-    rows = [slice(r, r + MAX_ROWS) for r in range(0, x.shape[0], MAX_ROWS)]
-    together = max(1, len(rows) * len(columns) // MIN_PIECES)
-    runs = [rows[r : r + together] for r in range(0, len(rows), together)]
+    """Pieces of `out = x @ weight.T + bias`: a tile of columns and some of the rows each."""
+    width = BFLOAT16_COLUMNS if x.dtype == torch.bfloat16 else gemms.columns
+    columns = [slice(c, c + width) for c in range(0, weight.shape[0], width)]
+    count = max(1, PIECES_PER_THREAD * gemms.pool.num_threads // len(columns))
+    step = max(MIN_ROWS, math.ceil(len(x) / count / ROW_MULTIPLE) * ROW_MULTIPLE)
     return [
-        partial(_fill, gemms, x, weight, bias, out, tile, run, blocks)
+        partial(_fill, gemms, x, weight, bias, out, tile, slice(r, r + step), blocks)
         for tile in columns
-        for run in runs
+        for r in range(0, len(x), step)
     ]
 
 
@@ -158,19 +162,19 @@ def _fill(
     bias: Tensor | None,
     out: Tensor,
     columns: slice,
-    row_tiles: Sequence[slice],
+    rows: slice,
     blocks: int,
 ) -> None:
-    """Compute `columns` of the rows of `out`, one GEMM for each tile of them."""
-    tile, count = weight[columns].to(x.dtype), len(weight[columns])
-    multiple = COLUMNS if x.dtype == torch.bfloat16 else COLUMN_MULTIPLE
-    if count < COLUMNS:
+    """Compute `columns` of some `rows` of `out`, one GEMM for each tile of them."""
+    tile, width = weight[columns].to(x.dtype), columns.stop - columns.start
+    count = len(tile)
+    if count < width:
+        multiple = width if x.dtype == torch.bfloat16 else COLUMN_MULTIPLE
         tile = _pad_rows(tile, multiple).contiguous()
-    tile_bias = None
-    if bias is not None:
-        tile_bias = F.pad(bias[columns].to(x.dtype), (0, len(tile) - count))
-    for rows in row_tiles:
-        part, result = x[rows], out[rows, columns]
+    tile_bias = None if bias is None else F.pad(bias[columns].to(x.dtype), (0, len(tile) - count))
+    for start in range(rows.start, min(rows.stop, len(x)), MAX_ROWS):
+        some = slice(start, min(start + MAX_ROWS, rows.stop))
+        part, result = x[some], out[some, columns]
         if blocks == 1 and result.shape[1] == len(tile) and result.dtype == x.dtype:
             gemms.multiply_into(result, part, tile, tile_bias)
         else:
@@ -204,11 +208,13 @@ def _weight_grad_pieces(
     grad, wide = grad.to(operand), x.to(operand)
 
     def piece(rows: slice) -> None:
-        product = gemms.product(grad[:, rows].t(), wide.t(), None)
+        part, result = grad[:, rows].t(), out[rows]
         if adds:
-            out[rows].add_(product.to(x.dtype))
+            result.add_(gemms.product(part, wide.t(), None).to(x.dtype))
+        elif out.dtype == operand:
+            gemms.multiply_into(result, part, wide.t(), None)
         else:
-            out[rows].copy_(product)
+            result.copy_(gemms.product(part, wide.t(), None))
 
     starts = range(0, out.shape[0], COLUMNS)
     return [partial(piece, slice(start, start + COLUMNS)) for start in starts]
@@ -251,9 +257,7 @@ class AlignedLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
         of_x = of_weight = None
-        pieces: list[
-            Piece
-        ] = []  # of both gradients, since one alone may be too few for all threads
+        pieces: list[Piece] = []  # of both gradients: one alone may be too few for all threads
         if needs_weight:
             of_weight = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of the weight
             pieces += _weight_grad_pieces(gemms, grad, x, of_weight)
@@ -261,14 +265,9 @@ class AlignedLinear(torch.autograd.Function):
             of_x, of_rows = _product(gemms, grad, weight.t(), None, x.dtype)
             pieces += of_rows
         gemms.pool.run(pieces, (needs_x + needs_weight) * _weight_grad_flops(grad, x))
-        return (
-            None if of_x is None else of_x[: x.shape[0]],
-            of_weight,
-            grad.sum(0) if needs_bias else None,
-            None,
-            None,
-            None,
-        )
+        of_x = None if of_x is None else of_x[: x.shape[0]]
+        of_bias = grad.sum(0) if needs_bias else None
+        return of_x, of_weight, of_bias, None, None, None
 
 
 class AlignedGroupedLinear(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 A BLAS call that runs on several threads partitions its work by their number, and with the
 partition the order of the sums changes. The operators therefore cut their work into pieces whose
-shapes do not depend on the number of threads, run every piece on one thread, and spread the pieces.
+number of rows decides no bit, run every piece on one thread, and spread the pieces.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ from onpolicy.ops.cpu.linear import Gemms
 from onpolicy.ops.portable.order_check import require_order
 from onpolicy.ops.portable.products import product
 
+COLUMNS = 256
+"""Of a tile of a product."""
+
 
 class PortableOperators(CpuOperators):
     """`CpuOperators` with products in an order of their own.
@@ -24,10 +27,12 @@ class PortableOperators(CpuOperators):
     Creating them keeps PyTorch from calling oneDNN by itself.
     """
 
+    column_tile = COLUMNS
+
     def __init__(self, num_threads: int = 1):
         """Raises ContractError if this process's libraries multiply in another order."""
         super().__init__(num_threads)
         # PyTorch asks for it by the processor's instructions, not by those that are in force.
         torch.backends.mkldnn.set_flags(False)
-        self.gemms = Gemms(self.pool, product=product)
+        self.gemms = Gemms(self.pool, product=product, columns=COLUMNS)
         require_order()

@@ -127,6 +127,23 @@ def test_gradients_of_rows_do_not_depend_on_their_number(columns):
     require_same_bits(of_rows, 256, [range(m) for m in range(16, 256, 16)])
 
 
+@pytest.mark.parametrize("rows", [272, 512, 1024, 1040])
+@pytest.mark.parametrize("inner", [192, 1000, 4096])
+def test_rows_of_a_large_tile_have_the_bits_of_small_ones(rows, inner):
+    """In both directions, and on threads that share them out in other ways."""
+    x, weight, _ = operands(rows, 272, inner, torch.float32, False)
+    few = [range(r, min(r + 208, rows)) for r in range(0, rows, 208)]
+    require_same_bits(lambda i: ONE_THREAD.linear(x[i], weight), rows, few)
+    grad = ONE_THREAD.linear(x, weight)
+
+    def of_rows(i, operators=ONE_THREAD):
+        part = x[i].requires_grad_()
+        return torch.autograd.grad(operators.linear(part, weight), part, grad[i])[0]
+
+    require_same_bits(of_rows, rows, few)
+    assert torch.equal(of_rows(slice(None), THREE_THREADS), of_rows(slice(None)))
+
+
 def test_rows_that_depend_on_their_number_are_found():
     x, weight, _ = operands(64, 30, 40, torch.float32, False)
     linear = break_operator(CpuOperators(), "linear").linear

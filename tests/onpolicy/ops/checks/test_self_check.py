@@ -65,6 +65,12 @@ def test_an_operator_that_depends_on_the_batch_is_found_and_named(operator, name
         self_check(break_operator(CpuOperators(), operator), CONTRACT)
 
 
+def test_a_product_that_depends_on_the_batch_in_large_tiles_alone_is_found():
+    broken = break_operator(CpuOperators(), "linear", lambda rows: rows >= 512)
+    with pytest.raises(ContractError, match="operator=linear"):
+        self_check(broken, CONTRACT)
+
+
 def test_every_operator_of_a_rollout_has_a_control():
     """The parts of longer sums have theirs in tests/onpolicy/ops/test_row_parallel.py."""
     assert CONTROLS.keys() == {*ROW_OPERATORS} - {"partial_linear"}
