@@ -209,7 +209,10 @@ class Tile:
 
     @cached_property
     def _visible(self) -> Tensor:
-        """1.0 for keys of the masked blocks that a row sees, else 0.0: [blocks, sequences, 1, R, 64]."""
+        """1.0 for keys of the masked blocks that a row sees, else 0.0: [blocks, sequences, 1, R, 64].
+
+        Computed once for all layers, which share the tile.
+        """
         key = torch.arange(self._first_masked * KEY_BLOCK, self.blocks.stop * KEY_BLOCK)
         key, position = (
             key.float().view(-1, 1, 1, 1, KEY_BLOCK),
