@@ -153,7 +153,8 @@ class Tile:
     def _by_query(self, rows: Tensor) -> Tensor:
         """A view of [B, R, D]: [sequences, tokens, key heads, G, D]."""
         by_head = rows[:, : self.queries].unflatten(0, (-1, self.shape.kv_heads))
-        return by_head.unflatten(2, (self.tokens, self.shape.group)).transpose(1, 2)
+        by_query: Tensor = by_head.unflatten(2, (self.tokens, self.shape.group)).transpose(1, 2)
+        return by_query
 
     def of_heads(self, x: Tensor) -> Tensor:
         """A number for each head, [H], as float32 [B, R]."""
