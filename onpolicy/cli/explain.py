@@ -89,6 +89,7 @@ def _require_all_contracts(config: ExplainConfig) -> None:
     per_node = "gpus" if gpus else "ranks"
     rows = (
         (f"--ray-address={cluster.ray_address}", cluster.ray_address, here),
+        (f"--actor-num-nodes={cluster.actor_num_nodes}", cluster.actor_num_nodes > 1, here),
         (f"--actor-num-{per_node}-per-node={cluster.ranks_per_node}", cluster.num_ranks > 1, here),
         (f"--align={config.operators.align}", config.operators.align, own),
         ("--no-true-on-policy-mode", not config.true_on_policy_mode, own),

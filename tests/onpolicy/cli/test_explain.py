@@ -36,10 +36,11 @@ def test_ranks_that_compute_whole_rows_are_taken_on_any_hosts(argv):
             ("--attribution", "kinds", "--ray-address", "h:1"),
             "--ray-address=h:1 with --attribution: ",
         ),
+        (("--attribution", "kinds", "--actor-num-nodes", "2"), "nodes=2 with --attribution: its"),
         ((*TWO_RANKS, "--attribution", "layers"), "node=2 with --attribution: its trainer has one"),
         (("--train-backend", "megatron", "--megatron-tp", "2"), "--megatron-tp=2: .* whole rows"),
     ],
-    ids=["cluster", "attribution", "tensor-parallel"],
+    ids=["cluster", "nodes", "attribution", "tensor-parallel"],
 )
 def test_what_is_not_recorded_is_refused(argv, message):
     with pytest.raises(ConfigError, match=message):
