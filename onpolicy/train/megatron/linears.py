@@ -106,9 +106,12 @@ def last_linear(config: AlignedConfig) -> type[AlignedRowLinear]:
 
 
 def row_parallel(config: AlignedConfig, group: dist.ProcessGroup) -> RowParallel:
-    """How a row-parallel linear over `group` sums: into all tokens, or into this rank's of them."""
+    """How a row-parallel linear over `group` sums: into all tokens, or into this rank's of them.
+
+    It can be sent to other processes where the group is of one rank, which has all of K.
+    """
     kind = ScatteredRowParallel if config.sequence_parallel else RowParallel
-    return kind(config.row_parallel_blocks, group)
+    return kind(config.row_parallel_blocks, group if group.size() > 1 else None)
 
 
 @dataclass(frozen=True, slots=True)
