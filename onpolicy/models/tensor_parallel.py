@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.experts import has_usual_experts
 from onpolicy.models.facts import ModelFacts
+from onpolicy.models.stored import stored_tensors
 
 STYLES = {
     "colwise": "colwise",
@@ -77,6 +79,18 @@ def whole_attention(model: PreTrainedModel) -> list[str]:
     return sorted({type(m).__name__ for m in attention if not shared & set(m.children())})
 
 
+def fused_experts(model: PreTrainedModel) -> list[str]:
+    """Classes of experts that a checkpoint holds in one tensor a layer, as Llama-4's does."""
+    stored_whole = (
+        type(module).__name__
+        for name, module in model.named_modules()
+        if has_usual_experts(module)
+        for key, tensor in module.named_parameters(recurse=False)
+        if any(part is tensor for part in stored_tensors(model, f"{name}.{key}", tensor).values())
+    )
+    return sorted(set(stored_whole))
+
+
 def _styles_of_linears(model: PreTrainedModel) -> dict[nn.Linear, str]:
     plan = {
         "model." + re.sub(r"^(\^?)model(\\?)\.", r"\1", pattern): style
@@ -127,6 +141,12 @@ def _problems(
             f"--row-parallel-blocks={blocks}: the plan of model_type={config.model_type} leaves "
             f"{', '.join(classes)} whole, and SGLang's transformers backend shares the heads. Use "
             "--sglang-tp-size 1 and leave the blocks out."
+        )
+    if model and (classes := fused_experts(model)):
+        yield (
+            f"--row-parallel-blocks={blocks}: a checkpoint of model_type={config.model_type} holds all "
+            f"experts of a layer in one tensor ({', '.join(classes)}), gate beside up, and an engine's "
+            "ranks load parts of single experts alone. Use --sglang-tp-size 1 and leave the blocks out."
         )
     counts = {f"heads={kind.heads}": kind.heads for kind in shapes.attention}
     counts |= {f"kv_heads={kind.kv_heads}": kind.kv_heads for kind in shapes.attention}

@@ -131,3 +131,16 @@ def test_attention_that_a_plan_leaves_whole_is_refused_on_more_ranks():
         ConfigError, match="model_type=deepseek_v3 leaves DeepseekV3Attention whole"
     ):
         require(config, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "experts"), [("llama4", "ChosenExperts"), ("gemma4-moe", "Gemma4TextExperts")]
+)
+def test_experts_that_a_checkpoint_holds_in_one_tensor_are_refused_on_more_ranks(
+    architecture, experts
+):
+    config_class, sizes = ALL_ARCHITECTURES[architecture]
+    config = config_class(**{**SIZES, **sizes})
+    require(config, 1, 1)
+    with pytest.raises(ConfigError, match=rf"experts of a layer in one tensor \({experts}\)"):
+        require(config, 1, 2)
