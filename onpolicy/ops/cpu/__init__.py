@@ -20,7 +20,7 @@ from onpolicy.ops.cpu.linear import (
     tiled_grouped_linear,
     tiled_linear,
 )
-from onpolicy.ops.cpu.rows import few_rows_at_a_time
+from onpolicy.ops.cpu.rows import few_rows, few_rows_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.layouts import AttentionLayout, Scores
 
@@ -139,7 +139,7 @@ class CpuOperators(Operators):
 
     @on_whole_tensors
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or len(logits) <= few_rows(logits.shape[1]):
             return _log_softmax(logits, temperature)
         out, inputs = torch.empty_like(logits, dtype=torch.float32), (logits, temperature)
         few_rows_at_a_time(self.pool, lambda *rows: (_log_softmax(*rows),), inputs, (out,))

@@ -20,6 +20,11 @@ WORK = 50.0
 """Floating-point operations that a number costs, roughly: it is divided, exponentiated and summed."""
 
 
+def few_rows(size: int) -> int:
+    """How many rows of `size` numbers make a piece."""
+    return max(1, NUMBERS // size)
+
+
 def few_rows_at_a_time(
     pool: PiecePool,
     function: Callable[..., Sequence[Tensor]],
@@ -28,7 +33,7 @@ def few_rows_at_a_time(
 ) -> None:
     """`outs = function(*inputs)` for a function of rows, the first input [M, V]; no autograd."""
     count, size = inputs[0].shape
-    step = max(1, NUMBERS // size)
+    step = few_rows(size)
 
     def piece(rows: slice) -> None:
         results = function(*(x[rows] for x in inputs))
