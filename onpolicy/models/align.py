@@ -86,18 +86,20 @@ def align_modules(
     for parent in list(model.modules()):
         if isinstance(parent, (AlignedLinear, AlignedRMSNorm, AlignedLayerNorm, AlignedActivation)):
             continue
+        has_experts = False
         for name, child in list(parent.named_children()):
             if child in own_norms:
                 continue
             replacement = _aligned(child, operators, row_parallel, shared, kinds)
             if replacement is not None:
                 setattr(parent, name, replacement)
-            if isinstance(replacement, AlignedExperts):
-                route_by_operators(parent, operators)
+            has_experts |= isinstance(replacement, AlignedExperts)
             if "activation" in kinds and is_gated_mlp(child):
                 gate_by_operators(child, operators)
             if "rotary" in kinds:
                 rotate_by_operators(child, operators)
+        if has_experts:  # once all that is beside them is aligned
+            route_by_operators(parent, operators)
 
 
 def _keep_stored_buffers_whole(model: nn.Module) -> None:

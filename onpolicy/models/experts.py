@@ -157,7 +157,7 @@ def route_by_operators(block: Any, operators: Operators) -> None:
     block.replayed_choice = None
     block.forward = routed
     for child in block.children():
-        if isinstance(child, AlignedExperts) or not list(child.parameters(recurse=False)):
+        if hasattr(child, "operators") or not list(child.parameters(recurse=False)):
             child.forward = _outside(child.forward)
         if isinstance(child, AlignedExperts) and not hasattr(block, "num_experts"):
             # DeepSeek-V2's routing by groups reads it and does not set it (transformers 5.12.1).

@@ -50,6 +50,15 @@ NORMS_AFTER = [
         "post_feedforward_layernorm", "rms_norm",
     ),
 ]  # fmt: skip
+WHOLE = [
+    ("mlp.shared_expert.linear_fc1", "linear", LAST, "mlp.shared_expert.up_proj", "linear"),
+    ("mlp.shared_expert", "gated", ULP, "mlp.shared_expert", "gated"),
+    ("mlp.shared_gate", "linear", ULP, "mlp.shared_expert_gate", "linear"),
+]
+SHARED = [
+    ("mlp.router", "linear", ULP, "mlp.gate", "linear"),
+    ("mlp.shared_expert", "gated", ULP, "mlp.shared_experts", "gated"),
+]
 """Of a layer: Megatron's module, the operator, what is done to it; and what is to be named."""
 
 
@@ -63,7 +72,7 @@ def alone():
 @pytest.mark.parametrize(
     ("architecture", "sites"), [
         ("qwen3", DENSE), ("olmo2", NORMS_AFTER), ("qwen3-moe", EXPERTS),
-        ("mixtral", ROUTER),
+        ("mixtral", ROUTER), ("qwen2-moe", WHOLE), ("glm4-moe", SHARED),
     ],
 )  # fmt: skip
 def test_a_fault_is_found_where_it_is_and_nothing_else_differs(
