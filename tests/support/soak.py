@@ -80,7 +80,10 @@ class Soak:
             "victim": victim,
             "which": draw.randrange(HOSTS),
             "phase": phase,
-            "rollouts_done": 0 if phase == "start" else draw.randrange(ROLLOUTS),
+            # A rollout is saved when it has been counted.
+            "rollouts_done": 0
+            if phase == "start"
+            else draw.randrange(ROLLOUTS) + (phase == "save"),
             "after": round(draw.random() * undisturbed["seconds"][phase], 3),
         }
         started = time.monotonic()
