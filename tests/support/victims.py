@@ -6,7 +6,7 @@ import random
 
 import psutil
 
-from tests.support.processes import is_guard
+from tests.support.processes import is_gone, is_guard
 
 VICTIMS = (
     "controller", "rank", "guard", "http", "scheduler", "detokenizer", "raylet", "node",
@@ -31,6 +31,7 @@ def kill(victim, which, controller, cluster):
     try:
         top = psutil.Process(controller)
         others = {*top.children(recursive=True), *(cluster.processes() if cluster else ())}
+        others = {process for process in others if not is_gone(process)}  # a zombie has no command
         found = sorted(of_kind(victim, top, others), key=lambda process: process.pid)
         if found:
             found[which % len(found)].kill()
