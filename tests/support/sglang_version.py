@@ -25,6 +25,11 @@ REQUIREMENTS = ROOT / "requirements"
 UNUSED = {"0.5.17": ("backend_checks", "model_names")}
 """Modules of `sglang_patches` that hook nothing in a version (versions.py says why)."""
 
+CHOSEN_BY = {"tokenizers": "transformers"}
+"""Packages of which another one takes few versions: with another version of that, not ours."""
+
+_PIN = re.compile(r"^([\w.-]+)==(\S+)$", re.MULTILINE)
+
 
 def fetch(wanted: str, directory: Path) -> Path:
     """Unpack the wheel of SGLang `wanted` below `directory`; where its package is."""
@@ -55,11 +60,16 @@ def pins(unpacked: Path) -> dict[str, str]:
 
 def repinned(text: str, pinned: dict[str, str]) -> str:
     """Requirements in which packages of `pinned` have its versions; comments stay."""
+    ours = {_normal(name): version for name, version in _PIN.findall(text)}
+    moved = {name for name in ours.keys() & pinned.keys() if ours[name] != pinned[name]}
 
     def line(match: re.Match[str]) -> str:
-        return f"{match[1]}=={pinned.get(_normal(match[1]), match[2])}"
+        name = _normal(match[1])
+        if CHOSEN_BY.get(name) in moved and name not in pinned:
+            return match[1]
+        return f"{match[1]}=={pinned.get(name, match[2])}"
 
-    return re.sub(r"^([\w.-]+)==(\S+)$", line, text, flags=re.MULTILINE)
+    return _PIN.sub(line, text)
 
 
 def _normal(name: str) -> str:

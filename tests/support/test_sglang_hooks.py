@@ -93,10 +93,12 @@ def test_requirements_have_what_that_sglang_pins_and_keep_the_rest(tmp_path):
     )
     pinned = sglang_version.pins(tmp_path)
     assert pinned == {"transformers": "7.1", "open-ai": "2.0", "torch": "3.0"}
-    text = "# transformers==1\ntransformers==5.1\nopen.ai==1.0\nnumpy==2.4\n"
+    text = "# transformers==1\ntransformers==5.1\nopen.ai==1.0\nnumpy==2.4\ntokenizers==0.9\n"
     assert sglang_version.repinned(text, pinned) == (
-        "# transformers==1\ntransformers==7.1\nopen.ai==2.0\nnumpy==2.4\n"
+        "# transformers==1\ntransformers==7.1\nopen.ai==2.0\nnumpy==2.4\ntokenizers\n"
     )
+    same = text.replace("5.1", "7.1").replace("open.ai==1.0", "open.ai==2.0")
+    assert sglang_version.repinned(same, pinned) == same
 
 
 def test_the_pins_of_this_repository_are_those_of_the_sglang_it_pins():
