@@ -37,7 +37,7 @@ class Taps:
         self._hooks = ExitStack()  # for as long as the process lives
         self._prefixes = Prefixes()
         self._asked, self._passes = "", 0
-        self._process = f"{os.getpid()}_{uuid.uuid4().hex}"  # engines of other hosts write here too
+        self._engine = uuid.uuid4().hex  # those of other hosts write here too
 
     def behind(self, operators: Operators) -> Operators:
         return tapped(operators, self.recorder)
@@ -77,7 +77,8 @@ class Taps:
 
     def _write(self) -> None:
         calls, self._passes = self.recorder.close(), self._passes + 1
-        write_calls(calls, self.directory / f"{self._passes:08d}_{self._process}.pass")
+        process = f"{os.getpid()}_{self._engine}"  # ranks may be forked with the engine's name
+        write_calls(calls, self.directory / f"{self._passes:08d}_{process}.pass")
         if self.recorder.evidence is not None:
             write_evidence(self.recorder.evidence, self.directory, rank())
             self.recorder.evidence = None

@@ -61,7 +61,8 @@ def use_usual_form(model: Any) -> None:
 def _route(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """[..., H] -> [T, H] and the router's logits [T, E]; a score scales what its expert is given.
 
-    Source: Llama4TextMoe.forward and Llama4Router.forward, modeling_llama4.py.
+    Source: Llama4TextMoe.forward and Llama4Router.forward,
+    transformers/models/llama4/modeling_llama4.py.
     """
     x = hidden_states.reshape(-1, block.hidden_dim)
     logits = F.linear(x, block.router.weight)
