@@ -4,7 +4,8 @@ SGLang drops the field without a word. The answer has vLLM's form: for each toke
 numbers of the token itself and of as many of the likeliest as were asked for, and null for the first.
 The log-probabilities are those of prompt_log_probs.py. A rank is null where SGLang does not compute it:
 the token is none of the likeliest. Streams, as vLLM's, have no place for the answer.
-Source: `prompt_logprobs` in vLLM's documentation of its OpenAI-compatible server. Can go when SGLang has the field.
+Source: `prompt_logprobs` in vLLM's documentation of its OpenAI-compatible server. Can go when SGLang
+has the field.
 """
 
 from __future__ import annotations
