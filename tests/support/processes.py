@@ -31,7 +31,10 @@ def engine_processes(server):
 
 def is_guard(process):
     """Whether it is what a run starts for a server; where it was forked, its command is one word."""
-    return "sglang_patches.serve" in " ".join(process.cmdline())
+    try:
+        return "sglang_patches.serve" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended, if it has been waited for or not
+        return False
 
 
 def trainer_ranks(pid):
