@@ -25,8 +25,8 @@ MAX_ROWS = 256
 PADDED_ROWS = 64
 """From so many rows on a tile keeps its padding: to cut it off would cost more than to compute it."""
 
-CHUNK_FLOATS = 1 << 20
-"""Upper bound for the gathered keys of one chunk of sequences (4 MiB), unless one is larger."""
+CHUNK_FLOATS = 1 << 22
+"""Upper bound for the gathered keys of one chunk of sequences (16 MiB), unless one is larger."""
 
 
 @dataclass(frozen=True, slots=True)
