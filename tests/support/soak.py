@@ -205,8 +205,9 @@ def processor() -> str:
 
 
 def describe(kill) -> str:
+    struck = "killed" if kill["struck"] else "NOT FOUND"
     return (
-        f"{kill['victim']} {'killed' if kill['struck'] else 'NOT FOUND'} {kill['after']:.2f} s into {kill['phase']} after "
+        f"{kill['victim']} {struck} {kill['after']:.2f} s into {kill['phase']} after "
         f"{kill['rollouts_done']} rollouts; {kill['hosts']} hosts, {kill['ranks']} ranks, "
         f"{kill['engines']} engines, {kill['weight_sync']}: exit codes {kill['exit_codes']}, hash "
         f"equal: {kill['hash_is_equal']}, left behind: {kill['left_behind'] or 'nothing'} "
