@@ -9,12 +9,15 @@ TORCH_ARGS ?=
 SOAK_ARGS ?=
 
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three for two cores: servers, ranks and commands are waited for a third of the time.
+PYTEST := $(BIN)/python -m pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Every process would compile our sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALLED := $(VENV)/.installed
 
 # On a machine with a GPU there is no .venv: this Python has torch, triton, transformers and pytest.
 #   make gpu-test GPU_TEST_ARGS='--gpu-models Qwen3-4B -k gemm'
-#   make gpu-bench GPU_BENCH_ARGS='--seconds 120 --only linear,attention'
+#   make gpu-bench GPU_BENCH_ARGS='--parts decode,step --layers 8'
 GPU_PYTHON ?= python3
 GPU_TEST_ARGS ?=
 GPU_BENCH_ARGS ?=
@@ -22,13 +25,14 @@ GPU_BENCH_ARGS ?=
 CPU_SETTINGS ?=
 ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-runs test-cpus test-sglang soak architectures lint gpu-test gpu-bench
+.PHONY: setup demo test test-runs test-kernels test-cpus test-sglang soak architectures lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
 
+# From nothing: what an older environment holds beside the pins would hide that a pin is missing.
 $(INSTALLED): $(wildcard $(PINS)/*.*) pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet $(TORCH_ARGS) torch==$(TORCH)
 	$(BIN)/pip install --quiet --requirement $(PINS)/cpu.txt
 	$(BIN)/pip install --quiet --no-deps --requirement $(PINS)/cpu-no-deps.txt
@@ -41,11 +45,15 @@ demo: setup
 	examples/quickstart/run.sh
 
 test: setup
-	$(PYTEST) -m "not runs"
+	$(PYTEST) -m "not runs and not kernels"
 
 # Whole runs on several hosts, runs that lose a process or a host, and runs that go on from a checkpoint.
 test-runs: setup
 	$(PYTEST) -m runs
+
+# Every kernel of the Triton operators, compiled for the generations of GPUs that `test` leaves out.
+test-kernels: setup
+	$(PYTEST) -m kernels
 
 # The tests of what decides bits, under the instruction sets of other processors.
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'
@@ -82,4 +90,4 @@ gpu-test:
 	$(GPU_PYTHON) -m tests.gpu.run --json benchmarks/results/gpu_test.json $(GPU_TEST_ARGS)
 
 gpu-bench:
-	$(GPU_PYTHON) -m benchmarks.gpu_ops --json benchmarks/results/gpu_ops.json $(GPU_BENCH_ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu_bench --json benchmarks/results/gpu_bench.json $(GPU_BENCH_ARGS)

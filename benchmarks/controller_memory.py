@@ -33,14 +33,14 @@ def answer_of_an_engine() -> str:
 
 def completion_of(answer: str) -> Any:
     """Tokens and numbers of its own, as the client parses them."""
-    from onpolicy.types import Completion, FinishReason
+    from onpolicy.trajectory import Completion, FinishReason
 
     read = json.loads(answer)
     return Completion(
         response_ids=read["ids"],
         rollout_log_probs=read["log_probs"],
         finish_reason=FinishReason.LENGTH,
-        weight_version="0",
+        weight_version=0,
         num_cached_tokens=0,
     )
 
@@ -51,6 +51,7 @@ def measure(num_samples: int) -> dict[str, float]:
     from onpolicy.cluster.session import session
     from onpolicy.config.groups import ClusterConfig
     from onpolicy.train.shares import Share, make_shares
+    from onpolicy.trajectory import Trajectory
     from onpolicy.types import Prompt, Sample, TrainSample
 
     with session(ClusterConfig()):
@@ -73,8 +74,12 @@ def measure(num_samples: int) -> dict[str, float]:
         prompt = Prompt(index=0, prompt_ids=list(range(PROMPT)), label="", text="")
         samples = [
             TrainSample(
-                sample=Sample(prompt=prompt, sample_index=i, completion=completion_of(answer)),
-                advantage=1.0,
+                sample=Sample(
+                    prompt=prompt,
+                    sample_index=i,
+                    trajectory=Trajectory.begin(prompt.prompt_ids, 1.0).plus(completion_of(answer)),
+                ),
+                advantages=[1.0] * RESPONSE,
             )
             for i in range(num_samples)
         ]

@@ -34,8 +34,8 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import make_operators
 from onpolicy.outputs.directory import versions
-from onpolicy.run.contracts import contract_for
-from onpolicy.run.placement import share_of_cores
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import distributed
 from onpolicy.train.fsdp.sharding import load_sharded_policy
 
@@ -100,7 +100,7 @@ def make_forward(path: str) -> Callable[[], object]:
     )
     length = config.max_position_embeddings
     sequences = [[i % config.vocab_size for i in range(length)]] * (FORWARD_TOKENS // length)
-    packed = PackedTokens.pack(sequences, [1] * len(sequences), 1.0)
+    packed = PackedTokens.after_prompts(sequences, [1] * len(sequences), 1.0)
 
     def forward() -> None:
         with torch.no_grad():

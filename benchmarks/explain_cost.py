@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from onpolicy.run.engine_specs import make_rollout_group
+from onpolicy.run.commands.explain import Microscope
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.explain import Microscope
+from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.tiny import make_checkpoint
 

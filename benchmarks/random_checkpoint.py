@@ -29,14 +29,37 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 40960,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
+    },
+    "qwen3-4b": {
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
     },
 }
-"""The sizes of Qwen/Qwen3-0.6B."""
+"""The sizes of Qwen/Qwen3-0.6B and Qwen/Qwen3-4B, and of a model to try a benchmark with."""
+
+COMMON: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -61,7 +84,7 @@ def main() -> None:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     args = parser.parse_args()
-    sizes = dict(GEOMETRIES[args.geometry])
+    sizes = {**COMMON, **GEOMETRIES[args.geometry]}
     sizes["num_hidden_layers"] = args.layers or sizes["num_hidden_layers"]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.compat.process import prepare_process
-from onpolicy.ops import AttentionLayout, Scores
+from onpolicy.ops import AttentionLayout, ScoreRule
 from onpolicy.ops.stock import StockOperators
 
 STOCK = StockOperators(1)
@@ -42,12 +42,12 @@ def share(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
 def attention_share() -> float:
     """The last queries of a sequence, one by one as decode steps, against all of them at once."""
     q, k, v = normal(200, 4, 64), normal(200, 2, 64, seed=1), normal(200, 2, 64, seed=2)
-    whole = STOCK.attention(q, k, v, AttentionLayout.packed((200,)), Scores(0.125))[-LAST:]
+    whole = STOCK.attention(q, k, v, AttentionLayout.packed((200,)), ScoreRule(0.125))[-LAST:]
     steps = [
         AttentionLayout(query_lens=(1,), key_lens=(n,), key_rows=torch.arange(n)[None])
         for n in range(201 - LAST, 201)
     ]
-    rows = [STOCK.attention(q[s.key_lens[0] - 1 :][:1], k, v, s, Scores(0.125)) for s in steps]
+    rows = [STOCK.attention(q[s.key_lens[0] - 1 :][:1], k, v, s, ScoreRule(0.125)) for s in steps]
     return 100 * (torch.cat(rows) != whole).float().mean().item()
 
 

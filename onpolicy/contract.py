@@ -51,6 +51,10 @@ OUTSIDE = "outside"
 """What is of no decoder layer, where a contract names layers: the final norm, the output projection, the
 log-softmax and the sampler. (The input embedding is a look-up, and comes with `model`.)"""
 
+ATTENTION_CHUNK = 512
+"""Keys that attention sums apart, cut at multiples of it from a sequence's first token, and put together
+in ascending order. A multiple of every block of keys of the kernels (64)."""
+
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 
@@ -130,11 +134,14 @@ class NumericsContract:
 
     log_prob: str = LOG_PROB
 
+    attention_chunk: int = ATTENTION_CHUNK
+    """Keys that the operators' attention sums apart. (FlashAttention-3 sums all of them in one run.)"""
+
     model_definition: str = "transformers"
     """Whose modelling code both engines run."""
 
     kinds: tuple[str, ...] = ()
-    """Of KINDS, in their order: those that a partial contract aligns; all else is each engine's own.
+    """Those of KINDS, in their order, that a partial contract aligns; all else is each engine's own.
     Empty: all of them, or, with the backend `stock`, none."""
 
     layers: tuple[str, ...] = ()
@@ -180,6 +187,9 @@ class NumericsContract:
         """The inverse of `to_json`. Raises ContractError if the record is of another version."""
         try:
             record = json.loads(text)
+            fields = {field.name for field in dataclasses.fields(NumericsContract)}
+            if missing := fields - record.keys():  # an older version's: a default would be a guess
+                raise ValueError(f"without {', '.join(sorted(missing))}")
             shapes = record.pop("shapes")
             record["kinds"], record["layers"] = tuple(record["kinds"]), tuple(record["layers"])
             shapes["linear"] = tuple(map(tuple, shapes["linear"]))

@@ -4,6 +4,13 @@ Every message says what is wrong (`name=value`), the rule it breaks, and the rem
 inherits the standard type that such a mistake raises elsewhere, so callers may catch either.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onpolicy.types import ParityFindings
+
 
 class OnPolicyError(Exception):
     """Base of every error that onpolicy raises on purpose."""
@@ -19,6 +26,9 @@ class ContractError(OnPolicyError, RuntimeError):
 
 class ParityError(OnPolicyError, RuntimeError):
     """A sampled token whose log-probability differs between the two engines."""
+
+    findings: ParityFindings | None = None
+    """What the comparison of a training step found that was not taken."""
 
 
 class EngineError(OnPolicyError, RuntimeError):

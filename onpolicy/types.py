@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-
-class FinishReason(StrEnum):
-    """Why a response ended."""
-
-    STOP = "stop"
-    """A stop token was sampled; it is the response's last token."""
-
-    LENGTH = "length"
-    """The longest allowed response was reached: the response is truncated."""
-
-    ABORT = "abort"
-    """The engine was interrupted: the response goes on with another request."""
+from onpolicy.trajectory import FinishReason, Trajectory
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -75,55 +59,19 @@ class Request:
     params: SamplingParams
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Span:
-    """Tokens of a response that were sampled from the weights of one push."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Completion:
-    """What an engine answered to one request."""
-
-    response_ids: list[int]
-    """The response's R tokens, as sampled. Example: [5, 11, 1]"""
-
-    rollout_log_probs: list[float]
-    """float32 values [R]: of each token when it was sampled. Example: [-0.25, ...]"""
-
-    finish_reason: FinishReason
-
-    weight_version: str
-    """The push that the engine's weights came from at the last token. Example: '3'"""
-
-    num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
-
-    routed_experts: NDArray[np.int32] | None = None
-    """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
-    last; None if they were not asked for, or are not those that the response was sampled with."""
-
-    spans: tuple[Span, ...] = ()
-    """The pushes that its tokens come from, in order and without gaps, as the engine says; empty if it
-    does not say. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
-
-
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """A prompt, one response to it, and what became of it."""
+    """A prompt, a trajectory that answers it, and what became of it."""
 
     prompt: Prompt
 
     sample_index: int
     """Position within the group: 0 .. n_samples_per_prompt - 1."""
 
-    completion: Completion
+    trajectory: Trajectory
 
     response: str = ""
-    """The response as text."""
+    """What was sampled, as text."""
 
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -139,30 +87,30 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and response."""
-        return self.prompt.prompt_ids + self.completion.response_ids
+        """Given and sampled."""
+        return self.trajectory.token_ids
 
-    # What reward functions read of the completion (docs/rewards.md), and most others too.
+    # What reward functions read of the trajectory (docs/rewards.md), and most others too.
 
     @property
     def response_ids(self) -> list[int]:
-        return self.completion.response_ids
+        return self.trajectory.response_ids
 
     @property
     def rollout_log_probs(self) -> list[float]:
-        return self.completion.rollout_log_probs
+        return self.trajectory.rollout_log_probs
 
     @property
     def finish_reason(self) -> FinishReason:
-        return self.completion.finish_reason
+        return self.trajectory.finish_reason
 
     @property
-    def weight_version(self) -> str:
-        return self.completion.weight_version
+    def weight_version(self) -> int:
+        return self.trajectory.weight_version
 
     @property
     def num_cached_tokens(self) -> int:
-        return self.completion.num_cached_tokens
+        return self.trajectory.num_cached_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,20 +130,42 @@ class TrainSample:
 
     sample: Sample
 
-    advantage: float
-    """How much better its reward is than its group's; the same for every token of the response."""
+    advantages: list[float]
+    """[R]: how much better each sampled token did than was to be expected."""
 
     policy_version: int | None = None
     """The version of the policy that learns from it; None: the one that it was sampled from."""
 
     @property
     def lags(self) -> list[int]:
-        """Of every token of the response: the pushes between the policy that it was sampled from and
-        the one that learns from it."""
-        spans, version = self.sample.completion.spans, self.policy_version
+        """[R]: the pushes between the policy that each token was sampled from and the one that learns
+        from it."""
+        spans, version = self.sample.trajectory.spans, self.policy_version
         if version is None:
-            return [0] * len(self.sample.response_ids)
-        return [version - int(span.version) for span in spans for _ in range(span.start, span.end)]
+            return [0] * self.sample.trajectory.num_sampled
+        return [version - span.version for span in spans for _ in range(span.start, span.end)]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ParityFindings:
+    """What the comparison with the rollout found in the samples of a training step."""
+
+    mismatched_tokens: Sequence[int | None]
+    """How many tokens of each sample differed; None if it was not compared."""
+
+    apart: tuple[int, Sequence[float]] | None = None
+    """Where the comparison failed: the first sample of which a token differed, and the trainer's
+    log-probabilities of its sampled tokens, [R]."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TrainOutcome:
+    """What came of training on a rollout."""
+
+    metrics: dict[str, float]
+    """Equal on all ranks."""
+
+    findings: ParityFindings
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -238,6 +208,6 @@ class RunSummary:
     """Equal for two runs whose samples, rewards, losses and weights are the same bits."""
 
     rollouts: int
-    """Of the whole run, before a resume too."""
+    """Rollouts of the whole run, before a resume too."""
 
     totals: RunTotals

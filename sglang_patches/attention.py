@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onpolicy.ops import Operators, PagedLayout, Scores
+from onpolicy.ops import Operators, PagedLayout, ScoreRule
 from sglang_patches import own_layers, registry
 from sglang_patches.platform import ATTENTION_BACKEND
 
@@ -27,9 +27,11 @@ def install(operators: Operators) -> None:
     registry.note(f"attention backend {ATTENTION_BACKEND}")
 
 
-def layer_scores(layer: Any) -> Scores:
+def layer_scores(layer: Any) -> ScoreRule:
     """What a RadixAttention says of its scores; its window counts the keys before the query's own."""
-    return Scores(layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None)
+    return ScoreRule(
+        layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None
+    )
 
 
 def as_wide_as(store: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

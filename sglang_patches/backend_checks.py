@@ -2,7 +2,7 @@
 
 For GPT-OSS and for Exaone-4 with windows it asks for another one than `torch_native`, whose place ours
 has on a CPU, since that computes neither windows nor sinks. Ours computes both. So these checks are told
-of a backend that all of them accept. SGLang before 0.5.21 keeps them elsewhere, and refuses such models.
+of a backend that all of them accept.
 Source: handle_model_specific_adjustments, sglang/srt/arg_groups/model_hook.py. Can go when that asks
 the backend.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from onpolicy.contract import NumericsContract
-from sglang_patches import registry, versions
+from sglang_patches import registry
 
 TARGET = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 
@@ -20,8 +20,8 @@ ACCEPTED = {"attention_backend": "triton"}
 
 
 def install(contract: NumericsContract) -> None:
-    """Does nothing for GPUs, and where SGLang has no such place."""
-    if contract.device == "cpu" and versions.has_model_hook():
+    """Does nothing for GPUs."""
+    if contract.device == "cpu":
         registry.hook(TARGET, _as_if_accepted, "around")
 
 

@@ -38,8 +38,7 @@ def _check(argv: list[str]) -> None:
     _require_known_flags(argv)
     argparse.ArgumentParser.error = _refuse  # type: ignore
     server_args = prepare_server_args(argv)
-    if hasattr(server_args, "resolve_once"):  # in 0.5.17 the constructor does it
-        server_args.resolve_once()
+    server_args.resolve_once()
     server_args.check_server_args()
 
 

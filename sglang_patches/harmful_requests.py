@@ -19,7 +19,8 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 TOKENIZE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
 
 MOST_SAMPLES = 1024
-"""Of one request: SGLang prepares all of them before it does anything else for anyone."""
+"""The most samples of one request: SGLang prepares all of them before it does anything else for
+anyone."""
 
 _INT32 = 2**31 - 1
 

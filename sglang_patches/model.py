@@ -18,7 +18,7 @@ from onpolicy.models.layers import follow_layers
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
-from sglang_patches import registry, versions
+from sglang_patches import registry
 from sglang_patches.own_layers import keep_norms
 from sglang_patches.tensor_parallel import row_parallel
 
@@ -32,9 +32,18 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         align_modules(runner.model, operators, row_parallel(contract), kinds, own_norms)
         follow_layers(runner.model.model, operators)
         hand_on_keywords(runner.model.model)
-        longest = versions.longest_prefill(runner.server_args)
-        registry.report["self_check"] = self_check(aligned_side(operators), contract, longest)
+        checked = self_check(aligned_side(operators), contract, longest_prefill())
+        registry.report["self_check"] = checked
         return result
 
     own_norms = keep_norms(contract) if contract.aligns("norm") else set()
     registry.hook(LOAD_TARGET, after_load, "after")
+
+
+def longest_prefill() -> int:
+    """Most tokens of one prefill of this engine, as SGLang resolved its flags."""
+    from sglang.srt.runtime_context import get_schedule
+
+    schedule = get_schedule()
+    chunk: int | None = schedule.chunked_prefill_size
+    return chunk if chunk and chunk > 0 else int(schedule.max_prefill_tokens)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_patches import registry, versions
+from sglang_patches import registry
 
 TARGET = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._validate_model"
 
 
 def install() -> None:
-    """Does nothing for a version of SGLang whose endpoints are alike."""
-    if versions.wants_model_names():
-        registry.hook(TARGET, _accept, "replace")
+    registry.hook(TARGET, _accept, "replace")
 
 
 def _accept(_: Any, name: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops import Operators, PagedLayout, Scores
+from onpolicy.ops import Operators, PagedLayout, ScoreRule
 from sglang_patches import own_layers
 
 MODULE = "sglang.srt.layers.attention.flashattention_backend"
@@ -77,5 +77,5 @@ def attend(
         max_query_len=max_seqlen_q,
         schedule={name: asked[name] for name in sorted(SCHEDULE & asked.keys())},
     )
-    scores = Scores(softmax_scale, (before + 1) or None, softcap or None)
+    scores = ScoreRule(softmax_scale, (before + 1) or None, softcap or None)
     return operators.paged_attention(q, k_cache, v_cache, layout, scores, sinks, out)

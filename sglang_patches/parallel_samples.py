@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from onpolicy.ops.uniform_numbers import splitmix64
 from sglang_patches import registry
-from sglang_patches.sampler import splitmix64
 
 TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request"
 

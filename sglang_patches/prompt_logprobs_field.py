@@ -84,7 +84,8 @@ def _response(body: dict[str, Any]) -> Any:
 
 
 def _prompt_logprobs(handler: Any, request: Any, item: dict[str, Any]) -> list[Any]:
-    """Of one prompt: for each token None, or entries by the ids of tokens, as JSON has them."""
+    """The answer for one prompt: for each token None, or entries by the ids of tokens, as JSON has
+    them."""
     decode = handler.tokenizer_manager.tokenizer.decode
     return [
         entries

@@ -48,7 +48,7 @@ def _sampler_class() -> type:
         ) -> torch.Tensor:
             logits = logits_output.next_token_logits.to(self.dtype)
             log_probs = self.operators.log_softmax(logits, sampling_info.temperatures)
-            numbers = uniform(sampling_info.sampling_seed, positions)
+            numbers = self.operators.uniform(sampling_info.sampling_seed, positions)
             tokens = self.operators.sample(log_probs, numbers)
             if sampling_info.is_any_greedy:
                 tokens = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), tokens)
@@ -78,26 +78,3 @@ def _sampler_class() -> type:
             result.write_output_to(logits_output)
 
     return AlignedSampler
-
-
-def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Uniform float64 numbers in [0, 1): int64 [B], int64 [B] -> [B], by two rounds of SplitMix64."""
-    state = splitmix64(splitmix64(seeds) + positions.to(torch.int64))
-    return _shift_right(state, 11).double() / (1 << 53)
-
-
-def splitmix64(x: torch.Tensor) -> torch.Tensor:
-    """Steele et al., Fast splittable pseudorandom number generators (OOPSLA 2014); int64 wraps."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int64, which torch shifts arithmetically."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x

@@ -1,4 +1,5 @@
-"""Tells the trainer what runs here: contract, self-check digest, patches, weights, cache, versions.
+"""Tells the trainer what runs here: contract, self-check digest, patches, weights, cache, versions, and
+which process it is: one that was started again holds other weights, and is in no group.
 
 Adds the key `onpolicy` to the scheduler's internal state, which GET /server_info returns. It is
 collected in the schedulers, the processes that compute log-probabilities, one per tensor-parallel
@@ -7,12 +8,15 @@ rank; a server whose scheduler did not load the plug-in has no such key, and the
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from sglang_patches import registry, versions
 from sglang_patches.tensor_parallel import report_of_all_ranks
 
 TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+
+INSTANCE = uuid.uuid4().hex
 
 
 def install() -> None:
@@ -25,8 +29,8 @@ def _add_report(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
         **report_of_all_ranks(registry.report),
         "patches": registry.active(),
         "sglang": versions.sglang_version(),
-        "has_update_sessions": versions.has_weight_update_sessions(),
         "tp_size": state["tp_size"],
+        "instance": INSTANCE,
         "cache_tokens": scheduler.max_total_num_tokens,
     }
     return result

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onpolicy.taps.recorder import HEAD, Recorder, Scope
+from onpolicy.taps.recorder import HEAD, Recorder
+from onpolicy.taps.scope import Scope
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -27,7 +27,7 @@ NOT_OURS = {
     "rewards.py", "path/to/file.py", "report.html",  # the user's
     "mis.py", "model_runner.py", "p2p_communication.py",  # of Miles, SGLang and Megatron-core
     "deep_gemm/__init__.py", "deep_gemm/cuda_helpers.py", "sgl_kernel/flash_attn.py",  # on GPUs alone
-    "results/gpu_test.md", "benchmarks/results/gpu_test.json", "benchmarks/results/gpu_ops.*",
+    "results/gpu_test.md", "benchmarks/results/gpu_test.json", "benchmarks/results/gpu_bench.*",
     # written there
 }  # fmt: skip
 
@@ -112,6 +112,18 @@ def test_a_path_or_a_name_that_is_not_there_is_found():
     assert set(missing_names(text)) == {"onpolicy.gone.f", "onpolicy.errors.Gone"}
     known = "`errors.py`, ops/base.py, tests/support, rewards.md, onpolicy.errors.ConfigError"
     assert not [*missing_files(known, here, NAMES), *missing_names(known)]
+
+
+def test_docstrings_begin_with_what_they_are_about():
+    """And not with whose it is, which a reader of one file cannot know."""
+    without = re.compile(r'"""(?:Of|By|Likewise)\b.*')
+    found = [
+        f"{file.relative_to(ROOT)}: {line}"
+        for file in listed(".py")
+        if file.relative_to(ROOT).parts[0] in PACKAGES
+        for line in without.findall(file.read_text())
+    ]
+    assert not found
 
 
 def test_the_hooks_are_the_checks_of_make_lint():

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from benchmarks.gpu_ops import __main__ as bench
-from benchmarks.gpu_ops import attention, cases, linears, models, report, rowwise, timing
+from benchmarks.gpu_ops import attention, cases, linears, report, rowwise, timing
 from benchmarks.gpu_ops.cases import Case, Goal
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.cuda_toolkit import CudaToolkit
 from onpolicy.ops.hopper import HopperOperators, flash_attention, gemm
 from onpolicy.ops.machine import Machine
 from onpolicy.ops.triton import TritonOperators
@@ -38,7 +39,10 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
 
 # What the machine with the GPU does not have, and pytest plug-ins of ours among it.
-ABSENT = ("sglang", "sgl_kernel", "tyro", "hypothesis", "aiohttp", "matplotlib", "xxhash", "xdist")
+ABSENT = (
+    "accelerate", "aiohttp", "hypothesis", "matplotlib", "sgl_kernel", "sglang", "tyro", "xdist",
+    "xxhash",
+)  # fmt: skip
 WITHOUT = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -48,15 +52,14 @@ class Finder(PathFinder):
         if name.split(".")[0] not in {ABSENT}:
             return super().find_spec(name, path, target)
 sys.meta_path = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
 """
+SUITE = f"{WITHOUT}\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))"
 
 
 def run_suite(*arguments, seconds=300):
     """The suite as `make gpu-test` starts it, without the packages of ABSENT."""
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT, "tests/gpu", "--confcutdir=tests/gpu", *arguments],
+        [sys.executable, "-c", SUITE, "tests/gpu", "--confcutdir=tests/gpu", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -76,6 +79,20 @@ def rehearsal(tmp_path_factory):
     done = run_suite("--rehearse", "cpu", "--gpu-json", str(file))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return outcomes(file)
+
+
+def test_benchmark_and_policy_need_torch_triton_and_transformers_alone():
+    script = f"""{WITHOUT}
+import benchmarks.gpu_ops.__main__
+from transformers import Qwen3Config
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.policy import PolicyModel
+sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=99)
+model = empty_causal_lm(Qwen3Config(**sizes), trust_remote_code=False)
+print(*{{parameter.device.type for parameter in model.parameters()}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["meta"], done.stderr[-2000:]
 
 
 def test_without_a_gpu_every_test_is_skipped_by_name(tmp_path):
@@ -197,7 +214,7 @@ def test_every_file_of_the_suite_is_run():
 
 def test_halves_of_hopper_are_tried_apart(monkeypatch):
     """On a machine that has DeepGEMM without FlashAttention-3."""
-    facts = {"capability": (9, 0), "cuda_toolkit": "/usr/local/cuda"}
+    facts = {"capability": (9, 0), "cuda_toolkit": CudaToolkit("/usr/local/cuda")}
     machine = Machine(packages={"triton": "3.6.0", "deep_gemm": "0.1.5"}, **facts)
     monkeypatch.setattr(Machine, "here", staticmethod(lambda: machine))
     assert backends.obstacle("hopper", "test_gemm") is None
@@ -291,23 +308,20 @@ TINY = ModelShape(
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """The benchmark's own sizes would take minutes here, and its device does not exist."""
-    for module in (attention, cases, linears, models, rowwise):
+    for module in (attention, cases, linears, rowwise):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     for module in (linears, rowwise):
         monkeypatch.setattr(module, "ROW_COUNTS", (1, 8))
     monkeypatch.setattr(linears, "sglang_matmul", lambda: None)  # needs a GPU
     monkeypatch.setattr(attention, "DECODING", ((2, 64),))
     monkeypatch.setattr(attention, "PACKED", ((2, 32),))
-    monkeypatch.setattr(models, "PACKED", (2, 16))
-    monkeypatch.setattr(models, "DECODING", (2,))
-    monkeypatch.setattr(models, "_stock_attention", lambda _: ("stock", paged_attention_of("cpu")))
 
 
 def test_every_call_of_the_benchmark_runs(on_a_cpu):
     """Each variant once, on CPU operators; what aligned and replaced operators return is close."""
     kinds = [
         linears.linear_cases, linears.row_parallel_cases, attention.attention_cases,
-        rowwise.rowwise_cases, models.model_cases,
+        rowwise.rowwise_cases,
         lambda shape: linears.expert_cases(replace(shape, experts=4, experts_per_token=2)),
     ]  # fmt: skip
     aligned = {"cpu": CpuOperators(1)}
@@ -321,7 +335,7 @@ def test_every_call_of_the_benchmark_runs(on_a_cpu):
             first, *others = results.values()
             for other in others:
                 torch.testing.assert_close(other, first, rtol=0.05, atol=0.05)
-    assert len(names) == 14
+    assert len(names) == 12
 
 
 CEILINGS = {"flops": 1e15, "bandwidth": 4e12}

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-GROUND = {"errors", "types", "contract", "system", "config"}
+GROUND = {"errors", "trajectory", "types", "contract", "system", "config"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "algorithm": set(),
@@ -77,6 +77,15 @@ def test_the_plugin_knows_only_operators_contract_models_taps_and_weights(file):
     }  # fmt: skip
 
 
+def test_a_module_is_read_in_one_sitting():
+    lengths = {
+        str(file.relative_to(ROOT)): len(file.read_text().splitlines())
+        for package in ("onpolicy", "sglang_patches", "fallback_correction")
+        for file in files(package)
+    }
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
 @pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
 def test_onpolicy_reaches_the_plugin_only_by_starting_it(file):
     assert not ours(file, "sglang_patches")
@@ -85,8 +94,7 @@ def test_onpolicy_reaches_the_plugin_only_by_starting_it(file):
 @pytest.mark.parametrize("file", files("fallback_correction"), ids=lambda f: f.name)
 def test_fallback_correction_stands_alone_on_torch(file):
     standard = {*sys.stdlib_module_names, "torch", "fallback_correction"}
-    solver = {"numpy", "scipy"} if file.name == "discrepancy_solver.py" else set()
-    assert {name.split(".")[0] for name in imported(file)} <= standard | solver
+    assert {name.split(".")[0] for name in imported(file)} <= standard
 
 
 @pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
@@ -137,3 +145,49 @@ def test_the_configuration_imports_nothing_heavy(file):
 )
 def test_what_a_check_on_a_gpu_needs_is_not_a_benchmark(file):
     assert not any(name.split(".")[0] == "benchmarks" for name in imported(file))
+
+
+STATE = """
+import importlib, logging, pkgutil, os, sys
+import megatron.core.dist_checkpointing.strategies.torch as strategies
+import math_verify, torch, transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    return {
+        "variables": dict(os.environ),
+        "levels": {name: logging.getLogger(name).level for name in logging.root.manager.loggerDict
+                   if not name.startswith(("onpolicy", "sglang_patches", "fallback_correction"))},
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "of Megatron": strategies._get_filesystem_reader.__module__,
+        "linear": torch.nn.functional.linear.__module__,
+    }
+
+before = state()
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+after = state()
+for name, was in before.items():
+    now = after[name]
+    if isinstance(was, dict):
+        now = {key: now.get(key) for key in was}
+    assert now == was, (name, was, now)
+"""
+"""What other libraries, and the process, are asked for before and after the imports."""
+
+
+def test_importing_changes_nothing():
+    """Of other libraries' functions and loggers, of variables and of torch's settings."""
+    pytest.importorskip("megatron.core")
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for package in ("onpolicy", "fallback_correction")
+        for file in files(package)
+        if not {"triton", "hopper", "__main__"} & {*file.with_suffix("").parts}
+    ]
+    modules = [name.removesuffix(".__init__") for name in modules]
+    done = subprocess.run(
+        [sys.executable, "-c", STATE, *modules], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -20,7 +20,6 @@ import torch
 from benchmarks.gpu_ops.attention import attention_cases
 from benchmarks.gpu_ops.cases import DEVICE, Case
 from benchmarks.gpu_ops.linears import expert_cases, linear_cases, row_parallel_cases
-from benchmarks.gpu_ops.models import model_cases
 from benchmarks.gpu_ops.report import count_goals, describe, line, markdown
 from benchmarks.gpu_ops.rowwise import rowwise_cases
 from benchmarks.gpu_ops.timing import alternate
@@ -40,7 +39,6 @@ def make_cases(only: list[str], models: list[str]) -> list[Case]:
         linear_cases(QWEN3_4B),
         attention_cases(QWEN3_4B),  # Qwen3-8B has the same heads
         rowwise_cases(QWEN3_4B),
-        model_cases(QWEN3_4B),
         linear_cases(QWEN3_8B),
         expert_cases(QWEN3_30B_A3B),
         row_parallel_cases(QWEN3_4B),

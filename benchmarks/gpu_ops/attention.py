@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
-from onpolicy.ops import AttentionLayout, Scores
+from onpolicy.ops import AttentionLayout, ScoreRule
 from tests.support.gpu.paged_attention import (
     PagedBatch,
     flash_attention_3,
@@ -130,7 +130,7 @@ def _training(model: ModelShape, sequences: int, length: int, backward: bool) ->
             "SDPA": partial(_sdpa, sequences, is_causal=True)
         }
         for backend, ops in aligned.items():
-            functions[backend] = partial(ops.attention, layout=layout, scores=Scores(scale))
+            functions[backend] = partial(ops.attention, layout=layout, scores=ScoreRule(scale))
         if backward:
             functions = {name: partial(_differentiated, f) for name, f in functions.items()}
         elif flash_attention_3_is_here(aligned):

@@ -80,11 +80,14 @@ def line(record: Record) -> str:
 def markdown(result: Record) -> str:
     """The whole result as a page."""
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    return f"# Aligned operators against what they replace\n\n{machine}\n\n{summary(result)}\n"
+
+
+def summary(result: Record) -> str:
+    """Its ceilings, its table, and what failed or was left out."""
     ceilings = result["ceilings"]
     counts = result["goals"]
     parts = [
-        "# Aligned operators against what they replace",
-        machine,
         f"Ceilings measured in the same run: cuBLAS {ceilings['flops'] / 1e12:.0f} TFLOP/s, copies "
         f"{ceilings['bandwidth'] / 1e9:.0f} GB/s. Goals met: {counts['met']}, missed: "
         f"{counts['missed']}, not judged: {counts['not judged']}.",
@@ -97,7 +100,7 @@ def markdown(result: Record) -> str:
             "Not measured, for lack of time:",
             "\n".join(f"- {c}" for c in result["not_measured"]),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def table(records: list[Record]) -> str:

@@ -15,8 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-
-from fallback_correction.discrepancy_solver import Reading, Vector, penalty, solve_budgeted
+from solver import Reading, Vector, penalty, solve_budgeted
 
 MEASURES = ("difference", "log", "ratio")
 NUM_ACTIONS = 40

@@ -28,7 +28,8 @@ class RejectionRule:
     """Keeps what lies within [lower, upper], both ends included."""
 
     statistic: Statistic = "ratio"
-    """Of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020).
+    """What of a token is compared: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman,
+    2020).
 
     The bounds of ratio and k1 bound rho; those of k2 and k3, which grow on both sides of rho = 1,
     bound the statistic itself.

@@ -47,7 +47,7 @@ class SurgeDetectorConfig:
     """Rollouts from the onset to the confirmation of a fast rise at most."""
 
     slow_rise_steps: Steps = 45
-    """The same of a slow one."""
+    """Rollouts from the onset to the confirmation of a slow rise at most."""
 
     level_ratio: Annotated[float, at_least(1)] = 1.1
     """A slow rise starts from a level: the median of the newer half of the baseline's window is at most
@@ -69,8 +69,8 @@ class LengthDecayConfig:
     """Rollouts between two halvings; 1.8 times the step of the length surge if not given."""
 
     default_period: Annotated[int, at_least(0)] = 160
-    """The same if no surge was seen in as many rollouts: 160 kept both models of the paper stable. 0: no
-    halving without a surge."""
+    """The period if no surge was seen in as many rollouts: 160 kept both models of the paper stable. 0:
+    no halving without a surge."""
 
     factor: Annotated[float, above(1)] = 2.0
     """What each decay divides the rate by: 2 halves it."""

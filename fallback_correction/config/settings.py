@@ -51,7 +51,8 @@ class CorrectionSettings:
     """Ratio of a token, product over its sequence, or geometric mean over it."""
 
     rs_level: WeightLevel = "token"
-    """The same for rejection."""
+    """What is rejected by: the ratio of a token, the product over its sequence, or the geometric
+    mean."""
 
     tis_mode: Mode = APPLIED.mode
     """Cut weights at the upper bound, at both bounds, or leave out what lies outside."""
@@ -101,13 +102,14 @@ class CorrectionSettings:
 
     @property
     def weight_bounds(self) -> tuple[float, float]:
-        """Of the weights. Masking bounds below only if asked to, as in MIS (arXiv 2602.01826, eq. 6)."""
+        """The bounds of weights. Masking bounds below only if asked to, as in MIS (arXiv 2602.01826,
+        eq. 6)."""
         fallback = 1 / self.tis_upper_bound if self.tis_mode == "clip" else 0.0
         return _or(self.tis_lower_bound, fallback), self.tis_upper_bound
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
-        """Of the ratio, or of the divergence that takes its place, which has none below."""
+        """The bounds of the ratio, or of the divergence that takes its place, which has none below."""
         if self.rs_statistic != "ratio":
             return -math.inf, _or(self.rs_upper_bound, math.inf)
         lower = _or(self.tis_lower_bound, 1 / self.tis_upper_bound)

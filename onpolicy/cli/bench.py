@@ -1,4 +1,4 @@
-"""`onpolicy bench rollout | step | loop`."""
+"""`onpolicy bench rollout | decode | step | loop`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
+    from onpolicy.run.bench.decode import bench_decode
     from onpolicy.run.bench.input_checks import check_inputs
     from onpolicy.run.bench.loop import bench_loop
     from onpolicy.run.bench.rollout import bench_rollout
@@ -34,9 +35,14 @@ def main(argv: Sequence[str]) -> int:
 
     config = check_inputs(config)
     loop = bench_loop if config.longest_response is None else bench_schedules
-    bench = {"rollout": bench_rollout, "step": bench_step, "loop": loop}[config.what]
+    benches = {
+        "rollout": bench_rollout,
+        "decode": bench_decode,
+        "step": bench_step,
+        "loop": loop,
+    }
     with _quiet():
-        put_out(bench(config), config.json)
+        put_out(benches[config.what](config), config.json)
     return 0
 
 

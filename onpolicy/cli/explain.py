@@ -13,7 +13,7 @@ from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.console import configure_logging
-from onpolicy.outputs.places import require_writable, write_output
+from onpolicy.outputs.destinations import require_writable, write_output
 
 logger = logging.getLogger(__name__)
 
@@ -29,26 +29,25 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.explain.text import told
     from onpolicy.report.attribution import render_attribution
     from onpolicy.report.explanation import render
-    from onpolicy.run.attribution import attribute
-    from onpolicy.run.cluster import MakeEngines, on_cluster
+    from onpolicy.run.commands.attribution import attribute
+    from onpolicy.run.commands.explain import explain
+    from onpolicy.run.commands.explain_inputs import with_case
+    from onpolicy.run.commands.verify_inputs import check_inputs
     from onpolicy.run.engines import EnginePair
-    from onpolicy.run.explain import explain
-    from onpolicy.run.explain_inputs import with_case
-    from onpolicy.run.lengths import fit_verify
-    from onpolicy.run.verify_inputs import check_inputs
+    from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
+    from onpolicy.run.launch.lengths import fit_verify
 
     config = fit_verify(with_case(config))
     train_config, contract = check_inputs(config)
+    with ExitStack() as stack:
+        make_engines: MakeEngines = EnginePair
+        if config.cluster.num_ranks > 1 or config.cluster.ray_address:
+            make_engines = stack.enter_context(on_cluster(train_config, contract))
+        result = (attribute if config.attribution else explain)(config, make_engines)
     if config.attribution:
-        result = attribute(config)
         text = attribution_text(result["rows"], result["by"])
         page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
     else:
-        with ExitStack() as stack:
-            make_engines: MakeEngines = EnginePair
-            if config.cluster.num_ranks > 1 or config.cluster.ray_address:
-                make_engines = stack.enter_context(on_cluster(train_config, contract))
-            result = explain(config, make_engines)
         text, page, differ = told(result), render, result["num_mismatched_tokens"]
     print(text)
     if config.json:
@@ -70,27 +69,13 @@ def _validate(config: ExplainConfig) -> None:
             f"--rollout-server-url={' '.join(config.servers.rollout_server_url)}: the server records "
             "what it computes, so it is started by this command. Leave the flag out."
         )
-    for name in ("megatron_tp", "megatron_cp", "megatron_ep"):
-        if (degree := getattr(config.megatron, name)) > 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}={degree}: what is recorded of a rank must be whole rows of "
-                "its layers. Leave the flag out; `onpolicy verify` takes it."
-            )
 
 
 def _require_all_contracts(config: ExplainConfig) -> None:
     """--attribution goes through contracts from stock to aligned, some of them aligned in part."""
-    degree, own = (
-        tensor_parallel_size(config.sglang_args),
-        "it has contracts and prompts of its own",
-    )
-    cluster = config.cluster
-    gpus, here = cluster.actor_num_gpus_per_node, "its trainer has one rank, in its own process"
-    per_node = "gpus" if gpus else "ranks"
+    degree = tensor_parallel_size(config.sglang_args)
+    own = "it has contracts and prompts of its own"
     rows = (
-        (f"--ray-address={cluster.ray_address}", cluster.ray_address, here),
-        (f"--actor-num-nodes={cluster.actor_num_nodes}", cluster.actor_num_nodes > 1, here),
-        (f"--actor-num-{per_node}-per-node={cluster.ranks_per_node}", cluster.num_ranks > 1, here),
         (f"--align={config.operators.align}", config.operators.align, own),
         ("--no-true-on-policy-mode", not config.true_on_policy_mode, own),
         (f"--case={config.case}", config.case, own),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ COMMANDS = {
     "train": "reinforcement learning with rollout and training engines that agree bit for bit",
     "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
     "explain": "name the operator and the layer that make the two engines differ",
-    "bench": "aligned and stock operators side by side: `bench rollout`, `step`, `loop`",
+    "bench": "aligned and stock operators side by side: `bench rollout`, `decode`, `step`, `loop`",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "report": "one HTML page with the curves of several runs over each other",
 }
@@ -23,6 +24,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The `onpolicy` command. Returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and {"-h", "--help"} & {*arguments}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may have read enough
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0 if arguments else 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onpolicy.cli.parse import parse
 from onpolicy.config.tools import ReportConfig
 from onpolicy.errors import ConfigError
-from onpolicy.outputs.places import require_writable, write_output
+from onpolicy.outputs.destinations import require_writable, write_output
 
 
 def main(argv: Sequence[str]) -> int:

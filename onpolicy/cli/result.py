@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from onpolicy.outputs.places import require_directory, require_writable, write_output
+from onpolicy.outputs.destinations import require_directory, require_writable, write_output
 
 
 def require_places(run_dir: str, json_file: str) -> None:

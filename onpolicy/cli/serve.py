@@ -18,7 +18,7 @@ from onpolicy.config.validate import (
     require_secrets,
 )
 from onpolicy.outputs.console import configure_logging
-from onpolicy.outputs.places import require_directory
+from onpolicy.outputs.destinations import require_directory
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
-    from onpolicy.run.cluster import places_on_cluster
-    from onpolicy.run.placement import placement_of_servers
-    from onpolicy.run.serve import checked_spec, held_by_servers, serve
+    from onpolicy.run.commands.serve import checked_spec, held_by_servers, serve
+    from onpolicy.run.launch.cluster_engines import places_on_cluster
+    from onpolicy.run.launch.host_shares import placement_of_servers
 
     spec = checked_spec(config)
     host = config.server.rollout_host

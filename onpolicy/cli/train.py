@@ -25,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
 def _dry_run(config: TrainConfig) -> int:
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run import saving
-    from onpolicy.run.cluster import planned
-    from onpolicy.run.inputs import read_inputs
-    from onpolicy.run.lengths import fit_run
+    from onpolicy.run.launch.cluster_engines import planned
+    from onpolicy.run.launch.inputs import read_inputs
+    from onpolicy.run.launch.lengths import fit_run
 
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
@@ -45,9 +45,9 @@ def _train(config: TrainConfig) -> int:
 
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
-    from onpolicy.run.cluster import on_cluster
-    from onpolicy.run.inputs import read_inputs
-    from onpolicy.run.lengths import fit_run
+    from onpolicy.run.launch.cluster_engines import on_cluster
+    from onpolicy.run.launch.inputs import read_inputs
+    from onpolicy.run.launch.lengths import fit_run
     from onpolicy.run.restarts import train_through_losses
     from onpolicy.run.run import Run
 

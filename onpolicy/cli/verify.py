@@ -29,10 +29,10 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
-    from onpolicy.run.cluster import on_cluster
-    from onpolicy.run.lengths import fit_verify
-    from onpolicy.run.verify import passes, verify
-    from onpolicy.run.verify_inputs import check_inputs
+    from onpolicy.run.commands.verify import passes, verify
+    from onpolicy.run.commands.verify_inputs import check_inputs
+    from onpolicy.run.launch.cluster_engines import on_cluster
+    from onpolicy.run.launch.lengths import fit_verify
 
     config = fit_verify(config)
     train_config, contract = check_inputs(config)

@@ -12,14 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onpolicy.cluster import environment
 from onpolicy.errors import EngineError
 from onpolicy.system import guard
+from onpolicy.system.gpus import num_gpus
 
 ADDRESS = "address of the cluster: "
 """What the line begins with that the owner waits for."""
@@ -41,9 +43,12 @@ SYSTEM = {
 
 @contextmanager
 def local_ray() -> Iterator[str]:
-    """Start a cluster on this host, and end it afterwards: the address to join it by."""
+    """Start a cluster on this host, and end it afterwards: the address to join it by.
+
+    Its GPUs are those that PyTorch sees; Ray's own count needs a library of the driver's.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", __name__, str(num_gpus())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -71,11 +76,11 @@ def _address(process: subprocess.Popen[str]) -> str:
     )
 
 
-def main() -> int:
-    return guard.run(_serve)
+def main(argv: Sequence[str]) -> int:
+    return guard.run(partial(_serve, int(argv[0])))
 
 
-def _serve(directory: Path) -> None:
+def _serve(num_gpus: int, directory: Path) -> None:
     """Start Ray's processes, say where, and wait until the guard ends us."""
     os.environ["TMPDIR"] = str(directory)  # of all that actors leave, too
     on_memory, store = _object_store()
@@ -85,6 +90,7 @@ def _serve(directory: Path) -> None:
         session_name="ray",  # sockets below it have short names
         node_ip_address="127.0.0.1",
         num_cpus=len(os.sched_getaffinity(0)),
+        num_gpus=num_gpus,
         object_store_memory=store,
         plasma_directory=None if on_memory else str(directory),
         _system_config=SYSTEM,
@@ -127,4 +133,4 @@ def _object_store() -> tuple[bool, int]:
 
 if __name__ == "__main__":
     environment.prepare(local=True)
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

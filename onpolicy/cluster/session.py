@@ -13,7 +13,7 @@ from onpolicy.cluster import environment
 from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.local_ray import local_ray
 from onpolicy.config.groups import HostsConfig
-from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.errors import ConfigError, EngineError, in_one_line
 from onpolicy.system.gpus import Gpu, gpus
 from onpolicy.system.memory import free_memory
 
@@ -25,6 +25,9 @@ _POLL_SECONDS = 1.0
 
 _ANSWER_SECONDS = 60.0
 """Longest that a host may take to start a process that answers."""
+
+_SECONDS_AFTER_A_LOSS = 20.0
+"""Longest that a run that has lost a host waits for room: what it held there may yet be given back."""
 
 
 @contextmanager
@@ -64,11 +67,20 @@ def _leave() -> None:
 
 
 def alive_hosts() -> tuple[Host, ...]:
-    """The hosts of the cluster, this one first, the others by label."""
+    """The hosts of the cluster, this one first, the others by label.
+
+    Raises EngineError if this one has left it: Ray starts nothing for a process without a node of its
+    own, and answers nothing either.
+    """
     import ray
 
     here = ray.get_runtime_context().get_node_id()
     hosts = [_host(node, here) for node in ray.nodes() if node["Alive"]]
+    if not any(host.is_here for host in hosts):
+        raise EngineError(
+            "this host's node has left the Ray cluster, and without it nothing can be started on any "
+            "host. Start it again (`ray start`), then this command, a run that saves with --load."
+        )
     return tuple(sorted(hosts, key=lambda h: (not h.is_here, h.label, h.address, h.name)))
 
 
@@ -99,22 +111,32 @@ def gpus_on(hosts: Sequence[Host]) -> dict[Host, tuple[Gpu, ...]]:
 def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host, T]:
     """What `ask` returns on each host of the cluster, called there in a process that ends then.
 
-    Raises ConfigError, which says that a host does not say `what`, if one does not answer.
+    Raises ConfigError, which says that a host does not say `what`, if one does not answer; EngineError
+    as soon as this host leaves the cluster.
     """
-    import ray
     from ray.exceptions import RayError
 
     asked = {host: _asked(host, ask) for host in hosts if not host.is_here}
     told = {host: ask() for host in hosts if host.is_here}
     for host, call in asked.items():
         try:
-            told[host] = ray.get(call, timeout=_ANSWER_SECONDS)
+            told[host] = _answer_of(call)
         except RayError as error:
             raise ConfigError(
                 f"{host}: does not say {what} ({in_one_line(error)}). Start its node of the cluster "
                 "again, with the same versions of Ray, Python and onpolicy."
             ) from error
     return told
+
+
+def _answer_of(call: Any) -> Any:
+    """What a task returned. Raises RayError if it failed, or takes too long."""
+    import ray
+
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < deadline and not ray.wait([call], timeout=_POLL_SECONDS)[0]:
+        alive_hosts()  # without a node here the task would never end
+    return ray.get(call, timeout=0)
 
 
 def _asked(host: Host, ask: Callable[[], T]) -> Any:
@@ -128,19 +150,28 @@ def _asked(host: Host, ask: Callable[[], T]) -> Any:
     ).remote()
 
 
-def when_it_fits(place: Callable[[Sequence[Host]], T], cluster: HostsConfig) -> T:
+def when_it_fits(
+    place: Callable[[Sequence[Host]], T], cluster: HostsConfig, *, after_a_loss: bool = False
+) -> T:
     """What `place` makes of the cluster's hosts, as soon as they are enough for it.
 
     Raises the ConfigError that `place` raises: at once in a cluster of our own, which nobody joins,
-    else after --placement-timeout.
+    else after --placement-timeout; after a loss within seconds, as EngineError.
     """
-    deadline = time.monotonic() + (cluster.placement_timeout if cluster.ray_address else 0)
+    seconds = cluster.placement_timeout if cluster.ray_address else 0.0
+    if after_a_loss:
+        seconds = min(seconds, _SECONDS_AFTER_A_LOSS)
+    deadline = time.monotonic() + seconds
     is_waiting = False
     while True:
         try:
             return place(alive_hosts())
         except ConfigError as error:
             if time.monotonic() >= deadline:
+                if after_a_loss:
+                    raise EngineError(
+                        f"what is left of the cluster is not enough. {error}"
+                    ) from error
                 raise
             if not is_waiting:
                 logger.info("waiting for more hosts: %s", error)

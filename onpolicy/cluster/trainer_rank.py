@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,21 +61,22 @@ class TrainerRank:
         log_to(log, self._records)
         self._store: TCPStore | None = None
 
-    def call(self, name: str, *args: Any) -> Answer:
-        """Call a method of this rank, or of its trainer."""
-        answer = self._answer(lambda: self._method(name)(*args))
-        answer.records = self._records.take()
-        return answer
+    def call(self, method: Callable[..., Any], *args: Any) -> Answer:
+        """Call a method of this class on this rank."""
+        return self._answer(lambda: method(self, *args))
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        return getattr(self if hasattr(self, name) else self.trainer, name)  # type: ignore[no-any-return]
+    def ask(self, method: Callable[..., Any], *args: Any) -> Answer:
+        """Call a method of `PolicyTrainer` on this rank's trainer."""
+        return self._answer(lambda: method(self.trainer, *args))
 
     def _answer(self, function: Callable[[], Any]) -> Answer:
         try:
-            return Answer(result=function())
+            answer = Answer(result=function())
         except Exception as error:
             logging.getLogger(__name__).debug("rank %d failed", self.rank, exc_info=True)
-            return Answer(error=_that_travels(error), traceback=traceback.format_exc())
+            answer = Answer(error=_that_travels(error), traceback=traceback.format_exc())
+        answer.records = self._records.take()
+        return answer
 
     def open_store(self, address: str) -> int:
         """Let the ranks meet at this address of this host, that of rank 0; the port."""
@@ -108,15 +109,15 @@ class TrainerRank:
         """`Trainer.self_check`."""
         return self.trainer.self_check
 
-    def findings(self) -> tuple[list[int | None], tuple[int, Sequence[float]] | None]:
-        """`Trainer.mismatched_tokens` and `Trainer.apart`."""
-        return list(self.trainer.mismatched_tokens), self.trainer.apart
-
     def leave(self) -> None:
-        """End this process, which then removes what it made."""
+        """Close the trainer, if there is one, and end this process, which then removes what it made."""
         import ray
 
-        ray.actor.exit_actor()
+        try:
+            if hasattr(self, "trainer"):
+                self.trainer.close()
+        finally:
+            ray.actor.exit_actor()
 
 
 class _RecordList(logging.Handler):

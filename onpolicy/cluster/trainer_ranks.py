@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -19,13 +19,16 @@ from onpolicy.cluster.trainer_rank import Answer, TrainerRank
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import PORTABLE_KERNELS, NumericsContract
-from onpolicy.errors import ContractError, OnPolicyError, ParityError, TrainerLostError
+from onpolicy.errors import ContractError, OnPolicyError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train.base import Trainer
+from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.train.shares import make_shares
-from onpolicy.types import TrainSample
+from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
+
+T = TypeVar("T")
 
 GRACE = 5.0
 """Seconds after a rank's failure in which another one may turn out to be what it failed of."""
@@ -56,7 +59,7 @@ class TrainerRanks(Trainer):
         gpus = [slot.devices[0] if slot.devices else None for slot in slots]
         try:
             self._join(slots)
-            self._shares: list[int] = self._on_each("make", [(config, contract, g) for g in gpus])
+            self._shares = self._call_each(TrainerRank.make, [(config, contract, g) for g in gpus])
             self._compare_self_checks()
         except BaseException:
             self.close()
@@ -75,11 +78,11 @@ class TrainerRanks(Trainer):
         """Form the group of all ranks, at an address of rank 0's host."""
         hosts = {slot.host for slot in slots}
         address = slots[0].host.address if len(hosts) > 1 else LOOPBACK[0]
-        port = self._on_each("open_store", [(address,)])[0]
-        self._call("join", address, port, len(slots))
+        port = self._call_each(TrainerRank.open_store, [(address,)])[0]
+        self._call_each(TrainerRank.join, [(address, port, len(slots))] * len(slots))
 
     def _compare_self_checks(self) -> None:
-        self.self_check, *others = self._call("self_check")
+        self.self_check, *others = self._call_each(TrainerRank.self_check, [()] * len(self._actors))
         for rank, other in enumerate(others, start=1):
             if other != self.self_check:
                 differ = sorted(k for k, v in self.self_check.items() if other.get(k) != v)
@@ -90,52 +93,50 @@ class TrainerRanks(Trainer):
 
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
-    ) -> dict[str, float]:
-        self.mismatched_tokens, self.apart = [None] * len(samples), None
+    ) -> TrainOutcome:
         max_tokens = self.config.trainer.max_tokens_per_gpu
         shares = make_shares(samples, len(rates), max(self._shares) + 1, max_tokens)
-        try:
-            metrics = self._on_each("train_share", [(shares[i], step, rates) for i in self._shares])
-        except ParityError:
-            self._learn_of_mismatches()
-            raise
-        self._learn_of_mismatches()
-        return cast(dict[str, float], metrics[0])
-
-    def _learn_of_mismatches(self) -> None:
-        self.mismatched_tokens, self.apart = self._on_each("findings", [()])[0]
+        mine = [(shares[i], step, rates) for i in self._shares]
+        return self._ask_each(PolicyTrainer.train_share, mine)[0]
 
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        self._call("adapt", contract, fallback)
+        self._ask(PolicyTrainer.adapt, contract, fallback)
         self._compare_self_checks()
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
     ) -> list[Tensor]:
-        return cast(list[Tensor], self._call("log_probs", sequences, prompt_lens, temperature)[0])
+        return self._ask(PolicyTrainer.log_probs, sequences, prompt_lens, temperature)[0]
 
-    def recorded_log_probs(self, wanted: Wanted, *of: Any) -> tuple[list[Tensor], Recorded]:
-        """As `PolicyTrainer` has it, of all ranks, each of which must compute whole rows."""
-        answers = self._call("recorded_log_probs", wanted, *of)
+    def recorded_log_probs(
+        self,
+        wanted: Wanted,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+    ) -> tuple[list[Tensor], Recorded]:
+        answers = self._ask(
+            PolicyTrainer.recorded_log_probs, wanted, sequences, prompt_lens, temperature
+        )
         return answers[0][0], Recorded.of_ranks([recorded for _, recorded in answers])
 
-    def push(self, engines: Sequence[Engine], version: str) -> str:
-        return cast(str, self._call("push", engines, version)[0])
+    def push(self, engines: Sequence[Engine], version: int) -> str:
+        return self._ask(PolicyTrainer.push, engines, version)[0]
 
-    def push_again(self, engines: Sequence[Engine], version: str) -> str:
-        return cast(str, self._call("push_again", engines, version)[0])
+    def push_again(self, engines: Sequence[Engine], version: int) -> str:
+        return self._ask(PolicyTrainer.push_again, engines, version)[0]
 
     def export(self, directory: Path) -> None:
-        self._call("export", directory.absolute())
+        self._ask(PolicyTrainer.export, directory.absolute())
 
     def save(self, directory: Path) -> None:
-        self._call("save", directory.absolute())
+        self._ask(PolicyTrainer.save, directory.absolute())
 
     def load(self, directory: Path) -> None:
-        self._call("load", directory.absolute())
+        self._ask(PolicyTrainer.load, directory.absolute())
 
     def release_memory(self) -> None:
-        self._call("release_memory")
+        self._ask(PolicyTrainer.release_memory)
 
     def close(self) -> None:
         """End the ranks; those that do not end by themselves are killed."""
@@ -145,15 +146,22 @@ class TrainerRanks(Trainer):
             ray.kill(ends[end])
         self._actors = []
 
-    def _call(self, name: str, *args: Any) -> list[Any]:
-        """The same call on all ranks; what each returned."""
-        return self._on_each(name, [args] * len(self._actors))
+    def _ask(self, method: Callable[..., T], *args: Any) -> list[T]:
+        """Call a method of `PolicyTrainer` on all ranks alike; what each returned."""
+        return self._ask_each(method, [args] * len(self._actors))
 
-    def _on_each(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """A call of the first ranks, with arguments of their own; what each returned."""
-        calls = [
-            actor.call.remote(name, *own) for actor, own in zip(self._actors, args, strict=False)
-        ]
+    def _ask_each(self, method: Callable[..., T], args: Sequence[tuple[Any, ...]]) -> list[T]:
+        """`_ask` with arguments of their own."""
+        pairs = zip(self._actors, args, strict=True)
+        return self._gathered([actor.ask.remote(method, *own) for actor, own in pairs])
+
+    def _call_each(self, method: Callable[..., T], args: Sequence[tuple[Any, ...]]) -> list[T]:
+        """Call a method of `TrainerRank` on the first ranks; what each returned."""
+        pairs = zip(self._actors, args, strict=False)
+        return self._gathered([actor.call.remote(method, *own) for actor, own in pairs])
+
+    def _gathered(self, calls: list[Any]) -> list[Any]:
+        """What the calls of the first ranks return; the first failure is raised."""
         results: list[Any] = [None] * len(calls)
         waiting = list(calls)
         while waiting:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from onpolicy.config.flags import flag_values, spelled
-from onpolicy.config.groups import FallbackConfig
 from onpolicy.config.train import TrainConfig
 from onpolicy.errors import ConfigError
 
@@ -29,21 +28,20 @@ def validate(config: TrainConfig) -> None:
 
 def _what_the_run_does(config: TrainConfig) -> list[_RuleBroken]:
     """A correction that nothing would apply, or that contradicts what else is asked for."""
-    flags, governed = config.fallback, config.governor.mismatch_governor
-    aligned = config.parity.true_on_policy_mode and not governed
-    on_policy = aligned and not config.may_lag
-    falls_back = config.parity_policy == "fallback"
-    asked = corrections_asked_for(flags)
+    flags, plan, values = config.fallback, config.plan, flag_values(config.fallback)
+    governed, falls_back = plan.is_governed, plan.on_aligned_mismatch == "fall back"
+    aligned = plan.starts_aligned and not governed
+    on_policy = aligned and not plan.may_lag
     weight_format, kinds = config.engine.rollout_weight_format, config.operators.align
     return [
-        *((name, value, on_policy and not falls_back,
+        *((name, values[name], on_policy and not falls_back,
            "with --true-on-policy-mode the ratio is exactly 1 and there is nothing to correct",
            "Leave it out, or add --parity-policy fallback to have it at hand for a mismatch.")
-          for name, value in asked.items()),
-        ("parity_policy", "fallback", falls_back and not config.may_align,
+          for name in plan.corrections),
+        ("parity_policy", "fallback", falls_back and not plan.may_align,
          "without aligned operators every rollout is corrected anyway",
          "Add --true-on-policy-mode, or give --use-tis without it."),
-        ("parity_policy", "fallback", falls_back and not asked,
+        ("parity_policy", "fallback", falls_back and not plan.corrections,
          "needs a correction to fall back to",
          "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path."),
         ("rollout_weight_format", weight_format, bool(weight_format) and aligned,
@@ -92,7 +90,7 @@ def _lag(config: TrainConfig) -> list[_RuleBroken]:
         ("rollout_segment_tokens", segment, segment > longest,
          f"no response is longer than --rollout-max-response-len={longest}",
          "Give less, or leave it out for whole responses."),
-        (name, value, config.may_lag and config.parity_policy == "fallback",
+        (name, value, config.plan.may_lag and config.plan.on_aligned_mismatch == "fall back",
          "samples of earlier weights are corrected in any case, whether engines mismatch or not",
          "Leave --parity-policy out: a mismatch that the probe of each push finds ends the run."),
         ("dynamic_sampling", True, rollout.dynamic_sampling and samples < 2,
@@ -119,31 +117,24 @@ def _free(config: TrainConfig) -> list[_RuleBroken]:
         ("dynamic_sampling", True, is_free and rollout.dynamic_sampling,
          "draws groups in the place of others by rule, and with --rollout-schedule free the clock "
          "decides what is drawn", "Leave one of the two out; --filter-equal-rewards may stay."),
-        ("mismatch_governor", True, is_free and config.governor.mismatch_governor,
+        ("mismatch_governor", True, is_free and config.plan.is_governed,
          "it starts servers under another contract when they draw nothing, and with --rollout-schedule "
          "free they always draw", _LEAVE_ONE_OUT),
         ("colocate", True, is_free and config.engine.colocate,
          "servers give their memory back while the trainer computes, and with --rollout-schedule free "
          "they sample meanwhile", _LEAVE_ONE_OUT),
         ("replay", rollout.replay,
-         is_free and bool(rollout.replay) and not config.parity.true_on_policy_mode,
+         is_free and bool(rollout.replay) and not config.plan.starts_aligned,
          "without --true-on-policy-mode a token depends on the batch that it was sampled in, which no "
          "journal repeats", "Replay a run of that mode."),
     ]  # fmt: skip
 
 
-def corrections_asked_for(flags: FallbackConfig) -> dict[str, object]:
-    """The switches of corrections that are on, by their flags."""
-    names = ("use_tis", "use_rs", "rs_veto_threshold", "dc_mode", "custom_tis_function_path")
-    values = flag_values(flags)
-    return {name: values[name] for name in names if values[name]}
-
-
 def _rejection(config: TrainConfig) -> list[_RuleBroken]:
     flags = config.fallback
     statistic, is_divergence = flags.rs_statistic, flags.rs_statistic != "ratio"
-    governed, custom = config.governor.mismatch_governor, bool(flags.custom_tis_function_path)
-    may_reject, weighs = flags.use_rs or governed, flags.use_tis or governed or config.may_lag
+    governed, custom = config.plan.is_governed, bool(flags.custom_tis_function_path)
+    may_reject, weighs = flags.use_rs or governed, flags.use_tis or governed or config.plan.may_lag
     low, high = flags.rejection_bounds
     lowest, largest = flags.weight_bounds
     return [
@@ -177,15 +168,15 @@ def _kl(config: TrainConfig) -> list[_RuleBroken]:
 def _bypass(config: TrainConfig) -> list[_RuleBroken]:
     """What the loss of one micro-batch cannot do, or has done already."""
     flags, loss = config.fallback, config.algorithm.policy_loss
-    has_ratio, custom = loss != "reinforce", bool(flags.custom_tis_function_path)
-    corrects = flags.corrects or custom
+    plan, has_ratio = config.plan, loss != "reinforce"
+    custom = bool(flags.custom_tis_function_path)
     uses_weights = flags.use_tis and not custom
     recompute = "Leave --use-rollout-logprobs out: then they are computed before the loss."
     rows = [
         ("use_tis", True, uses_weights and has_ratio,
          f"the ratio of --policy-loss {loss} is pi / pi_rollout, and weights would count it twice",
          "Leave --use-tis out (--use-rs may stay), or use --policy-loss reinforce, which has no ratio."),
-        ("policy_loss", loss, not (has_ratio or corrects or config.is_always_aligned),
+        ("policy_loss", loss, not (has_ratio or plan.corrections or plan.is_always_on_policy),
          "nothing would correct the rollout, since reinforce has no ratio",
          "Add --use-tis or --use-rs, or leave --use-rollout-logprobs out if that is meant."),
         ("tis_batch_normalize", True, uses_weights and flags.tis_batch_normalize,

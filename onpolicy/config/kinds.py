@@ -39,4 +39,4 @@ Directory = Annotated[
 
 
 class Unasked(int):
-    """A default that nobody asked for, so it gives way where it does not fit (`run/lengths.py`)."""
+    """A default, which gives way where it does not fit (`run/launch/lengths.py`)."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fallback_correction.ranges import at_least
+from fallback_correction.ranges import at_least, at_most
 from onpolicy.config import groups, sglang_flags, tensor_parallel
 from onpolicy.config.kinds import Count, Directory, Seed, Temperature, Unasked
 
@@ -45,6 +45,10 @@ class VerifyConfig:
     temperature: Temperature = 1.0
     """Sampling temperature."""
 
+    step: bool = True
+    """Take an optimizer step between the rounds. With --no-step the same weights are pushed twice, and
+    FSDP2's trainer holds 4 bytes for each parameter in place of 16: no gradients, and no optimizer."""
+
     seed: Seed = 0
     """Decides prompts and samples."""
 
@@ -54,7 +58,7 @@ class VerifyConfig:
     train_backend: groups.TrainBackend = "fsdp"
     """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
 
-    weight_sync: groups.WeightSync = "tensor"
+    weight_sync: groups.WeightSync = "auto"
     """Way of the changed weights to the server."""
 
     json: str = ""
@@ -79,6 +83,9 @@ class ExplainConfig(VerifyConfig):
 
     num_prompts: Count = 8
     """Prompts, of random lengths, sharing prefixes."""
+
+    step: tyro.conf.Suppress[bool] = False
+    """No step is taken."""
 
     max_new_tokens: Count = Unasked(24)
     """Tokens sampled for every prompt; if not given, at most half of the model's context."""
@@ -110,12 +117,13 @@ class ExplainConfig(VerifyConfig):
 class BenchConfig:
     """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
 
-    `bench rollout` measures an SGLang server of each kind; `bench step` an optimizer step; `bench loop`
-    whole steps: rollout, rewards, training, push. There stock operators come with what they need, the
-    trainer's log-probabilities of all samples and --use-tis.
+    `bench rollout` measures an SGLang server of each kind; `bench decode` its prefill and decoding, by
+    batch size and context, on a GPU beside SGLang's deterministic inference too; `bench step` an
+    optimizer step; `bench loop` whole steps: rollout, rewards, training, push. There stock operators
+    come with what they need, the trainer's log-probabilities of all samples and --use-tis.
     """
 
-    what: Annotated[Literal["rollout", "step", "loop"], tyro.conf.Positional]
+    what: Annotated[Literal["rollout", "decode", "step", "loop"], tyro.conf.Positional]
     """What to measure."""
 
     model: groups.CheckpointConfig = field(default_factory=groups.CheckpointConfig)
@@ -140,6 +148,14 @@ class BenchConfig:
     max_new_tokens: Count = Unasked(96)
     """Tokens sampled for every prompt, or trained on in every sequence; if not given, at most what the
     prompt leaves of the model's context."""
+
+    batch_sizes: Annotated[tuple[int, ...], at_least(1), at_most(256)] = (1, 8, 64, 256)
+    """decode: sequences that one server decodes at once."""
+
+    context_lens: Annotated[tuple[int, ...], at_least(1)] = ()
+    """decode: tokens of each sequence before the first that is sampled; if not given 1,024, 8,192 and
+    32,768, or --prompt-len where the model's context holds none of these. What exceeds it, or with a
+    batch a server's cache, is not measured, and the result says so."""
 
     longest_response: Annotated[int | None, at_least(1)] = None
     """loop: measure schedules (lag 0, lag 1, segments, both, free) on aligned operators, instead of

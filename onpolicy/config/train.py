@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import tyro
@@ -10,6 +11,7 @@ import tyro
 from onpolicy.config import groups, secrets, sglang_flags, tensor_parallel
 from onpolicy.config.flags import SGLANG_ARGS, flag_values
 from onpolicy.config.kinds import Seed
+from onpolicy.config.plan import RunPlan, plan_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,11 @@ class TrainConfig:
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""
 
+    @cached_property
+    def plan(self) -> RunPlan:
+        """What the run is, whichever flags say so."""
+        return plan_of(self.parity, self.governor, self.rollout, self.fallback, self.trainer)
+
     @property
     def samples_per_rollout(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
@@ -73,48 +80,22 @@ class TrainConfig:
         return "seq-mean-token-mean" if self.algorithm.policy_loss == "gspo" else "token-mean"
 
     @property
-    def may_align(self) -> bool:
-        """Whether the run starts on aligned operators, or its governor may move it to them."""
-        governor = self.governor
-        climbs = governor.mismatch_governor and governor.limits.highest == "aligned"
-        return self.parity.true_on_policy_mode or climbs
-
-    @property
-    def may_lag(self) -> bool:
-        """Whether tokens may come from earlier weights than those that learn from them."""
-        rollout = self.rollout
-        rules = rollout.rollout_lag or rollout.rollout_segment_tokens
-        return bool(rules) or rollout.rollout_schedule == "free"
-
-    @property
     def open_groups(self) -> int:
         """Groups that are drawn at a time."""
         return self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size
 
     @property
-    def is_rank_invariant(self) -> bool:
-        """Whether the bits of a step are to be the same on any number of trainer ranks."""
-        return self.trainer.rank_invariant or self.may_align
-
-    @property
-    def is_always_aligned(self) -> bool:
-        """Whether every rollout runs on aligned operators and the newest weights, so that none is ever
-        corrected."""
-        aligned = self.parity.true_on_policy_mode and not self.governor.mismatch_governor
-        return aligned and self.parity_policy != "fallback" and not self.may_lag
-
-    @property
-    def parity_policy(self) -> str:
-        """What a mismatched token leads to under aligned operators: fail, warn or fallback."""
-        return self.parity.parity_policy or ("fail" if self.may_align else "warn")
+    def takes_steps(self) -> bool:
+        """Whether the trainer is to change weights, or to score alone."""
+        return self.rollout.num_rollout > 0
 
     def count_row_parallel_blocks(self) -> int:
         """Blocks of every sum that ranks share. Raises ConfigError for degrees that cannot align."""
         degrees = {"--megatron-tp": self.megatron.megatron_tp}
-        if self.may_align:
+        if self.plan.may_align:
             degrees["--sglang-tp-size"] = sglang_flags.tensor_parallel_size(self.sglang_args)
         return tensor_parallel.count_blocks(
-            self.operators.row_parallel_blocks, degrees, aligned=self.may_align
+            self.operators.row_parallel_blocks, degrees, aligned=self.plan.may_align
         )
 
     def batch_equation(self) -> str:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from onpolicy.config.flags import flag_defaults, flag_values, spelled
+from onpolicy.config.plan import corrections_in
 from onpolicy.errors import ConfigError
 
 Values = Mapping[str, Any]
@@ -35,8 +36,7 @@ def _is_free(values: Values) -> bool:
 def _lags_alone(values: Values) -> bool:
     """Whether samples may lag behind and nothing else is asked for."""
     lags = values["rollout_lag"] or values["rollout_segment_tokens"] or _is_free(values)
-    others = ("use_tis", "use_rs", "dc_mode", "custom_tis_function_path", "use_rollout_logprobs")
-    return bool(lags) and values["rs_veto_threshold"] is None and not any(values[n] for n in others)
+    return bool(lags) and not (corrections_in(values) or values["use_rollout_logprobs"])
 
 
 def _weighs(values: Values) -> bool:
@@ -127,13 +127,22 @@ READERS = (
         lambda v: not v.get("rollout_server_url") and v.get("what") != "step",
     ),
     Reader("placement_timeout", "--ray-address", lambda v: v["ray_address"]),
-    Reader("num_prompts", "bench rollout or loop", lambda v: v.get("what") != "step"),
+    Reader("batch_sizes context_lens", "bench decode", lambda v: v["what"] == "decode"),
+    Reader(
+        "num_prompts", "bench rollout or loop", lambda v: v.get("what") not in ("step", "decode")
+    ),
     Reader("longest_response", "bench loop", lambda v: v["what"] == "loop"),
     Reader("num_tokens profile", "bench step", lambda v: v["what"] == "step"),
-    Reader("train_backend", "bench step or loop", lambda v: v.get("what") != "rollout"),
+    Reader(
+        "train_backend", "bench step or loop", lambda v: v.get("what") not in ("rollout", "decode")
+    ),
     Reader("n_samples_per_prompt", "bench loop", lambda v: v.get("what", "loop") == "loop"),
     Reader("align", "a command other than bench", lambda v: "what" not in v),
-    Reader("ray_address rollout_num_*", "bench rollout or loop", lambda v: v.get("what") != "step"),
+    Reader(
+        "ray_address rollout_num_*",
+        "bench rollout or loop",
+        lambda v: v.get("what") not in ("step", "decode"),
+    ),
     Reader("actor_num_*", "bench loop", lambda v: v.get("what", "loop") == "loop"),
 )
 

@@ -30,7 +30,7 @@ def validate(config: TrainConfig) -> None:
     require_operators(
         config.operators,
         config.sglang_args,
-        mode=config.may_align,
+        mode=config.plan.may_align,
         train_backend=config.trainer.train_backend,
     )
     config.count_row_parallel_blocks()
@@ -90,8 +90,8 @@ def _require_sampling(config: TrainConfig) -> None:
             "Give 1.0, or another value in that range.",
         )
     neutral = {"rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
-    has_own_sampler = config.may_align or "log_probs" in config.operators.kinds
-    flag = aligning_flag(config.operators, mode=config.may_align)
+    has_own_sampler = config.plan.may_align or "log_probs" in config.operators.kinds
+    flag = aligning_flag(config.operators, mode=config.plan.may_align)
     for name, value in neutral.items():
         if has_own_sampler and getattr(rollout, name) != value:
             _refuse(

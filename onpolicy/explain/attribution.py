@@ -28,7 +28,7 @@ def all_but(part: str) -> str:
 
 
 def difference(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, Any]:
-    """Of two engines' log-probabilities of the same tokens: float32 [R] of each response."""
+    """How two engines' log-probabilities of the same tokens differ: float32 [R] of each response."""
     ours, theirs = torch.cat(list(train)), torch.cat(list(rollout))
     counts, _ = compare_log_probs(ours, theirs)
     return {
@@ -63,7 +63,7 @@ class Effect:
 
 
 def effects(rows: Sequence[Row]) -> list[Effect]:
-    """Of `model` on stock engines, then of each part alone on top of it."""
+    """The effect of `model` on stock engines, then of each part alone on top of it."""
     by_name = {row["name"]: row for row in rows}
     parts = [name.removeprefix(model_and("")) for name in by_name if name.startswith(model_and(""))]
     return [

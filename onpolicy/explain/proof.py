@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from onpolicy.ops import AttentionLayout, Operators, Scores
+from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.parity.compare import ulp_distance
 from onpolicy.taps.evidence import Evidence
 from onpolicy.taps.recorder import INPUTS
@@ -61,7 +61,7 @@ class Proof:
 
 
 def difference(rollout: Sequence[Tensor], train: Sequence[Tensor]) -> Difference:
-    """Of two rows, part by part."""
+    """How two rows differ, part by part."""
     a, b = (torch.cat([part.reshape(-1).float() for part in parts]) for parts in (rollout, train))
     ulp = ulp_distance(a, b)
     if all(part.dtype == torch.bfloat16 for part in (*rollout, *train)):
@@ -121,7 +121,8 @@ def _verdict(agrees: list[bool | None], same: bool | None) -> Verdict:
 
 
 def _with_whole_input(rollout: Mapping[int, Evidence], train: Evidence, rank: int) -> Evidence:
-    """Of `rank`; where ranks add up what each makes of a part of the input, with all parts of it."""
+    """The evidence of `rank`; where ranks add up what each makes of a part of the input, with all
+    parts."""
     mine = rollout[rank]
     if mine.operator not in ("linear", "row_parallel_linear"):
         return mine
@@ -214,7 +215,7 @@ def _attend(arguments: Sequence[Any], operators: Operators) -> Tensor:
         query_lens=(len(q),), key_lens=(len(k),), key_rows=torch.arange(len(k))[None]
     )
     with torch.no_grad():
-        return operators.attention(q, k, v, layout, Scores(scale, window, softcap), *rest)
+        return operators.attention(q, k, v, layout, ScoreRule(scale, window, softcap), *rest)
 
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

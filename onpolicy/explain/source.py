@@ -43,6 +43,9 @@ class Source:
     ranks: tuple[int, ...]
     """The rollout's tensor-parallel ranks on which it is so."""
 
+    train_ranks: tuple[int, ...]
+    """And the trainer's."""
+
     rollout_shape: tuple[int, ...]
     train_shape: tuple[int, ...]
 
@@ -67,7 +70,7 @@ class SiteCounts:
 
 @dataclass(frozen=True)
 class _Rank:
-    """A site's rows of some keys, as one rank of the rollout has them, and as the trainer has them."""
+    """A site's rows of some keys, as one rank of the rollout has them, and one of the trainer."""
 
     theirs: Rows
     ours: Rows
@@ -109,21 +112,40 @@ class _Rank:
         return differ
 
 
+Ranks = tuple[int, int]
+"""A tensor-parallel rank of the rollout, and one of the trainer."""
+
+
 def _by_rank(
-    theirs: dict[int, Rows], ours: dict[int, Rows], keys: Numbers | None = None
-) -> dict[int, _Rank]:
-    """On each rank that both recordings have; `keys`: all of the trainer's, if not given."""
+    theirs: dict[int, Rows], ours: Sequence[dict[int, Rows]], keys: Numbers | None = None
+) -> dict[Ranks, _Rank]:
+    """What is compared of each two ranks that both sides have; `keys`: all of the trainer's, if not
+    given."""
     return {
-        rank: _Rank(theirs[rank], rows, rows.keys if keys is None else keys)
-        for rank, rows in ours.items()
+        (rank, number): _Rank(theirs[rank], rows, rows.keys if keys is None else keys)
+        for number, own in enumerate(ours)
+        for rank, rows in own.items()
         if rank in theirs
     }
 
 
-def first_source(rollout: Recording, train: Recording, keys: Sequence[int]) -> Source | None:
+def sites_of(train: Sequence[Recording]) -> list[Site]:
+    """Those of all ranks of a trainer, in the order of a forward pass; blocks of a sum that ranks share
+    have numbers of their own, and stand side by side."""
+    places: dict[Site, int] = {}
+    for recording in train:
+        for place, site in enumerate(recording):
+            places.setdefault(site, place)
+    return sorted(places, key=places.__getitem__)
+
+
+def first_source(
+    rollout: Recording, train: Sequence[Recording], keys: Sequence[int]
+) -> Source | None:
     """Where the rows of one sequence part; `keys`: of the tokens before the one that differs."""
     wanted, before = np.array(keys), None
-    for site, ours in train.items():
+    for site in sites_of(train):
+        ours = [recording.get(site, {}) for recording in train]
         by_rank = _by_rank(rollout.get(site, {}), ours, wanted)
         if (found := _first(site, before, by_rank)) is not None:
             return found
@@ -131,9 +153,9 @@ def first_source(rollout: Recording, train: Recording, keys: Sequence[int]) -> S
     return None
 
 
-def _first(site: Site, before: Site | None, by_rank: dict[int, _Rank]) -> Source | None:
+def _first(site: Site, before: Site | None, by_rank: dict[Ranks, _Rank]) -> Source | None:
     # What a rank is given may be a part of what its result is made of, so all are asked each time.
-    parts: list[tuple[Cause, dict[int, Differ]]] = [
+    parts: list[tuple[Cause, dict[Ranks, Differ]]] = [
         # A prompt's tokens need no head.
         ("not computed", {r: x.is_lost & (site[0] != HEAD) for r, x in by_rank.items()}),
         ("between operators", {r: x.inputs for r, x in by_rank.items()}),
@@ -143,15 +165,16 @@ def _first(site: Site, before: Site | None, by_rank: dict[int, _Rank]) -> Source
     for cause, differ in parts:
         if positions := [int(d.argmax()) for d in differ.values() if d.any()]:
             position = min(positions)
-            ranks = tuple(rank for rank, d in differ.items() if d[position])
-            x = by_rank[ranks[0]]
+            found = [ranks for ranks, d in differ.items() if d[position]]
+            x = by_rank[found[0]]
             return Source(
                 cause=cause,
                 site=site,
                 before=before,
                 position=position,
                 key=int(x.keys[position]),
-                ranks=ranks,
+                ranks=tuple(sorted({rank for rank, _ in found})),
+                train_ranks=tuple(sorted({number for _, number in found})),
                 rollout_shape=_shape(x.theirs, x.there[position]),
                 train_shape=_shape(x.ours, x.at[position]),
             )
@@ -162,9 +185,10 @@ def _shape(rows: Rows, where: int) -> tuple[int, ...]:
     return rows.shapes[int(rows.call[where])] if where >= 0 else ()
 
 
-def count_sites(rollout: Recording, train: Recording) -> Iterator[SiteCounts]:
-    """Of every site that both sides have."""
-    for site, ours in train.items():
+def count_sites(rollout: Recording, train: Sequence[Recording]) -> Iterator[SiteCounts]:
+    """The counts of every site that both sides have."""
+    for site in sites_of(train):
+        ours = [recording.get(site, {}) for recording in train]
         if by_rank := list(_by_rank(rollout.get(site, {}), ours).values()):
             given = _any(x.inputs | x.stores for x in by_rank)
             made = _any(x.outputs for x in by_rank)

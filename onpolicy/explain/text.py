@@ -43,14 +43,20 @@ def _lines(result: Result) -> Iterator[str]:
         )
     else:
         yield f"No log-probability differs, but rows do, first in sequence {source['sequence']}."
-    yield from _of_source(source, result["rollout_ranks"])
+    yield from _of_source(source)
+    yield from _of_ranks(result)
+    if source["rollout_shape"]:
+        yield (
+            f"Shape of the call: {_shape(source['rollout_shape'])} in the rollout, "
+            f"{_shape(source['train_shape'])} in the trainer."
+        )
     if proof := result["proof"]:
         yield from _of_proof(proof)
     yield from _flips(result["sites"])
     yield from _others(result["sites"], source)
 
 
-def _of_source(source: Result, ranks: int) -> Iterator[str]:
+def _of_source(source: Result) -> Iterator[str]:
     name, where = source["name"], f"at position {source['position']} of the sequence"
     before = source["before"]
     last = f"{before[1]} of {before[0]}" if before else "nothing"
@@ -63,15 +69,17 @@ def _of_source(source: Result, ranks: int) -> Iterator[str]:
         "not computed": f"The rollout engine never computed the {name}, {where}, after this prefix: it "
         "read another one from its cache.",
     }[source["cause"]]
-    if ranks > 1:
-        own = source["ranks"]
-        which = "all ranks" if len(own) == ranks else "rank " + ", ".join(map(str, own)) + " alone"
-        yield f"So it is on {which} of the rollout's {ranks} tensor-parallel ranks."
-    if source["rollout_shape"]:
-        yield (
-            f"Shape of the call: {_shape(source['rollout_shape'])} in the rollout, "
-            f"{_shape(source['train_shape'])} in the trainer."
-        )
+
+
+def _of_ranks(result: Result) -> Iterator[str]:
+    source = result["source"]
+    for side, own, ranks in (
+        ("rollout", source["ranks"], result["rollout_ranks"]),
+        ("trainer", source["train_ranks"], result["train_ranks"]),
+    ):
+        which = "all ranks" if len(own) == ranks else f"rank {', '.join(map(str, own))} alone"
+        if ranks > 1:
+            yield f"So it is on {which} of the {side}'s {ranks} tensor-parallel ranks."
 
 
 def _of_proof(proof: Result) -> Iterator[str]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.layouts import Scores
+from onpolicy.ops.layouts import ScoreRule
 
 ATTENTION_NAME = "onpolicy"
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, ScoreRule, Tensor | None], Tensor]
 """(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scores, sinks [H] or None) -> [T, H, D_v], the
 layout bound in; see `Operators.attention`."""
 
@@ -46,7 +46,7 @@ def scores_of(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: object,
-) -> tuple[Scores, Tensor | None]:
+) -> tuple[ScoreRule, Tensor | None]:
     """What a layer's call asks of its scores, and its sinks; query: [1, H, T, D].
 
     The names are those of transformers' attention functions; `s_aux` are the sinks. Raises
@@ -62,7 +62,7 @@ def scores_of(
             "Choose another checkpoint, or run without --true-on-policy-mode."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return Scores(scale, sliding_window or None, softcap or None), s_aux
+    return ScoreRule(scale, sliding_window or None, softcap or None), s_aux
 
 
 def _attention_forward(

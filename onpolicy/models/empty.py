@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -25,7 +27,7 @@ def empty_causal_lm(
     Raises ConfigError for a configuration that is no causal language model's.
     """
     try:
-        with init_empty_weights(), no_init_weights():
+        with _parameters_without_memory(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 trust_remote_code=trust_remote_code,
@@ -40,6 +42,26 @@ def empty_causal_lm(
             f"model_type={config.model_type}: transformers cannot build a causal language model from "
             f"its config.json ({in_one_line(error)}). Choose another checkpoint, or download it again."
         ) from error
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Every parameter moves to the meta device when a module takes it; buffers stay where they are made,
+    since nobody stores the numbers in them."""
+    take = nn.Module.register_parameter
+
+    def take_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            empty = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            empty.__dict__.update(parameter.__dict__)
+            parameter = empty
+        take(module, name, parameter)
+
+    nn.Module.register_parameter = take_empty  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = take  # type: ignore[method-assign]
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,11 @@ from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, ContractError, in_one_line
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.norms import NormKind, norm_kinds
+from onpolicy.models.norms import NormKind, norm_kinds, norm_size
 from onpolicy.models.rotary_factors import forget_scaling
-from onpolicy.ops.layouts import Scores
+from onpolicy.ops.layouts import ScoreRule
 
-AttentionCall = tuple[Tensor, Tensor, Tensor, Scores, Tensor | None]
+AttentionCall = tuple[Tensor, Tensor, Tensor, ScoreRule, Tensor | None]
 """What a layer calls an `AttentionFunction` with."""
 
 
@@ -33,6 +33,7 @@ class ModelFacts:
 
     def __init__(self, config: PretrainedConfig, trust_remote_code: bool = False):
         self.config, self.trust_remote_code = config, trust_remote_code
+        self._called_with: dict[nn.Module, int] = {}
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -50,6 +51,20 @@ class ModelFacts:
     def norms(self) -> dict[nn.Module, NormKind]:
         """The norms of the model whose kind is known."""
         return norm_kinds(self.model)
+
+    def norm_sizes(self, *, centered: bool) -> tuple[int, ...]:
+        """Distinct sizes of the layer norms, or of the RMS norms.
+
+        A norm that does not say its size, having no weight, has the one that the model calls it with;
+        where the model's code cannot run on the meta device, as no aligned run allows, it has none.
+        """
+        norms = [norm for norm, kind in self.norms.items() if kind.is_centered == centered]
+        sizes = {norm: norm_size(norm) for norm in norms}
+        if None in sizes.values():
+            with suppress(ConfigError):
+                _ = self.attention  # runs the decoder, unless that was done
+        found = {size or self._called_with.get(norm) for norm, size in sizes.items()}
+        return tuple(sorted(size for size in found if size is not None))
 
     @cached_property
     def attention(self) -> list[AttentionShape]:
@@ -74,19 +89,23 @@ class ModelFacts:
         """Run the decoder's own code on the meta device; its calls of attention, in order."""
         calls: list[AttentionCall] = []
 
-        def record(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor:
+        def record(
+            q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
+        ) -> Tensor:
             calls.append((q, k, v, scores, sinks))
             return q.new_empty(*q.shape[:2], v.shape[2])
 
         tokens = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-        with _passed_by(self.norms):
+        with _passed_by(self.norms, self._called_with):
             self.model.base_model(
                 input_ids=tokens, position_ids=tokens, use_cache=False, attention_function=record
             )
         return calls
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> AttentionShape:
+def _shape(
+    q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
+) -> AttentionShape:
     return AttentionShape(
         heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -99,10 +118,18 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
 
 
 @contextmanager
-def _passed_by(norms: Iterable[nn.Module]) -> Iterator[None]:
-    """Norms change no shape, and on the meta device they take more time than all the rest."""
+def _passed_by(norms: Iterable[nn.Module], called_with: dict[nn.Module, int]) -> Iterator[None]:
+    """Norms change no shape, and on the meta device they take more time than all the rest.
+
+    The size that each is called with is added to `called_with`.
+    """
+
+    def pass_by(norm: nn.Module, x: Tensor) -> Tensor:
+        called_with[norm] = x.shape[-1]
+        return x
+
     for norm in norms:
-        norm.forward = lambda x: x
+        norm.forward = partial(pass_by, norm)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from onpolicy.ops.partial import running_layer
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Of a causal LM, or of its decoder."""
+    """The decoder layers of a causal LM, or of its decoder."""
     count = model.config.num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return next(m for m in lists if len(m) == count)

@@ -34,7 +34,7 @@ class ChosenExperts(Llama4TextExperts):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """By one of transformers' functions, which the decorator calls in place of this."""
+        """One of transformers' functions does it, which the decorator calls in place of this."""
         raise NotImplementedError
 
 

@@ -8,7 +8,7 @@ Nemotron's layer norm. Gemma-4's norm of values has no weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ EPSILONS = (1e-5, 1e-6)
 """Tried of a norm that does not say which it adds (OLMo's)."""
 
 RMS_FORMS = ((0.0, False), (0.0, True), (1.0, True))
-"""Of an RMS norm with a weight: its offset, and whether only the product is rounded."""
+"""The forms of an RMS norm with a weight: its offset, and whether only the product is rounded."""
 
 ANY_SIZE = 48
 """Tried of a norm that has no size of its own."""
@@ -42,7 +42,7 @@ class NormKind:
     """Added to the weight: of an RMS norm in float32, of a layer norm in the weight's dtype."""
 
     round_last: bool = True
-    """Of an RMS norm: whether only the product with the weight is rounded; see `Operators.rms_norm`."""
+    """Whether an RMS norm rounds its product with the weight alone; see `Operators.rms_norm`."""
 
 
 class AlignedRMSNorm(nn.Module):
@@ -91,10 +91,13 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__
 
 
-def norm_sizes(norms: Mapping[nn.Module, NormKind], *, centered: bool) -> tuple[int, ...]:
-    """Distinct sizes of the layer norms, or of the RMS norms, that say theirs."""
-    sizes = {_size(norm) for norm, kind in norms.items() if kind.is_centered == centered}
-    return tuple(sorted(size for size in sizes if size is not None))
+def norm_size(module: Any) -> int | None:
+    """The size of the last axis; None if the module does not say it."""
+    weight = getattr(module, "weight", None)
+    if weight is not None:
+        return int(weight.shape[-1])
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[-1]) if shape else None
 
 
 def norm_kinds(model: nn.Module) -> dict[nn.Module, NormKind]:
@@ -109,7 +112,7 @@ def norm_kind(module: Any) -> NormKind | None:
     known = is_norm(module) and not isinstance(module, (AlignedRMSNorm, AlignedLayerNorm))
     if not known or parameters.keys() - {"weight", "bias"} or list(module.children()):
         return None
-    size = _size(module) or ANY_SIZE
+    size = norm_size(module) or ANY_SIZE
     if any(parameter.shape != (size,) for parameter in parameters.values()):
         return None
     x = probe(3, size, seed=1).bfloat16()
@@ -122,15 +125,6 @@ def norm_kind(module: Any) -> NormKind | None:
         if torch.equal(got, formula(x, values.get("weight"), values.get("bias"), kind)):
             return kind
     return None
-
-
-def _size(module: Any) -> int | None:
-    """Of the last axis; None if the module does not say it."""
-    weight = getattr(module, "weight", None)
-    if weight is not None:
-        return int(weight.shape[-1])
-    shape = getattr(module, "normalized_shape", None)
-    return int(shape[-1]) if shape else None
 
 
 def _candidates(module: Any) -> Iterator[tuple[NormKind, Callable[..., Tensor]]]:
@@ -153,7 +147,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormK
 def _rms_norm_by_power(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
 ) -> Tensor:
-    """The same on paper, by the function that Gemma-4 calls."""
+    """The RMS norm by the function that Gemma-4 calls, which is the same on paper."""
     rows = x.float()
     return _weighted(rows * torch.pow(_mean_square(rows, kind), -0.5), weight, x.dtype, kind)
 
@@ -180,7 +174,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Nor
 def _layer_norm_of_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
 ) -> Tensor:
-    """The same on paper, summed in another order, and with Nemotron's offset."""
+    """The layer norm summed in another order, and with Nemotron's offset, which is the same on paper."""
     weight = weight + kind.offset if weight is not None and kind.offset else weight
     weight, bias = (None if p is None else p.float() for p in (weight, bias))
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, kind.eps).to(x.dtype)

@@ -21,11 +21,10 @@ from onpolicy.models.experts import experts_shapes, router_shapes
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.layers import decoder_layers, follow_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
-from onpolicy.models.norms import norm_sizes
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.tensor_parallel import row_parallel_linears
-from onpolicy.ops import AttentionLayout, Operators, Scores
-from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops import AttentionLayout, Operators, ScoreRule
+from onpolicy.ops.log_probs import Scores, token_log_probs
 from onpolicy.ops.row_parallel import RowParallel
 
 
@@ -58,38 +57,50 @@ class PackedTokens:
 
     @staticmethod
     def pack(
-        sequences: list[list[int]],
-        prompt_lens: list[int],
-        temperature: float,
+        sequences: Sequence[Sequence[int]],
+        asked: Sequence[Sequence[bool]],
+        temperatures: Sequence[float],
         device: torch.device | str = "cpu",
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
     ) -> PackedTokens:
-        """Pack sequences of token ids; every token after a sequence's prompt is asked for.
+        """Pack sequences of token ids, each with a mask of the tokens that are asked for.
 
-        routed_experts: of each sequence, for all tokens but the last; see `Completion`.
+        The first token of a sequence cannot be: nothing comes before it. `temperatures`: one for each
+        sequence. routed_experts: of each, for all tokens but the last; see `Completion`.
         """
         lens = tuple(len(s) for s in sequences)
         tokens = torch.tensor([t for s in sequences for t in s])
         positions = torch.cat([torch.arange(n) for n in lens])
-        starts = torch.tensor([0, *lens[:-1]]).cumsum(0).tolist()
-        rows = torch.cat(
-            [
-                torch.arange(start + prompt - 1, start + n - 1)
-                for start, prompt, n in zip(starts, prompt_lens, lens, strict=True)
-            ]
-        )
+        rows = torch.tensor([is_asked for mask in asked for is_asked in mask]).nonzero()[:, 0] - 1
+        counts = torch.tensor([sum(mask) for mask in asked])
         return PackedTokens(
             tokens=tokens.to(device),
             positions=positions.to(device),
             layout=AttentionLayout.packed(lens, device),
             rows=rows.to(device),
             targets=tokens[rows + 1].to(device),
-            temperature=torch.full((len(rows),), temperature, device=device),
+            temperature=torch.tensor(temperatures).repeat_interleave(counts).to(device),
             routed_experts=_pack_experts(lens, routed_experts, device),
         )
 
+    @staticmethod
+    def after_prompts(
+        sequences: Sequence[Sequence[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+        device: torch.device | str = "cpu",
+        routed_experts: Sequence[NDArray[np.int32] | None] = (),
+    ) -> PackedTokens:
+        """Pack sequences of which every token after the prompt is asked for."""
+        asked = [
+            [i >= prompt for i in range(len(sequence))]
+            for sequence, prompt in zip(sequences, prompt_lens, strict=True)
+        ]
+        temperatures = [temperature] * len(sequences)
+        return PackedTokens.pack(sequences, asked, temperatures, device, routed_experts)
+
     def with_own_routing(self) -> PackedTokens:
-        """The same without experts to take: the routers choose."""
+        """The same tokens without experts to take: the routers choose."""
         return replace(self, routed_experts=None)
 
 
@@ -119,7 +130,7 @@ class PolicyModel(nn.Module):
         # Without a known rule a model is refused where bits are promised (`models/hf_config.py`).
         self.logits_rule = logits_rule(causal_lm) or LogitsRule()
         self.replay: RoutingReplay | None = None
-        """Of the last forward pass."""
+        """The routing replay that the last forward pass used."""
         self._following = follow_layers(causal_lm, operators)
 
     def use(self, operators: Operators) -> None:
@@ -134,11 +145,11 @@ class PolicyModel(nn.Module):
         """The decoder layers."""
         return decoder_layers(self.causal_lm)
 
-    def forward(self, batch: PackedTokens) -> tuple[Tensor, Tensor]:
-        """Returns (log_probs, entropy) of the tokens asked for, both float32 [R]."""
+    def forward(self, batch: PackedTokens) -> Scores:
+        """Score the tokens asked for."""
 
         def attention(
-            q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+            q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
         ) -> Tensor:
             return self.operators.attention(q, k, v, batch.layout, scores, sinks)
 
@@ -192,8 +203,8 @@ def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> Operator
     return OperatorShapes(
         linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
         attention=_attention_shapes(facts),
-        norm=norm_sizes(facts.norms, centered=False),
-        layer_norm=norm_sizes(facts.norms, centered=True),
+        norm=facts.norm_sizes(centered=False),
+        layer_norm=facts.norm_sizes(centered=True),
         vocab_size=facts.config.vocab_size,
         row_linear=tuple(sorted(_linear_shapes(shared))),
         experts=tuple(sorted(experts_shapes(model))),

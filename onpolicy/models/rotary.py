@@ -124,7 +124,7 @@ def _by_operators(own: Rotary, module: Any) -> Rotary:
 
 
 def _rebound(function: FunctionType, names: dict[str, Rotary]) -> FunctionType:
-    """The same code, for which some global names mean something else."""
+    """A function with the same code, for which some global names mean something else."""
     scope = {**function.__globals__, **names}
     rebound = FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__

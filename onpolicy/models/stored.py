@@ -9,8 +9,10 @@ implementation of a model knows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -20,12 +22,50 @@ from transformers.core_model_loading import revert_weight_conversion
 from onpolicy.errors import ConfigError
 
 
+class _Part(NamedTuple):
+    """Where a tensor of a checkpoint lies in the one that holds it; None: it is the whole."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(view: Tensor, tensor: Tensor) -> _Part | None:
+        if view is tensor:
+            return None
+        return _Part(
+            view.shape, view.stride(), int(view.storage_offset() - tensor.storage_offset())
+        )
+
+    def cut_out(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+_Layout = tuple[str, torch.Size, tuple[int, ...]]
+"""Name, shape and strides of what a model holds."""
+
+_known: WeakKeyDictionary[PreTrainedModel, dict[_Layout, dict[str, _Part | None]]] = (
+    WeakKeyDictionary()
+)
+
+
 def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """`tensor`, which is or replaces `name` of `model`, as `save_pretrained` would write it.
 
     Returns views of `tensor` under the checkpoint's names. Raises ConfigError if the checkpoint
-    holds something that is no part of `tensor`.
+    holds something that is no part of `tensor`. transformers is asked once for each layout of a
+    tensor: it goes through all of the model for every one.
     """
+    known = _known.setdefault(model, {})
+    layout = (name, tensor.shape, tensor.stride())
+    if layout not in known:
+        views = _as_written(model, name, tensor)
+        known[layout] = {key: _Part.of(view, tensor) for key, view in views.items()}
+    parts = known[layout]
+    return {key: tensor if part is None else part.cut_out(tensor) for key, part in parts.items()}
+
+
+def _as_written(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     with _Views():
         stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     memory = _memory(tensor)

@@ -1,15 +1,15 @@
 """The aligned operators, chosen by the contract: one implementation serves both engines."""
 
-from onpolicy.contract import KINDS, NumericsContract
+from onpolicy.contract import ATTENTION_CHUNK, KINDS, NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends import Demand, backend_of
 from onpolicy.ops.backends.stock import STOCK
 from onpolicy.ops.base import Operators
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.machine import Machine
 from onpolicy.ops.partial import partly_aligned
 
-__all__ = ["AttentionLayout", "Operators", "PagedLayout", "Scores", "make_operators"]
+__all__ = ["AttentionLayout", "Operators", "PagedLayout", "ScoreRule", "make_operators"]
 
 
 def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operators:
@@ -18,6 +18,11 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
     Raises ContractError if this machine cannot keep it, or no backend has the contract's name.
     """
     backend = backend_of(contract.backend)
+    if contract.attention_chunk != ATTENTION_CHUNK:
+        raise ContractError(
+            f"attention_chunk={contract.attention_chunk}: attention of this version of onpolicy sums "
+            f"{ATTENTION_CHUNK} keys apart. Start both engines with the same version."
+        )
     demand = Demand(
         dtype=contract.dtype,
         shapes=contract.shapes,

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
+from onpolicy.ops.uniform_numbers import uniform_numbers
 
 Piece = Callable[[], None]
 """Work that depends on no other piece."""
@@ -112,7 +113,7 @@ class Operators(ABC):
         k: Tensor,
         v: Tensor,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over the sequences of `layout`.
@@ -132,7 +133,7 @@ class Operators(ABC):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -227,6 +228,13 @@ class Operators(ABC):
         cumulative = self.elementwise(torch.exp, log_probs.double()).cumsum(-1)
         threshold = uniform[:, None] * cumulative[:, -1:]
         return (cumulative <= threshold).sum(-1).clamp_(max=log_probs.shape[-1] - 1)
+
+    def uniform(self, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Uniform numbers in [0, 1), by two rounds of SplitMix64: the same bits from every backend.
+
+        seeds, positions: int64 [B] -> float64 [B].
+        """
+        return uniform_numbers(seeds, positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.ops.backends import CPU_BACKENDS, GPU_BACKENDS, Backend, Demand, backend_of
 from onpolicy.ops.backends.onednn import ONEDNN
-from onpolicy.ops.machine import Machine
+from onpolicy.ops.machine import DISTRIBUTIONS, INSTALL, Machine
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,16 @@ def choose_backend(
             "instructions. A run then has the same bits on such CPUs alone"
         )
     return chosen.name
+
+
+def require_servable(backend: str, machine: Machine) -> None:
+    """Raise ConfigError if SGLang cannot serve this backend's operators on `machine`."""
+    for module in backend_of(backend).engine_modules:
+        if module not in machine.packages:
+            raise ConfigError(
+                f"operators={backend}: {module} is missing, which SGLang imports to serve them (package "
+                f"{DISTRIBUTIONS[module]}, in the version that SGLang asks for). {INSTALL}"
+            )
 
 
 def _preferred(candidates: tuple[Backend, ...], demand: Demand, machine: Machine) -> str:

@@ -84,7 +84,8 @@ def expert_outputs(
 
 
 def _biases(experts: Tensor, bias: Tensor) -> Tensor:
-    """Of each row's expert: int64 [S], [E, N] -> float32 [S, N], the dtype gradients are summed in."""
+    """The bias of each row's expert: int64 [S], [E, N] -> float32 [S, N], the dtype gradients are
+    summed in."""
     return F.embedding(experts, bias.float())
 
 

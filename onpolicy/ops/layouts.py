@@ -71,7 +71,7 @@ class PagedLayout:
     """As in `AttentionLayout`."""
 
     def by_rows(self) -> AttentionLayout:
-        """The same with every page taken apart, for all layers of a model; waits for the device."""
+        """This layout with every page taken apart, for all layers of a model; waits for the device."""
         if AttentionLayout not in self.plans:
             offsets = torch.arange(self.page_size, device=self.page_table.device)
             rows = self.page_table[..., None].long() * self.page_size + offsets
@@ -85,7 +85,7 @@ class PagedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreRule:
     """How a layer of attention scores the keys that a query sees.
 
     A key at position j of its sequence has for the query at position i the score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,16 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
 from onpolicy.ops.vocab_parallel import VocabParallel
+
+
+class Scores(NamedTuple):
+    """What a model's forward pass says of the tokens that are asked for."""
+
+    log_probs: Tensor
+    """float32 [R]."""
+
+    entropy: Tensor
+    """float32 [R], in nats, of the distribution that each token is drawn from; without gradient."""
 
 
 def token_log_probs(
@@ -21,12 +32,11 @@ def token_log_probs(
     temperature: Tensor,
     vocabulary: VocabParallel | None = None,
     finish: Callable[[Tensor], Tensor] = lambda logits: logits,
-) -> tuple[Tensor, Tensor]:
+) -> Scores:
     """`log_softmax(float32(hidden @ weight.T + bias) / temperature)` at `targets`, and the entropy.
 
     hidden: [T, K]; weight: [V, K]; bias: [V] or None; targets: int64 [T]; temperature: float32 [T].
-    Returns (log_probs float32 [T], entropy float32 [T] in nats, without gradient). The backward
-    pass computes the logits again, chunk by chunk, so memory grows with T + V, not T x V.
+    The backward pass computes the logits again, chunk by chunk, so memory grows with T + V, not T x V.
 
     With a `vocabulary`, `weight` and `bias` are this rank's rows of it, and so are their gradients;
     the gradient of `hidden` is this rank's part of a sum over the ranks.
@@ -34,10 +44,10 @@ def token_log_probs(
     `finish` maps every logit by itself, before anything else is done with it (`models/logits.py`).
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
-    result: tuple[Tensor, Tensor] = _TokenLogProbs.apply(
+    scores: tuple[Tensor, Tensor] = _TokenLogProbs.apply(
         operators, hidden, weight, bias, targets, temperature, vocabulary, finish
     )
-    return result
+    return Scores(*scores)
 
 
 def _chunks(operators: Operators, hidden: Tensor, vocabulary: VocabParallel) -> list[slice]:

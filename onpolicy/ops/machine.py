@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.ops.cuda_toolkit import REMEDY, CudaToolkit, find_cuda_toolkit
 
 DISTRIBUTIONS = {"triton": "triton", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
-"""Modules that the GPU operators import, and the packages they come in."""
+"""Modules that the GPU operators, or SGLang with them, import, and the packages they come in."""
 
 OLDEST = {"triton": (3, 6)}
-"""Triton's comes with torch 2.11, the oldest that a supported SGLang runs on."""
+"""Triton's comes with torch 2.11, the oldest that its operators are tried with."""
 
 COMPILED_HERE = frozenset({"deep_gemm"})
 """Modules whose kernels are compiled when they are first needed, with a CUDA toolkit."""
@@ -29,6 +28,9 @@ WITHOUT_BFLOAT16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
 """Values of theirs below AVX512_CORE_BF16."""
+
+WITHOUT_AMX = WITHOUT_BFLOAT16 | {"AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"}
+"""Values of theirs below AVX512_CORE_AMX."""
 
 INSTALL = "Install what is missing with: pip install -e '.[gpu]'"
 
@@ -43,8 +45,10 @@ class Machine:
     packages: Mapping[str, str]
     """Modules of DISTRIBUTIONS that are there, and their versions. Example: {"triton": "3.6.0"}"""
 
-    cuda_toolkit: str | None = None
-    """Where the CUDA toolkit is that compiles kernels, None without one. Example: /usr/local/cuda"""
+    cuda_toolkit: CudaToolkit = field(
+        default_factory=lambda: CudaToolkit(None, "none was looked for")
+    )
+    """What compiles kernels."""
 
     bfloat16_products: bool = False
     """Whether oneDNN has this CPU multiply bfloat16 by instructions made for it."""
@@ -53,7 +57,7 @@ class Machine:
     """Which of PyTorch's kernels run on this CPU. Example: AVX512"""
 
     asked_kernels: Mapping[str, str] = field(default_factory=dict)
-    """Of PORTABLE_KERNELS, the variables that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
+    """The variables of PORTABLE_KERNELS that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
 
     @staticmethod
     def here() -> Machine:
@@ -84,11 +88,10 @@ class Machine:
                     f"{module} is missing, which {backend} operators call (package "
                     f"{DISTRIBUTIONS[module]}, in the version that SGLang asks for). {INSTALL}"
                 )
-            if module in COMPILED_HERE and self.cuda_toolkit is None:
+            if module in COMPILED_HERE and self.cuda_toolkit.home is None:
                 return (
-                    f"no CUDA toolkit (nvcc) is there, with which {module} compiles the kernels of "
-                    f"{backend} operators. Install one of the version that torch was built with and set "
-                    "CUDA_HOME to it, or choose --operators triton."
+                    f"there is no CUDA toolkit with which {module} could compile the kernels of "
+                    f"{backend} operators ({self.cuda_toolkit.problem}). {REMEDY}"
                 )
         for module in OLDEST.keys() & set(modules):
             oldest, numbers = OLDEST[module], re.match(r"(\d+)\.(\d+)", self.packages[module])
@@ -98,20 +101,23 @@ class Machine:
         return None
 
 
-def find_cuda_toolkit() -> str | None:
-    """Where DeepGEMM would look for it (deep_gemm/cuda_helpers.py of sgl-deep-gemm)."""
-    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    compiler = shutil.which("nvcc")
-    found = given or (str(Path(compiler).parent.parent) if compiler else "/usr/local/cuda")
-    return found if Path(found).is_dir() else None
-
-
 def _multiplies_bfloat16(environment: Mapping[str, str]) -> bool:
     import torch
 
-    asked = [environment.get(name, "").upper() for name in ONEDNN_LIMITS]
     there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return there and not WITHOUT_BFLOAT16.intersection(asked)
+    return there and not WITHOUT_BFLOAT16.intersection(_onednn_limits(environment))
+
+
+def multiplies_with_amx(environment: Mapping[str, str]) -> bool:
+    """Whether oneDNN has this CPU multiply bfloat16 by AMX instructions."""
+    import torch
+
+    hidden = WITHOUT_AMX.intersection(_onednn_limits(environment))
+    return torch.cpu._is_amx_tile_supported() and not hidden
+
+
+def _onednn_limits(environment: Mapping[str, str]) -> list[str]:
+    return [environment.get(name, "").upper() for name in ONEDNN_LIMITS]
 
 
 def _version(module: str) -> str:

@@ -22,7 +22,7 @@ OPERATORS = {
     "rotary": ("rotary",),
     "activation": ("elementwise", "gated"),
     "experts": ("grouped_linear", "grouped_partial_linear", "softmax", "topk"),
-    "log_probs": ("log_softmax", "gather_log_probs", "grad_logits", "sample"),
+    "log_probs": ("log_softmax", "gather_log_probs", "grad_logits", "sample", "uniform"),
 }
 """The operators of each kind, of `onpolicy.contract.KINDS`."""
 
@@ -59,7 +59,7 @@ def running_layer(operators: Operators) -> RunningLayer | None:
 
 
 def aligned_side(operators: Operators) -> Operators:
-    """Of partly aligned operators the aligned ones, of all kinds; else these."""
+    """The aligned operators of all kinds, where `operators` are partly aligned; else `operators`."""
     return cast(Operators, getattr(operators, "aligned", operators))
 
 

@@ -44,7 +44,7 @@ class RowParallel:
 
     @property
     def first_block(self) -> int:
-        """Of this rank's, the number of the first among all ranks'."""
+        """The number, among all ranks' blocks, of the first that this rank has."""
         rank = 0 if self.group is None else self.group.rank()
         return rank * (self.blocks // self.ranks)
 
@@ -85,9 +85,10 @@ class _GatheredSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         partial = partial.contiguous()
-        gathered = [torch.empty_like(partial) for _ in range(group.size())]
-        dist.all_gather(gathered, partial, group=group)
-        return tree_sum(gathered)
+        # Into one tensor, since a CUDA graph cannot hold the copies that a list of them takes.
+        gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
+        dist.all_gather_into_tensor(gathered, partial, group=group)
+        return tree_sum(gathered.chunk(group.size()))
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.row_parallel import RowParallel
 
 
@@ -52,7 +52,7 @@ class StockOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
         outputs = []
@@ -98,9 +98,9 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 
 
 def _eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: ScoreRule, sinks: Tensor | None
 ) -> Tensor:
-    """[1, H, T, D], [1, H_kv, keys, D], [1, H_kv, keys, D_v] -> [1, H, T, D_v]; see `Scores`."""
+    """[1, H, T, D], [1, H_kv, keys, D], [1, H_kv, keys, D_v] -> [1, H, T, D_v]; see `ScoreRule`."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     products = (q @ k.transpose(2, 3) * scores.scale).to(
         torch.promote_types(q.dtype, torch.float32)

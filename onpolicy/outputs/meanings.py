@@ -102,6 +102,7 @@ MEANINGS = {
     "perf/train_time": "seconds of training",
     "perf/train_tokens_per_second": "prompt and response tokens per second of training",
     "perf/weight_sync_time": "seconds to push the weights and verify them",
+    "perf/probe_time": "seconds to compare the engines after a push, where samples may lag behind",
     "perf/step_time": "seconds of the whole step",
     "perf/rollout_idle_share": "share of the step in which the engines neither sampled nor took weights",
     "perf/trainer_idle_share": "share of the step in which the trainer neither trained nor sent weights",

@@ -21,16 +21,16 @@ SILENCE = 60.0
 """Seconds after which a line says how far the sampling is, where there is no bar."""
 
 PHASE_SILENCE = 15.0
-"""The same of a phase of a command that ends within minutes."""
+"""Seconds of silence in a phase of a command that ends within minutes."""
 
 logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """A bar over rollouts; without a terminal, one line per rollout."""
+    """A bar over rollouts; without a terminal, one line per rollout. `console`: standard output."""
 
-    def __init__(self, total: int, done: int):
-        self._console = Console(soft_wrap=True)
+    def __init__(self, total: int, done: int, console: Console | None = None):
+        self._console = console or Console(soft_wrap=True)
         self._bar = RichProgress(
             TextColumn("rollout"),
             BarColumn(bar_width=None),

@@ -12,25 +12,24 @@ Lines are added as a whole, before the step is taken.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import xxhash
-from annotated_types import Ge, Len
+from annotated_types import Len
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.metrics import drop_from, read_jsonl
+from onpolicy.outputs.trajectories import Count, digest
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, checked
-from onpolicy.types import Completion, SampleGroup
+from onpolicy.trajectory import Trajectory
+from onpolicy.types import SampleGroup
 
 Record = dict[str, Any]
-Count = Annotated[int, Ge(0)]
 
 
 @with_config(CLOSED)
@@ -77,19 +76,17 @@ def add(file: Path, record: Record) -> None:
 
 
 def record_of(step: int, weights: str, groups: Iterable[SampleGroup]) -> Record:
-    """Of a step that learns from `groups`, beginning from the weights with that digest."""
+    """The record of a step that learns from `groups`, beginning from the weights with that digest."""
     samples = [
-        {"number": g.number, "samples": [_drawn(s.completion) for s in g.samples]} for g in groups
+        {"number": g.number, "samples": [_drawn(s.trajectory) for s in g.samples]} for g in groups
     ]
     return {"step": step, "weights": weights, "groups": samples}
 
 
-def _drawn(completion: Completion) -> Record:
+def _drawn(trajectory: Trajectory) -> Record:
     """Its spans, and a digest of its tokens and their log-probabilities."""
-    ids, log_probs = completion.response_ids, completion.rollout_log_probs
-    content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
-    spans = [[int(span.version), span.end - span.start] for span in completion.spans]
-    return {"spans": spans, "tokens": xxhash.xxh3_64_hexdigest(content)}
+    spans = [[span.version, span.end - span.start] for span in trajectory.spans]
+    return {"spans": spans, "tokens": digest(trajectory)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +100,7 @@ class RolloutJournal:
     steps: Mapping[int, Record]
 
     def spans(self) -> dict[tuple[int, int], Spans]:
-        """Of each response: (number of the group, place in it)."""
+        """The spans of each response, by the number of its group and its place in it."""
         return {
             (group["number"], i): [(version, tokens) for version, tokens in sample["spans"]]
             for record in self.steps.values()

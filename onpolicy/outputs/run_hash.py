@@ -24,11 +24,11 @@ class RunHash:
         """
         digest = hashlib.sha256(self.value.encode())
         for sample in (sample for group in groups for sample in group.samples):
-            length = len(sample.response_ids)
-            digest.update(struct.pack(f"<{length}q", *sample.response_ids))
-            digest.update(struct.pack(f"<{length}f", *sample.rollout_log_probs))
+            trajectory, length = sample.trajectory, sample.trajectory.num_sampled
+            digest.update(struct.pack(f"<{length}q", *trajectory.response_ids))
+            digest.update(struct.pack(f"<{length}f", *trajectory.rollout_log_probs))
             digest.update(struct.pack("<d", sample.reward))
-            for span in sample.completion.spans if with_spans else ():
+            for span in trajectory.spans if with_spans else ():
                 digest.update(f"{span.version}:{span.start}-{span.end};".encode())
         digest.update(struct.pack("<d", loss))
         digest.update(weights.encode())

@@ -22,7 +22,7 @@ MOST_OF_A_PROMPT = 4
 """Samples of one prompt that are written at most, so that several prompts are seen."""
 
 MOST_CHARACTERS = 600
-"""Of a prompt or a response on the console."""
+"""Longest text of a prompt or a response on the console."""
 
 _NAME = re.compile(r"(?:rollout|eval|eval_.+)_(\d{6,})\.jsonl")
 
@@ -70,7 +70,7 @@ class SampleLog:
             "reward": sample.reward,
             "reward_parts": sample.reward_parts,
             "finish_reason": str(sample.finish_reason),
-            "num_tokens": len(sample.response_ids),
+            "num_tokens": sample.trajectory.num_sampled,
             "mismatched_tokens": sample.mismatched_tokens,
         }
 

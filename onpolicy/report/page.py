@@ -99,7 +99,7 @@ def _run(run: LoggedRun) -> dict[str, Any]:
 
 
 def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
-    """Of each run the first earlier one that logged the same values, but for times and speeds."""
+    """The first earlier run that logged the same values as each, but for times and speeds."""
     values = [
         json.dumps({k: run.curves[k] for k in sorted(run.curves) if not k.startswith("perf/")})
         for run in runs

@@ -19,7 +19,8 @@ from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import load_rule, worker
 from onpolicy.rewards.worker import Failure
 from onpolicy.system import private_directory
-from onpolicy.types import Completion, FinishReason, Prompt, Sample
+from onpolicy.trajectory import Completion, FinishReason, Trajectory
+from onpolicy.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +120,8 @@ class Scorer:
         arguments: list[Any] = [sample.response, sample.prompt.label]
         if self.config.custom_rm_path:
             # Megabytes that no rule looks at.
-            completion = replace(sample.completion, routed_experts=None)
-            arguments = [replace(sample, completion=completion)]
+            trajectory = replace(sample.trajectory, routed_experts=None)
+            arguments = [replace(sample, trajectory=trajectory)]
         return pool.schedule(worker.score, args=arguments, timeout=self.config.rm_time_limit)
 
     def _judge(self, failed: Sequence[tuple[Sample, Failure]], num_samples: int) -> None:
@@ -166,12 +167,14 @@ def _made_up(prompt: Prompt) -> Sample:
     return Sample(
         prompt=prompt,
         sample_index=0,
-        completion=Completion(
-            response_ids=prompt.prompt_ids[-1:],
-            rollout_log_probs=[-1.0],
-            finish_reason=FinishReason.STOP,
-            weight_version="0",
-            num_cached_tokens=0,
+        trajectory=Trajectory.begin(prompt.prompt_ids, temperature=1.0).plus(
+            Completion(
+                response_ids=prompt.prompt_ids[-1:],
+                rollout_log_probs=[-1.0],
+                finish_reason=FinishReason.STOP,
+                weight_version=0,
+                num_cached_tokens=0,
+            )
         ),
         response=prompt.label,
     )

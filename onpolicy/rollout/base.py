@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from onpolicy.rollout.client import EngineClient
-from onpolicy.types import Completion, Request
+from onpolicy.trajectory import Completion
+from onpolicy.types import Request
 
 Progress = Callable[[int, int], None]
 """(responses done, tokens in the latest)"""

@@ -15,7 +15,8 @@ import requests
 from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.types import Completion, FinishReason, Request, Span
+from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
+from onpolicy.types import Request
 
 
 class EngineLostError(EngineError):
@@ -217,15 +218,21 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
         response_ids=response_ids,
         rollout_log_probs=log_probs,
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
-        weight_version=str(meta.get("weight_version")),
+        weight_version=_version(meta.get("weight_version")),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
         routed_experts=_routed_experts(meta, request, url) if response_ids else None,
         spans=tuple(
-            Span(version=str(span["version"]), start=int(span["start"]), end=int(span["end"]))
+            Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
             for span in meta.get("weight_versions") or ()
         ),
     )
     return _without_last(completion) if _was_aborted(answer) else completion
+
+
+def _version(said: object) -> int:
+    """The number of a push; SGLang keeps a text, and says `default` of weights that none brought."""
+    text = str(said)
+    return int(text) if text.isdecimal() else UNPUSHED
 
 
 def _without_last(part: Completion) -> Completion:

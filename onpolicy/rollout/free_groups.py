@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from onpolicy.rollout.open_groups import OpenGroup, OpenGroups, Slot
-from onpolicy.types import Completion
+from onpolicy.rollout.episodes import OpenEpisode
+from onpolicy.rollout.open_groups import OpenGroup, OpenGroups
+from onpolicy.trajectory import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Staleness:
     batch: int
 
     def num_late(self, began: Mapping[int, int], step: int) -> int:
-        """Of groups that began under versions (version: how many), those for which there is no place
+        """How many groups that began under versions (version: how many) have no place
         in time if `step` is the first to train on any: 0 if all can be."""
         late = due = 0
         for version in sorted(began):
@@ -36,70 +37,67 @@ class Staleness:
 class FreeGroups(OpenGroups):
     """`groups`: begun and not trained on; first those that are complete, in that order.
 
-    `width`: responses that are drawn at a time. `tokens`: of the longest. `last`: groups of a whole
-    run. The rule of staleness: a group begins only when all that have begun can be trained on in time,
-    and a step takes the groups that were complete first, as long as those it leaves can; else it
-    waits. So nothing is dropped, and no step has to wait for what may not begin.
+    `width`: episodes that are drawn at a time. `last`: groups of a whole run. The rule of staleness: a
+    group begins only when all that have begun can be trained on in time, and a step takes the groups
+    that were complete first, as long as those it leaves can; else it waits. So nothing is dropped, and
+    no step has to wait for what may not begin.
     """
 
     def __init__(
         self,
         open_group: Callable[[int], OpenGroup],
         width: int,
-        tokens: int,
         staleness: Staleness,
         last: int,
     ):
-        super().__init__(open_group, width, tokens)
+        super().__init__(open_group, width)
         self._staleness, self._last = staleness, last
         self._version = self._step = self._num_complete = self._num_drawn = 0
-        self._waiting = deque[Slot]()
+        self._waiting = deque[OpenEpisode]()
         self._began = Counter[int]()
 
-    def begin(self, version: int) -> list[Slot]:
+    def begin(self, version: int) -> list[OpenEpisode]:
         """What is drawn first under new weights, which nothing is drawn under yet."""
         self._version = self._step = version
         self.groups.sort(key=lambda group: bool(group.unfinished))
         self._num_complete = sum(not group.unfinished for group in self.groups)
-        self._waiting = deque((group, i) for group in self.groups for i in group.unfinished)
+        self._waiting = deque(episode for group in self.groups for episode in group.unfinished)
         self._began = Counter(self._version_of(group) for group in self.groups)
         self._num_drawn = 0
-        return self._next_slots()
+        return self._next_episodes()
 
     def _version_of(self, group: OpenGroup) -> int:
         """That of its oldest token, or the present one."""
-        spans = [c.spans[0] for c in group.completions if c is not None and c.spans]
-        return min((int(span.version) for span in spans), default=self._version)
+        so_far = [episode.turns.trajectory for episode in group.episodes]
+        spans = [trajectory.spans[0] for trajectory in so_far if trajectory.spans]
+        return min((span.version for span in spans), default=self._version)
 
-    def answer(self, slot: Slot, more: Completion) -> list[Slot]:
-        """Add what was drawn of a response; what is drawn in its place."""
-        group, i = slot
+    def answer(self, episode: OpenEpisode, more: Completion) -> list[OpenEpisode]:
+        """Add what was drawn of an episode; what is drawn in its place."""
         self._num_drawn -= 1
         if more.response_ids:
-            group.add(i, more)
-        if not group.is_complete(i):
-            self._waiting.appendleft(slot)
-        elif not group.unfinished:
-            place = next(n for n, other in enumerate(self.groups) if other is group)
-            self.groups.insert(self._num_complete, self.groups.pop(place))
-            self._num_complete += 1
-        return self._next_slots()
+            episode.add(more)
+        if not episode.is_complete:
+            self._waiting.appendleft(episode)
+        else:
+            place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
+            if not self.groups[place].unfinished:
+                self.groups.insert(self._num_complete, self.groups.pop(place))
+                self._num_complete += 1
+        return self._next_episodes()
 
-    def _next_slots(self) -> list[Slot]:
-        slots: list[Slot] = []
+    def _next_episodes(self) -> list[OpenEpisode]:
+        episodes: list[OpenEpisode] = []
         while self._num_drawn < self._width and (self._waiting or self._begin_group()):
-            slots.append(self._waiting.popleft())
+            episodes.append(self._waiting.popleft())
             self._num_drawn += 1
-        return slots
+        return episodes
 
     def _begin_group(self) -> bool:
         began = self._began + Counter([self._version])
         if self.next_number >= self._last or self._staleness.num_late(began, self._step):
             return False
-        group = self._open_group(self.next_number)
-        self.next_number += 1
-        self.groups.append(group)
-        self._waiting += [(group, i) for i in group.unfinished]
+        self._waiting += self._open_next().unfinished
         self._began = began
         return True
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onpolicy.errors import EngineError
+from onpolicy.rollout.episodes import OpenEpisode, Rollouter
+from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.types import (
-    Completion,
-    Prompt,
-    Request,
-    Sample,
-    SampleGroup,
-    SamplingParams,
-    Span,
-)
+from onpolicy.trajectory import Completion, Span, Trajectory
+from onpolicy.types import Prompt, Request, Sample, SampleGroup, SamplingParams
+
+Decode = Callable[[Sequence[list[int]]], Sequence[str]]
+"""Token ids of each into text of each."""
 
 
 def make_requests(
@@ -46,28 +44,43 @@ def make_group(
     ]
 
 
-def group_samples(
-    prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
-) -> list[SampleGroup]:
-    """The completions of `make_requests`, by prompt, with their decoded texts."""
-    num_samples = len(completions) // len(prompts)
-    groups = []
-    for position, prompt in enumerate(prompts):
-        first = position * num_samples
-        samples = [
-            Sample(
-                prompt=prompt,
-                sample_index=i,
-                completion=completions[first + i],
-                response=texts[first + i],
-            )
-            for i in range(num_samples)
-        ]
-        groups.append(SampleGroup(prompt=prompt, samples=samples))
-    return groups
+def open_group(
+    number: int, prompt: Prompt, requests: Sequence[Request], rollouter: Rollouter
+) -> OpenGroup:
+    """Attempts at a prompt, one for each of the requests that they begin with; nothing is drawn."""
+    episodes = [OpenEpisode(rollouter, prompt, request) for request in requests]
+    return OpenGroup(number=number, prompt=prompt, episodes=episodes)
 
 
-def require_version(completion: Completion, version: str, *, by_token: bool = False) -> None:
+def trajectories_of(
+    requests: Sequence[Request], completions: Sequence[Completion]
+) -> list[Trajectory]:
+    """What was given and sampled in each request."""
+    return [
+        Trajectory.begin(request.prompt_ids, request.params.temperature).plus(completion)
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+
+
+def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGroup]:
+    """Complete groups as samples; `decode` makes text of what was sampled."""
+    drawn = [
+        (group, i, trajectory)
+        for group in groups
+        for i, open_episode in enumerate(group.episodes)
+        if (episode := open_episode.episode) is not None
+        for trajectory in episode.trajectories
+    ]
+    texts = decode([trajectory.response_ids for _, _, trajectory in drawn])
+    made = [SampleGroup(prompt=group.prompt, samples=[], number=group.number) for group in groups]
+    of_number = {group.number: group for group in made}
+    for (group, i, trajectory), text in zip(drawn, texts, strict=True):
+        sample = Sample(prompt=group.prompt, sample_index=i, trajectory=trajectory, response=text)
+        of_number[group.number].samples.append(sample)
+    return made
+
+
+def require_version(completion: Completion, version: int, *, by_token: bool = False) -> None:
     """Raise EngineError for a response with a token from other weights than those of `version`.
 
     `by_token`: the engine has to say it of every token, and not of the last one alone.

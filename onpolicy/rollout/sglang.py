@@ -20,7 +20,7 @@ from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.interruption import interrupt
 from onpolicy.rollout.server import EngineServer, MakeServer, make_servers
-from onpolicy.types import Completion
+from onpolicy.trajectory import Completion
 
 logger = logging.getLogger(__name__)
 

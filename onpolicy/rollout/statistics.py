@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from onpolicy.types import FinishReason, SampleGroup
+from onpolicy.trajectory import FinishReason
+from onpolicy.types import SampleGroup
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Rewards, lengths and log-probabilities of a training rollout."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples]
-    lengths = [len(sample.response_ids) for sample in samples]
+    lengths = [sample.trajectory.num_sampled for sample in samples]
     log_probs = [x for sample in samples for x in sample.rollout_log_probs]
     metrics = {
         "rollout/raw_reward": fmean(rewards),
@@ -45,8 +46,8 @@ def eval_metrics(groups: Sequence[SampleGroup], eval_set: str = "") -> dict[str,
 
 
 def mean_response_length(groups: Sequence[SampleGroup]) -> float:
-    """Mean tokens of all responses, cut off or not."""
-    return fmean(len(sample.response_ids) for group in groups for sample in group.samples)
+    """Mean sampled tokens of all responses, cut off or not."""
+    return fmean(s.trajectory.num_sampled for group in groups for s in group.samples)
 
 
 def truncated_ratio(groups: Sequence[SampleGroup]) -> float:
@@ -55,8 +56,9 @@ def truncated_ratio(groups: Sequence[SampleGroup]) -> float:
 
 
 def idle_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of a step: the share of its time in which each side had nothing to do, nor weights to push."""
+    """The share of a step's time in which each side had nothing to do: no weights to push or probe."""
     step, push = metrics["perf/step_time"], metrics["perf/weight_sync_time"]
+    push += metrics["perf/probe_time"]
     busy = {
         "rollout": metrics["perf/rollout_time"] + push,
         "trainer": metrics.get("perf/train_time", 0.0) + push,

@@ -2,7 +2,7 @@
 
 A thread drives the engines while the loop's thread is in the trainer. It calls no trainer: where engines
 were started again, it asks the loop for the weights of its version, and goes on when they hold them. The
-loop hears it wherever it waits for the thread: before it pushes the next version, and in `take`.
+loop answers while it waits for the thread: before it pushes the next version, and in `take`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from queue import SimpleQueue
 from typing import Literal
 
 from onpolicy.errors import EngineError
+from onpolicy.rollout.base import SamplingJob
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.sampler import Generate, Rollout
+from onpolicy.run.sampler import Rollout, Work
 from onpolicy.run.schedule import Schedule
-from onpolicy.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
-RollOut = Callable[[int, int, Generate], Rollout]
+RollOut = Callable[[int, int, Work], Rollout]
 """(step, version, what samples) -> the step's rollout; to be called in the order of the steps."""
 
 
@@ -45,7 +45,10 @@ class Drawing(ABC):
 
     @abstractmethod
     def take(self, step: int) -> Rollout:
-        """The rollout of a step. What else is drawn under the weights that the engines hold is begun."""
+        """The rollout of a step."""
+
+    def draw_ahead(self, step: int) -> None:
+        """Begin to draw what the weights of `step` are to draw for later steps, if anything."""
 
     def settle(self) -> float:
         """Wait until nothing is being drawn: the seconds that took drawing since the last time.
@@ -132,20 +135,22 @@ class Rollouts(Drawing):
         self.schedule, self._roll_out = schedule, roll_out
 
     def take(self, step: int) -> Rollout:
-        first, *later = [step, *(s for s in self.schedule.drawn_under(step) if s > step)]
-        if first not in self.drawn:
+        if step not in self.drawn:
             with self._measured():
-                self._draw(first, self._engines.generate)
-        if later := [s for s in later if s not in self.drawn]:
+                self._draw(step, self._engines.work)
+        return self.drawn.pop(step)
+
+    def draw_ahead(self, step: int) -> None:
+        under = self.schedule.drawn_under(step)
+        if later := [s for s in under if s > step and s not in self.drawn]:
             self._begin(partial(self._draw_all, later))
-        return self.drawn.pop(first)
 
     def _draw_all(self, steps: Sequence[int]) -> None:
         for step in steps:
-            self._draw(step, self._generate)
+            self._draw(step, self._work)
 
-    def _draw(self, step: int, generate: Generate) -> None:
-        self.drawn[step] = self._roll_out(step, self.schedule.version_of(step), generate)
+    def _draw(self, step: int, work: Work) -> None:
+        self.drawn[step] = self._roll_out(step, self.schedule.version_of(step), work)
 
-    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self._engines.generate(requests, self._push_again)
+    def _work(self, job: SamplingJob) -> None:
+        self._engines.work(job, self._push_again)

@@ -9,20 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
+from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, OPEN, checked
 from onpolicy.types import Request, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-Count = Annotated[int, Ge(0)]
 
 
 @with_config(CLOSED)
@@ -55,13 +54,11 @@ class Case(TypedDict):
 
     step: Count
     sample: str
-    prompt_ids: list[Count]
-    response_ids: list[Count]
-    rollout_log_probs: list[float]
+    trajectory: TrajectoryRecord
     train_log_probs: list[float]
+    """What the trainer gives the sampled tokens."""
     sampling_seed: int
     params: _Params
-    weight_version: str
     weight_digest: str
     contract: _Contract
 
@@ -82,13 +79,10 @@ def make_case(
     return {
         "step": step,
         "sample": sample.name,
-        "prompt_ids": request.prompt_ids,
-        "response_ids": sample.response_ids,
-        "rollout_log_probs": sample.rollout_log_probs,
+        "trajectory": write(sample.trajectory),
         "train_log_probs": list(train_log_probs),
         "sampling_seed": request.sampling_seed,
         "params": params,
-        "weight_version": sample.weight_version,
         "weight_digest": engines.weight_digest,
         "contract": contract,
     }
@@ -103,7 +97,9 @@ def write_case(case: Case, file: Path) -> None:
 def read_case(file: Path) -> Case:
     """Raises ConfigError for a file that is none."""
     try:
-        return checked(_SHAPE, json.loads(file.read_bytes()))
+        case = checked(_SHAPE, json.loads(file.read_bytes()))
+        read(case["trajectory"])
+        return case
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"--case={file}: cannot be read as a case ({error}). Give a file that a run of this version "
@@ -117,7 +113,7 @@ def case_request(file: Path) -> Request:
     params: dict[str, Any] = {**case["params"]}
     params["stop_token_ids"] = tuple(params["stop_token_ids"])
     return Request(
-        prompt_ids=case["prompt_ids"],
+        prompt_ids=read(case["trajectory"]).prompt_ids,
         sampling_seed=case["sampling_seed"],
         params=SamplingParams(**params),
     )
@@ -130,6 +126,6 @@ def compare_weights(case: Case, digest: str, config: ExplainConfig) -> None:
             "%s: was sampled with other weights (%s, version %s) than those of %s (%s), so its "
             "mismatch may not come again. Give the checkpoint of rollout %d, with --load or "
             "--hf-checkpoint.",
-            config.case, case["weight_digest"], case["weight_version"], config.model.hf_checkpoint,
-            digest, case["step"],
+            config.case, case["weight_digest"], case["trajectory"]["weight_version"],
+            config.model.hf_checkpoint, digest, case["step"],
         )  # fmt: skip

@@ -12,7 +12,7 @@ from onpolicy.run.schedule import Schedule
 
 
 def make_drawing(sampler: Sampler, engines: EnginePair, first: int) -> Drawing:
-    """Of a run that begins, or goes on, after `first` rollouts."""
+    """What draws the rollouts of a run that begins, or goes on, after `first` of them."""
     if sampler.inputs.replayed is not None:
         return Replayed(sampler.inputs.replayed, sampler, engines, first)
     if isinstance(sampler.open, FreeGroups):

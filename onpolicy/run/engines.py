@@ -14,10 +14,11 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup, SamplingJob
-from onpolicy.run.engine_specs import make_rollout_group, replays_routing
-from onpolicy.run.placement import share_of_cores
+from onpolicy.run.launch.engine_specs import make_rollout_group, replays_routing
+from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import Trainer, make_trainer
-from onpolicy.types import Completion, Request
+from onpolicy.trajectory import UNPUSHED, Completion
+from onpolicy.types import Request
 from onpolicy.weights.push import Engine
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class EnginePair:
         self.on_progress: Progress = lambda done, tokens: None
         self._logs, self._longest_sequence = directory / "logs", longest_sequence
         self.rollout, self._on_stop = self._new_rollout(), ExitStack()
-        self.weight_version = ""
+        self.weight_version = UNPUSHED
         self.weight_digest = ""
 
     def _new_rollout(self) -> RolloutGroup:
@@ -87,7 +88,7 @@ class EnginePair:
         """Whether the trainer takes the experts that the rollout took."""
         return replays_routing(self.config, self.contract)
 
-    def push_weights(self, version: str) -> None:
+    def push_weights(self, version: int) -> None:
         """Give the servers the trainer's weights, and have them prove that they hold them.
 
         Servers that die on the way are started again, and all get the weights once more.
@@ -99,11 +100,11 @@ class EnginePair:
         """Give servers that were started again the weights of the last push, in the same way."""
         self._push_by(self.trainer.push_again)
 
-    def _push_by(self, way: Callable[[Sequence[Engine], str], str]) -> None:
+    def _push_by(self, way: Callable[[Sequence[Engine], int], str]) -> None:
         what = f"pushing the weights of version {self.weight_version}"
         self._through_deaths(lambda: self._push(way), what)
 
-    def _push(self, way: Callable[[Sequence[Engine], str], str]) -> None:
+    def _push(self, way: Callable[[Sequence[Engine], int], str]) -> None:
         if self.config.engine.colocate:
             self.trainer.release_memory()
         self.rollout.resume_memory("weights")

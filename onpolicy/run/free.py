@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from onpolicy.rollout.base import EndlessJob
+from onpolicy.rollout.episodes import OpenEpisode
 from onpolicy.rollout.free_groups import FreeGroups
-from onpolicy.rollout.open_groups import OpenGroup, Slot
+from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.sampling import require_version
 from onpolicy.run.ahead import Drawing
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.sampler import Rollout, Sampler
-from onpolicy.types import Completion, Request
+from onpolicy.trajectory import Completion
+from onpolicy.types import Request
 
 
 class FreeRollouts(Drawing):
@@ -27,14 +29,14 @@ class FreeRollouts(Drawing):
         super().__init__(engines)
         self._sampler, self._open, self._lock = sampler, open_groups, threading.Lock()
         self._job = EndlessJob([], self._on_answer)
-        self._slots: list[Slot] = []
+        self._episodes: list[OpenEpisode] = []
         self._version = self._tokens = 0
         self._waited = self._drew_before = 0.0
 
     def take(self, step: int) -> Rollout:
-        self._version, self._slots = step, self._open.begin(step)
-        self._job = EndlessJob([self._open.request(slot) for slot in self._slots], self._on_answer)
-        self._sampler.on_requests(len(self._slots))
+        self._version, self._episodes = step, self._open.begin(step)
+        self._job = EndlessJob([each.request() for each in self._episodes], self._on_answer)
+        self._sampler.on_requests(len(self._episodes))
         self._begin(partial(self._engines.work, self._job, self._push_again))
         started = time.perf_counter()
         while (groups := self._batch()) is None:
@@ -64,11 +66,11 @@ class FreeRollouts(Drawing):
     def _on_answer(self, number: int, completion: Completion) -> Sequence[Request]:
         """In the thread."""
         if completion.response_ids:
-            require_version(completion, str(self._version), by_token=True)
+            require_version(completion, self._version, by_token=True)
         with self._lock:
-            slots = self._open.answer(self._slots[number], completion)
-            self._slots += slots
+            episodes = self._open.answer(self._episodes[number], completion)
+            self._episodes += episodes
             self._tokens += len(completion.response_ids)
-            requests = [self._open.request(slot) for slot in slots]
+            requests = [episode.request() for episode in episodes]
         self._messages.put("news")
         return requests

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
+from rich.console import Console
+
 from fallback_correction.governor import Move
 from onpolicy.config import TrainConfig
 from onpolicy.outputs import rollout_journal
@@ -45,12 +47,14 @@ class Journal:
         directory: RunDirectory,
         decode: Callable[[list[int]], str],
         first_step: int,
+        console: Console | None = None,
     ) -> Iterator[Journal]:
-        """Of a run that starts with `first_step`; `decode` shows tokens, special ones too."""
+        """The journal of a run that starts with `first_step`; `decode` shows tokens, special ones too,
+        and progress is shown on `console`, if it is not standard output."""
         output, num_rollout = config.output, config.rollout.num_rollout
         with directory.opened_sinks(config, first_step) as sinks:
             samples = SampleLog(directory.samples, decode, output.log_samples, first_step)
-            with closing(Progress(num_rollout, first_step)) as progress:
+            with closing(Progress(num_rollout, first_step, console)) as progress:
                 interval = output.log_samples_interval
                 yield cls(directory, sinks, samples, progress, first_step, interval)
 

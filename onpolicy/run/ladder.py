@@ -13,7 +13,6 @@ from typing_extensions import TypedDict
 from fallback_correction.config import DiscrepancyConfig
 from fallback_correction.governor import READINGS, RUNGS, Governor, Move, Rung
 from onpolicy.config import TrainConfig
-from onpolicy.config.corrections import corrections_asked_for
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -64,7 +63,7 @@ class Ladder:
         if self._governor is None:
             return self._with_lag(flags)
         height = RUNGS.index(self._governor.rung)
-        weighs = height >= 1 or self._weighs_lag
+        weighs = height >= 1 or self.config.plan.weighs_lag
         flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
             flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")
@@ -72,12 +71,9 @@ class Ladder:
 
     def _with_lag(self, flags: FallbackConfig) -> FallbackConfig:
         """Samples of earlier weights are weighed, unless something else is to be done about them."""
-        corrects = corrections_asked_for(flags) or flags.use_rollout_logprobs
-        return replace(flags, use_tis=True) if self._weighs_lag and not corrects else flags
-
-    @property
-    def _weighs_lag(self) -> bool:
-        return self.config.may_lag and self.config.fallback.correct_lag
+        plan = self.config.plan
+        corrects = plan.corrections or flags.use_rollout_logprobs
+        return replace(flags, use_tis=True) if plan.weighs_lag and not corrects else flags
 
     @property
     def lr_scale(self) -> float:
@@ -91,7 +87,7 @@ class Ladder:
         """
         if self._governor is None or "parity/num_compared_tokens" not in metrics:
             return None
-        if self.config.may_lag:
+        if self.config.plan.may_lag:
             return self._governor.update(**{name: metrics[f"probe/{name}"] for name in READINGS})
         return self._governor.update(
             k3=metrics.get("mismatch/k3", metrics["train/k3_kl"]),
@@ -125,10 +121,9 @@ class Ladder:
 
 def first_rung(config: TrainConfig) -> Rung:
     """The rung that the other flags describe."""
-    flags = config.fallback
-    if config.parity.true_on_policy_mode:
+    plan = config.plan
+    if plan.starts_aligned:
         return "aligned"
-    if flags.use_rs or flags.rs_veto_threshold is not None:
+    if {"use_rs", "rs_veto_threshold"}.intersection(plan.corrections):
         return "mis"
-    corrects = flags.use_tis or flags.dc.mode or flags.custom_tis_function_path
-    return "tis" if corrects else "stock"
+    return "tis" if plan.corrections else "stock"

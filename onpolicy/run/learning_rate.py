@@ -55,7 +55,7 @@ class LearningRate:
             self.decay.step(mean_response_length, truncated_ratio)
 
     def next_rates(self, num_steps: int, governor: float) -> list[float]:
-        """Of the next optimizer steps, which count as taken.
+        """The rates of the next optimizer steps, which count as taken.
 
         `governor` is what the governor leaves of a rate; with it length decay's floor still holds.
         """
@@ -69,7 +69,7 @@ class LearningRate:
         return [rate * governor for rate in rates]
 
     def metrics(self) -> dict[str, float]:
-        """Of length decay, if there is one."""
+        """The metrics of length decay, if there is one."""
         return {} if self.decay is None else self.decay.metrics()
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from onpolicy.config import TrainConfig
-from onpolicy.run.inputs import Inputs
+from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
 from onpolicy.types import RunSummary
 
@@ -16,16 +16,29 @@ def train(
 ) -> RunSummary:
     """Run the configured reinforcement learning; see `Run` for each verb."""
     with make_run(config, inputs) as run:
-        run.push_weights()
+        begin(run)
         for step in range(run.first_step, config.rollout.num_rollout):
-            run.evaluate_if_due(step)
-            started = time.perf_counter()
-            groups, rollout = run.roll_out(step)
-            update = run.train(groups, step)
-            moves = run.govern(step, update)
-            sync = run.push_weights()
-            perf = {"perf/step_time": time.perf_counter() - started}
-            run.record(step, groups, {**rollout, **update, **moves, **sync, **perf})
-            run.save_if_due()
+            take_step(run, step)
         run.evaluate_if_due(config.rollout.num_rollout)
         return run.summary()
+
+
+def begin(run: Run) -> None:
+    """Give the engines the first weights."""
+    run.push_weights()
+    run.probe_engines()
+
+
+def take_step(run: Run, step: int) -> None:
+    """One step of reinforcement learning: a rollout, training on it, and a push."""
+    run.evaluate_if_due(step)
+    started = time.perf_counter()
+    groups, rollout = run.roll_out(step)
+    run.draw_ahead(step)
+    update = run.train(groups, step)
+    moves = run.govern(step, update)
+    waited = run.settle_drawing()
+    sync = run.push_weights() | run.probe_engines()
+    perf = {"perf/step_time": time.perf_counter() - started}
+    run.record(step, groups, {**rollout, **update, **moves, **waited, **sync, **perf})
+    run.save_if_due()

@@ -21,13 +21,13 @@ from onpolicy.errors import ParityError
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sampling import make_requests, require_version
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.inputs import Inputs
+from onpolicy.run.launch.inputs import Inputs
 from onpolicy.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 PROMPTS = 4
-"""Of the training prompts, the first so many."""
+"""The probe asks so many of the training prompts, the first ones."""
 
 LONGEST = 16
 """Tokens of an answer."""
@@ -73,19 +73,20 @@ class Probe:
         }
 
     def _judge(self, total: ParityCounts) -> None:
-        aligned, asked = self._engines.contract.is_aligned, self.config.parity.parity_policy
+        aligned = self._engines.contract.is_aligned
+        on_mismatch = self.config.plan.on_mismatch(is_aligned=aligned)
         message = (
             f"version {self._engines.weight_version}: {total.num_mismatched} of {total.num_compared} "
             "tokens of the probe have another log-probability in training than in the engines that "
             "were given the same weights"
         )
-        if asked == "fail" or (aligned and self.config.parity_policy == "fail"):
+        if on_mismatch == "fail":
             raise ParityError(
                 f"{message}. No step was taken on samples of theirs. To find out which part differs, "
                 f"run: onpolicy verify --hf-checkpoint {self.config.model.hf_checkpoint} --dtype "
                 f"{self._engines.contract.dtype}"
             )
-        if aligned:
+        if on_mismatch == "warn":
             logger.warning("%s", message)
 
 

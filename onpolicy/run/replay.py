@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 from onpolicy.errors import ConfigError, ParityError
 from onpolicy.outputs.rollout_journal import Record, RolloutJournal, record_of
-from onpolicy.rollout.open_groups import Slot
-from onpolicy.rollout.sampling import require_version
+from onpolicy.rollout.episodes import OpenEpisode
+from onpolicy.rollout.round import Round
 from onpolicy.run.ahead import Drawing
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.replay_checks import require_steps
+from onpolicy.run.launch.replay_checks import require_steps
 from onpolicy.run.sampler import Rollout, Sampler
-from onpolicy.types import Request
 
 
 class Replayed(Drawing):
@@ -61,20 +60,18 @@ class Replayed(Drawing):
         """How many tokens were."""
         drawn = list(self._drawn_under(version))
         self._sampler.on_requests(len(drawn))
-        completions = self._engines.generate([request for _, request in drawn])
-        for ((group, i), _), completion in zip(drawn, completions, strict=True):
-            require_version(completion, str(version), by_token=True)
-            group.add(i, completion)
-        return sum(len(completion.response_ids) for completion in completions)
+        most = [tokens for _, tokens in drawn]
+        job = Round([episode for episode, _ in drawn], most, version, by_token=True)
+        self._engines.work(job)
+        return job.num_tokens
 
-    def _drawn_under(self, version: int) -> Iterator[tuple[Slot, Request]]:
-        """What was, and the request for it: the last span of a response ends by itself."""
+    def _drawn_under(self, version: int) -> Iterator[tuple[OpenEpisode, int | None]]:
+        """What was, and by how many tokens it went on: with its last span it ends by itself."""
         for group in self._open.groups:
-            for i in range(len(group.requests)):
+            for i, episode in enumerate(group.episodes):
                 spans = self._spans.get((group.number, i), [])
-                if (tokens := dict(spans).get(version)) is not None and not group.is_complete(i):
-                    is_last = version == spans[-1][0]
-                    yield (group, i), self._open.request((group, i), None if is_last else tokens)
+                if (tokens := dict(spans).get(version)) is not None and not episode.is_complete:
+                    yield episode, None if version == spans[-1][0] else tokens
 
     def _require_weights(self, step: int, record: Record) -> None:
         if record["weights"] == self._engines.weight_digest:

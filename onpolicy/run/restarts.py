@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import HostLostError, TrainerLostError
-from onpolicy.run.inputs import Inputs
+from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
 from onpolicy.run.saving.checkpoint import checkpoints

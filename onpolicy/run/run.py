@@ -11,27 +11,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from onpolicy.config import TrainConfig, settings
+from rich.console import Console
+
+from onpolicy.config import TrainConfig
 from onpolicy.config.groups import RewardConfig
+from onpolicy.errors import ParityError
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.rollout_journal import begin as begin_journal
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.episodes import Rollouter, SingleTurn
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
 from onpolicy.run import saving
 from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.inputs import Inputs
 from onpolicy.run.journal import Journal
+from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
 from onpolicy.run.sampler import Sampler
-from onpolicy.run.saving.rollouts import FILE as ROLLOUTS
-from onpolicy.run.saving.rollouts import read_rollouts, write_rollouts
+from onpolicy.run.saving.rollouts import is_the_same_run, read_rollouts, write_rollouts
 from onpolicy.run.train_samples import make_train_samples, worth_training
-from onpolicy.types import RunSummary, RunTotals, Sample, SampleGroup
+from onpolicy.trajectory import UNPUSHED
+from onpolicy.types import ParityFindings, RunSummary, RunTotals, SampleGroup, TrainSample
 from onpolicy.weights.transports.disk import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -53,9 +57,12 @@ class Run:
         *,
         make_engines: Callable[..., EnginePair] = EnginePair,
         make_scorer: Callable[[RewardConfig], Scorer] = Scorer,
+        rollouter: Rollouter | None = None,
+        console: Console | None = None,
     ):
         self.config, self.inputs = config, inputs
         self._make_engines, self._make_scorer = make_engines, make_scorer
+        self._rollouter, self._console = rollouter or SingleTurn(), console
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
@@ -81,12 +88,9 @@ class Run:
         resumed = self._find_checkpoint()
         if resumed is not None:
             self._continue(resumed.state)
-        run_dir = Path(config.output.run_dir)
-        hf_config, contract = self.inputs.hf_config, self.ladder.contract
+        given = config, self.inputs.hf_config, self.ladder.contract, Path(config.output.run_dir)
         longest = self.inputs.longest_sequence(config)
-        self.engines = self._make_engines(
-            config, hf_config, contract, run_dir, longest_sequence=longest
-        )
+        self.engines = self._make_engines(*given, longest_sequence=longest)
         self._open_directory(resumed)
         logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)
@@ -100,10 +104,9 @@ class Run:
 
     def _find_checkpoint(self) -> saving.Checkpoint | None:
         """With --save this run's alone from here on, and known to have room."""
-        save = self.config.output.save
         self._hold_save()
         found = saving.find(self.config, self.inputs.prompts.prompts)
-        if save:
+        if self.config.output.save:
             saving.require_room(self.config, self.inputs.hf_config)
         return found
 
@@ -130,65 +133,58 @@ class Run:
         """The journal, and what asks the engines for samples."""
         config = self.config
         scorer = self._on_exit.enter_context(closing(self._make_scorer(config.reward)))
-        opened = Journal.opened(config, self._directory, self._text, self.first_step)
+        text: Any = self.inputs.tokenizer.decode  # special tokens can be seen in it
+        opened = Journal.opened(config, self._directory, text, self.first_step, self._console)
         self.journal = self._on_exit.enter_context(opened)
         self.engines.on_progress = self.journal.on_response
-        on_requests = self.journal.on_requests
-        self.sampler = Sampler(config, self.inputs, self.engines, scorer, on_requests)
+        given = config, self.inputs, self.engines, scorer
+        self.sampler = Sampler(*given, self.journal.on_requests, self._rollouter)
         self.probe = Probe(config, self.inputs, self.engines)
 
     def _begin_rollouts(self, resumed: saving.Checkpoint | None) -> None:
         """What a checkpoint holds of rollouts is taken over, unless the run goes on as another."""
         self.sampler.open.next_number = self.first_step * self.config.rollout.rollout_batch_size
+        prompts = saving.digest_prompts(self.inputs.prompts.prompts)
         if self._is_free:
-            prompts = saving.digest_prompts(self.inputs.prompts.prompts)
+            began = self.first_step, self.config.to_dict(), prompts
             with self._directory.writing():
-                begin_journal(
-                    self._directory.rollouts, self.first_step, self.config.to_dict(), prompts
-                )
+                begin_journal(self._directory.rollouts, *began)
         self.rollouts = make_drawing(self.sampler, self.engines, self.first_step)
         self._on_exit.callback(self.rollouts.close)
-        if resumed is not None and self._is_the_same_run(resumed):
+        if resumed is not None and is_the_same_run(self.config, prompts, resumed):
             read_rollouts(resumed.directory, self.sampler, self.rollouts)
 
-    def _is_the_same_run(self, resumed: saving.Checkpoint) -> bool:
-        prompts = saving.digest_prompts(self.inputs.prompts.prompts)
-        if resumed.state.prompts == prompts and not settings.changes(resumed.config, self.config):
-            return True
-        if (resumed.directory / ROLLOUTS).exists():
-            logger.warning(
-                "what %s holds of rollouts was drawn under other settings: it is drawn again",
-                resumed.directory,
-            )
-        return False
-
-    def _text(self, token_ids: list[int]) -> str:
-        """Tokens as text in which special tokens can be seen."""
-        return str(self.inputs.tokenizer.decode(token_ids))
-
     def push_weights(self) -> Metrics:
-        """Give the rollout the trainer's weights, verified, once nothing is drawn under the last."""
-        waited = time.perf_counter()
-        rollout_time = self.rollouts.settle()
+        """Give the rollout the trainer's weights, and have it prove that it holds them."""
         started = time.perf_counter()
-        if not self.engines.weight_version:
+        if self.engines.weight_version == UNPUSHED:
             logger.info("pushing the trainer's weights to the servers")
-        self.engines.push_weights(str(self.rollouts_done))
-        self._probed = self.probe.compare() if self.config.may_lag else {}
-        done = time.perf_counter()
-        return {
-            **self._probed,
-            "perf/rollout_time": rollout_time,
-            "perf/rollout_wait_time": started - waited,
-            "perf/weight_sync_time": done - started,
-        }
+        self.engines.push_weights(self.rollouts_done)
+        return {"perf/weight_sync_time": time.perf_counter() - started}
+
+    def probe_engines(self) -> Metrics:
+        """Compare the engines after a push, where samples will be too old to be compared in training."""
+        started = time.perf_counter()
+        self._probed = self.probe.compare() if self.config.plan.may_lag else {}
+        return {**self._probed, "perf/probe_time": time.perf_counter() - started}
 
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        """The sampled and scored prompts of a step; what the schedule draws beside it is begun."""
+        """The sampled and scored prompts of a step."""
         rollout = self.rollouts.take(step)
         weights = self.engines.weight_digest if self._is_free else ""
         self.journal.on_rollout(step, rollout.groups, weights)
         return rollout.groups, rollout.metrics
+
+    def draw_ahead(self, step: int) -> None:
+        """Begin what the schedule has the same weights draw for later steps, beside the trainer."""
+        self.rollouts.draw_ahead(step)
+
+    def settle_drawing(self) -> Metrics:
+        """Wait until nothing is drawn under these weights."""
+        started = time.perf_counter()
+        rollout_time = self.rollouts.settle()
+        waited = time.perf_counter() - started
+        return {"perf/rollout_time": rollout_time, "perf/rollout_wait_time": waited}
 
     def evaluate_if_due(self, step: int) -> None:
         """Sample and score the evaluation sets, before the first and after each k-th rollout."""
@@ -219,32 +215,37 @@ class Run:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
         self.engines.make_room()
-        samples = make_train_samples(kept, algorithm, step if self.config.may_lag else None)
+        samples = make_train_samples(kept, algorithm, step if self.config.plan.may_lag else None)
         num_steps = min(self.config.steps_per_rollout, len(samples))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
         metrics |= self.learning_rate.metrics()
         try:
-            return {**trainer.train(samples, step, rates), **metrics}
-        finally:
-            for trained, count in zip(samples, trainer.mismatched_tokens, strict=False):
-                trained.sample.mismatched_tokens = count
-            if trainer.apart is not None:
-                number, log_probs = trainer.apart
-                self._leave_case(samples[number].sample, log_probs, groups, step)
+            outcome = trainer.train(samples, step, rates)
+        except ParityError as error:
+            self._note(error.findings, samples, groups, step)
+            raise
+        self._note(outcome.findings, samples, groups, step)
+        return {**outcome.metrics, **metrics}
 
-    def _leave_case(
+    def _note(
         self,
-        sample: Sample,
-        train_log_probs: Sequence[float],
+        findings: ParityFindings | None,
+        trained: Sequence[TrainSample],
         groups: Sequence[SampleGroup],
         step: int,
     ) -> None:
-        """Write down a sample on which the engines disagreed, for `onpolicy explain --case`."""
+        """Put findings beside the samples; the first that differs becomes a case to explain."""
+        if findings is None:
+            return
+        for one, count in zip(trained, findings.mismatched_tokens, strict=True):
+            one.sample.mismatched_tokens = count
+        if findings.apart is None:
+            return
+        number, log_probs = findings.apart
+        sample, file = trained[number].sample, Path(self.config.output.case_file(step))
         request = self.sampler.request_of(sample, groups)
-        case = make_case(request, sample, train_log_probs, step, self.engines)
-        file = Path(self.config.output.case_file(step))
         with self._directory.writing():
-            write_case(case, file)
+            write_case(make_case(request, sample, log_probs, step, self.engines), file)
         logger.info("the first sample with a mismatch is in %s", file)
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
@@ -267,7 +268,7 @@ class Run:
         metrics = {**metrics, **idle_shares(metrics)}
         self.totals = self.totals.plus(metrics, is_first=step == 0)
         loss = metrics.get("train/loss", 0.0)
-        digest, may_lag = self.engines.weight_digest, self.config.may_lag
+        digest, may_lag = self.engines.weight_digest, self.config.plan.may_lag
         self.run_hash.add_step(groups, loss, digest, with_spans=may_lag)
         self.journal.on_step(step, metrics)
 
@@ -289,7 +290,6 @@ class Run:
     def summary(self) -> RunSummary:
         """The run in a few numbers; draws the plot."""
         self.journal.on_end()
-        logger.debug("finished; run hash %s", self.run_hash.value)
         return RunSummary(
             run_dir=self.config.output.run_dir,
             run_hash=self.run_hash.value,

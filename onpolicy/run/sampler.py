@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import TrainingError
 from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.base import SamplingJob
+from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.free_groups import FreeGroups, Staleness
 from onpolicy.rollout.open_groups import OpenGroup, OpenGroups
-from onpolicy.rollout.sampling import group_samples, make_group, make_requests, require_version
+from onpolicy.rollout.round import Round
+from onpolicy.rollout.sampling import make_group, open_group, sample_groups
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.inputs import Inputs
+from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.train_samples import has_signal
-from onpolicy.types import (
-    Completion,
-    Prompt,
-    Request,
-    Sample,
-    SampleGroup,
-    SamplingParams,
-)
+from onpolicy.types import Request, Sample, SampleGroup, SamplingParams
 
 Metrics = dict[str, float]
 
-Generate = Callable[[Sequence[Request]], list[Completion]]
-"""One response per request, in their order."""
+Work = Callable[[SamplingJob], object]
+"""Has a job done."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,9 +56,11 @@ class Sampler:
         engines: EnginePair,
         scorer: Scorer,
         on_requests: Callable[[int], None],
+        rollouter: Rollouter,
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self.on_requests = scorer, on_requests
+        self._rollouter = rollouter
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
@@ -69,21 +68,20 @@ class Sampler:
     def _open_groups(self) -> OpenGroups:
         rollout = self.config.rollout
         width = self.config.open_groups * rollout.n_samples_per_prompt
-        longest = rollout.rollout_max_response_len
         if rollout.rollout_schedule != "free":
-            return OpenGroups(self.open_group, width, rollout.rollout_segment_tokens or longest)
+            return OpenGroups(self.open_group, width)
         size = rollout.rollout_batch_size
         staleness = Staleness(most=rollout.max_staleness, batch=size)
-        return FreeGroups(self.open_group, width, longest, staleness, rollout.num_rollout * size)
+        return FreeGroups(self.open_group, width, staleness, rollout.num_rollout * size)
 
     def finish(self, complete: Sequence[OpenGroup], tokens: int, seconds: float) -> Rollout:
-        """Of complete groups, in their order: scored, and nothing left out.
+        """The rollout of complete groups, in their order: scored, and nothing left out.
 
         `tokens`, `seconds`: what was drawn since the last rollout, and how long that took.
         """
         return _rollout_of(*self._scored(complete), tokens, seconds)
 
-    def roll_out(self, step: int, version: int, generate: Generate) -> Rollout:
+    def roll_out(self, step: int, version: int, work: Work) -> Rollout:
         """Draw the groups of a step: the oldest that are complete, in rounds until there are enough.
 
         Raises EngineError for a token that was not sampled from the weights of `version`, and
@@ -91,7 +89,7 @@ class Sampler:
         """
         wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)
         while len(self.ready) < wanted:
-            self._draw_round(version, generate, found)
+            self._draw_round(version, work, found)
             self._require_signal(step, found["rollout/num_resampled_groups"])
         groups, self.ready = self.ready[:wanted], self.ready[wanted:]
         if self.ready and not self.config.rollout.rollout_segment_tokens:
@@ -100,18 +98,15 @@ class Sampler:
         tokens, seconds = found.pop("tokens", 0.0), found.pop("seconds", 0.0)
         return _rollout_of(groups, found, tokens, seconds)
 
-    def _draw_round(self, version: int, generate: Generate, found: Metrics) -> None:
+    def _draw_round(self, version: int, work: Work, found: Metrics) -> None:
         started = time.perf_counter()
-        slots = self.open.next_round()
-        self.on_requests(len(slots))
-        completions = generate([self.open.request(slot) for slot in slots])
-        sampled = time.perf_counter()
-        for completion in completions:
-            require_version(completion, str(version), by_token=self.config.may_lag)
-        complete = self.open.take(slots, completions)
-        found["tokens"] += sum(len(completion.response_ids) for completion in completions)
-        found["seconds"] += sampled - started
-        for name, value in self._make_ready(complete).items():
+        episodes, most = self.open.next_round(), self.config.rollout.rollout_segment_tokens or None
+        drawn = Round(episodes, most, version, by_token=self.config.plan.may_lag)
+        self.on_requests(len(episodes))
+        work(drawn)
+        found["tokens"] += drawn.num_tokens
+        found["seconds"] += time.perf_counter() - started
+        for name, value in self._make_ready(self.open.take_complete()).items():
             found[name] += value
 
     def _make_ready(self, complete: Sequence[OpenGroup]) -> Metrics:
@@ -127,12 +122,11 @@ class Sampler:
         return metrics
 
     def _scored(self, complete: Sequence[OpenGroup]) -> tuple[list[SampleGroup], Metrics]:
-        groups, metrics = self._score(
-            [group.prompt for group in complete],
-            [c for group in complete for c in group.completions if c is not None],
-        )
-        for group, drawn in zip(groups, complete, strict=True):
-            group.number = drawn.number
+        decode = partial(self.inputs.tokenizer.batch_decode, skip_special_tokens=True)
+        groups = sample_groups(complete, decode)
+        metrics = self._scorer.score([sample for group in groups for sample in group.samples])
+        for group in groups:
+            self._rollouter.finish_group(group)
         return groups, metrics
 
     def _require_signal(self, step: int, num_dropped: float) -> None:
@@ -154,14 +148,12 @@ class Sampler:
         count, batch = rollout.n_samples_per_prompt, rollout.rollout_batch_size
         seed_key = (self.config.seed, "rollout", *divmod(number, batch))
         requests = make_group(prompt, count, params, *seed_key)
-        return OpenGroup(
-            number=number, prompt=prompt, requests=requests, completions=[None] * count
-        )
+        return open_group(number, prompt, requests, self._rollouter)
 
     def request_of(self, sample: Sample, groups: Sequence[SampleGroup]) -> Request:
         """What a sample of some groups was an answer to."""
         group = next(g for g in groups if any(s is sample for s in g.samples))
-        return self.open_group(group.number).requests[sample.sample_index]
+        return self.open_group(group.number).episodes[sample.sample_index].turns.request
 
     def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics]:
         """Sample and score one evaluation set; another set beside it changes nothing."""
@@ -170,12 +162,19 @@ class Sampler:
         params = self._params(evaluation.eval_temperature, length)
         prompts, count = self.inputs.eval_sets[name], evaluation.n_samples_per_eval_prompt
         seed_key = ["eval", name] if name else ["eval"]
-        requests = make_requests(prompts, count, params, self.config.seed, *seed_key)
-        self.on_requests(len(requests))
-        completions = self.engines.generate(requests)
-        for completion in completions:
-            require_version(completion, self.engines.weight_version)
-        groups, _ = self._score(prompts, completions)
+        drawn = [
+            open_group(
+                position,
+                prompt,
+                make_group(prompt, count, params, self.config.seed, *seed_key, position),
+                self._rollouter,
+            )
+            for position, prompt in enumerate(prompts)
+        ]
+        episodes = [episode for group in drawn for episode in group.episodes]
+        self.on_requests(len(episodes))
+        self.engines.work(Round(episodes, None, self.engines.weight_version))
+        groups, _ = self._scored(drawn)
         return groups, eval_metrics(groups, name)
 
     def _params(self, temperature: float, max_new_tokens: int) -> SamplingParams:
@@ -188,13 +187,3 @@ class Sampler:
             top_k=rollout.rollout_top_k,
             min_p=rollout.rollout_min_p,
         )
-
-    def _score(
-        self, prompts: Sequence[Prompt], completions: Iterable[Completion]
-    ) -> tuple[list[SampleGroup], Metrics]:
-        completions = list(completions)
-        texts = self.inputs.tokenizer.batch_decode(
-            [completion.response_ids for completion in completions], skip_special_tokens=True
-        )
-        groups = group_samples(prompts, completions, texts)
-        return groups, self._scorer.score([sample for g in groups for sample in g.samples])

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Of a run that begins, or goes on, after `first` rollouts, and ends after `last`."""
+    """Which rollouts are drawn under which weights, of a run that goes from rollout `first` to
+    `last`."""
 
     lag: int
     first: int

@@ -26,17 +26,21 @@ def has_signal(group: SampleGroup) -> bool:
 def make_train_samples(
     groups: Sequence[SampleGroup], algorithm: AlgorithmConfig, policy_version: int | None = None
 ) -> list[TrainSample]:
-    """The groups' samples, in their order, each with its advantage within its group.
+    """The groups' samples, in their order; all tokens of one have its advantage within its group.
 
     `policy_version`: of the policy that is to learn from them, if that may be a later one.
     """
     advantages = group_advantages(
         [_rewards(group) for group in groups],
         algorithm.advantage_estimator,
-        [[len(sample.rollout_log_probs) for sample in group.samples] for group in groups],
+        [[sample.trajectory.num_sampled for sample in group.samples] for group in groups],
     )
     return [
-        TrainSample(sample=sample, advantage=advantage, policy_version=policy_version)
+        TrainSample(
+            sample=sample,
+            advantages=[advantage] * sample.trajectory.num_sampled,
+            policy_version=policy_version,
+        )
         for group, values in zip(groups, advantages, strict=True)
         for sample, advantage in zip(group.samples, values, strict=True)
     ]

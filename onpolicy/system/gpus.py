@@ -17,6 +17,16 @@ class Gpu:
     free: int
     """Bytes that new processes may take."""
 
+    size: int
+    """Bytes that it has."""
+
+
+def num_gpus() -> int:
+    """How many PyTorch sees; begins no CUDA context."""
+    import torch
+
+    return torch.cuda.device_count()
+
 
 def gpus() -> tuple[Gpu, ...]:
     """Those that PyTorch sees, by number; none without CUDA. Begins a CUDA context on each."""
@@ -29,6 +39,7 @@ def gpus() -> tuple[Gpu, ...]:
             name=torch.cuda.get_device_name(number),
             capability=torch.cuda.get_device_capability(number),
             free=torch.cuda.mem_get_info(number)[0],
+            size=torch.cuda.get_device_properties(number).total_memory,
         )
         for number in range(torch.cuda.device_count())
     )

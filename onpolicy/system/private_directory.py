@@ -109,13 +109,21 @@ def _take_lock(directory: Path, flags: int) -> int:
 
 
 def _remove(directory: Path) -> None:
-    for line in (directory / LOCK).read_text().splitlines():
+    """Remove a directory and what it records; those inside it, of processes that had it for their
+    temporary one, go with their own."""
+    for lock in [*directory.glob(f"**/{PREFIX}*/{LOCK}"), directory / LOCK]:
+        with suppress(FileNotFoundError):  # of one whose owner removes it just now
+            _remove_recorded(lock.read_text().splitlines())
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_recorded(lines: Sequence[str]) -> None:
+    for line in lines:
         if line.startswith("/"):
             _remove_unheard(Path(line))
             continue
         for file in SHARED_MEMORY.glob(line):
             file.unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _remove_unheard(socket: Path) -> None:

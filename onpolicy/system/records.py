@@ -9,10 +9,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 Shape = TypeVar("Shape")
 
 CLOSED = ConfigDict(extra="forbid")
-"""Of a TypedDict (`with_config`): a field that nobody reads is another shape too."""
+"""The shape of a TypedDict (`with_config`) in which a field that nobody reads is another shape too."""
 
 OPEN = ConfigDict(extra="allow")
-"""Of a TypedDict inside a closed one, whose rule it would have otherwise: others read more of it."""
+"""The shape of a TypedDict inside a closed one, whose rule it would have otherwise: others read more of
+it."""
 
 SHOWN = 60
 """Characters of a value in a message."""

@@ -13,12 +13,13 @@ from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import AttentionLayout, Operators
 from onpolicy.ops.row_parallel import RowParallel
-from onpolicy.taps.recorder import INPUTS, Call, Recorder, Scope
+from onpolicy.taps.recorder import INPUTS, Call, Recorder
 from onpolicy.taps.rows import prefix_keys
+from onpolicy.taps.scope import Scope
 
 
 def tapped(operators: Operators, recorder: Recorder) -> Operators:
-    """The same, whose calls are recorded; what an operator calls inside itself is not."""
+    """Operators whose calls are recorded; what an operator calls inside itself is not."""
     return cast(Operators, _Tapped(operators, recorder))
 
 
@@ -62,7 +63,7 @@ def _scope_hooks(module: nn.Module, name: str, recorder: Recorder) -> Iterator[A
 
 
 def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel, has_halves: bool) -> Scope:
-    """Of a module that sorts its rows by the experts that each token chose: int64 [T, k]."""
+    """The scope of a module that sorts its rows by the experts that each token chose: int64 [T, k]."""
     return Scope(
         module=name,
         expert_order=chosen.detach().reshape(-1).cpu().sort(stable=True)[1],
@@ -110,6 +111,8 @@ def recording(model: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call
 
 
 def packed_keys(tokens: Tensor, layout: AttentionLayout) -> Tensor:
-    """int64 [T]: of whole sequences laid end to end."""
-    sequences = tokens.cpu().split(list(layout.query_lens))
-    return torch.tensor([key for tokens in sequences for key in prefix_keys(tokens.tolist())])
+    """int64 [T]: of the queries of a layout whose keys are those of `tokens`."""
+    stored, where = tokens.cpu(), layout.key_rows.cpu()
+    lens = zip(where, layout.query_lens, layout.key_lens, strict=True)
+    found = (prefix_keys(stored[rows[:end]].tolist())[end - n :] for rows, n, end in lens)
+    return torch.tensor([key for keys in found for key in keys])

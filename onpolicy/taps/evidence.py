@@ -22,7 +22,8 @@ ATTENTION = {"attention", "paged_attention"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Of attention, one sequence of the call: its queries, and the keys and values that they see."""
+    """What attention is given for one sequence of the call: its queries, and the keys and values they
+    see."""
 
     operator: str
 
@@ -38,7 +39,7 @@ class Evidence:
     rows: int
 
     shape: tuple[int, ...]
-    """Of the first tensor among the arguments, as it was called."""
+    """The shape of the first tensor among the arguments, as it was called."""
 
     columns: list[Tensor | None]
     """int64: of each result, the columns that the other side has; None: all."""
@@ -65,7 +66,8 @@ class Evidence:
         operator: str, args: Sequence[Any], out: Any, where: list[int], rows: int,
         columns: Sequence[Tensor | None] = (),
     ) -> Evidence:  # fmt: skip
-        """Of a call while it is made: a trainer's weights are gone when its forward pass has ended."""
+        """Take the evidence of a call while it is made: a trainer's weights are gone when its forward
+        pass has ended."""
         results = out if isinstance(out, tuple) else (out,)
         shape = next((tuple(a.shape) for a in args if isinstance(a, Tensor)), ())
         wanted = list(columns) or [None] * len(results)
@@ -114,7 +116,8 @@ def write_evidence(evidence: Evidence, directory: Path, rank: int = 0) -> None:
 
 
 def read_evidence(directory: Path) -> dict[int, Evidence]:
-    """By rank; nothing if the call has not come, or ranks of different engines made it last."""
+    """The evidence by rank; none if the call has not come, or ranks of different engines made it
+    last."""
     files = sorted(directory.glob(f"*{SUFFIX}"))
     found = {int(file.stem): Evidence(**torch.load(file)) for file in files}
     calls = {(evidence.rows, *evidence.where) for evidence in found.values()}
@@ -122,7 +125,7 @@ def read_evidence(directory: Path) -> dict[int, Evidence]:
 
 
 def clear_evidence(directory: Path) -> None:
-    """Of all ranks."""
+    """Remove the evidence of all ranks."""
     for file in directory.glob(f"*{SUFFIX}"):
         file.unlink()
 

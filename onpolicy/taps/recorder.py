@@ -13,6 +13,7 @@ from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.taps.digests import Store, Tensors
 from onpolicy.taps.evidence import ATTENTION, Evidence
 from onpolicy.taps.parts import Part, Widths
+from onpolicy.taps.scope import ALL_HERE, Scope, Together
 
 HEAD = "lm_head"
 """Where what no decoder module calls belongs: the output projection, and what follows it."""
@@ -55,38 +56,11 @@ class Call:
     outputs: Tensor
 
     store: Tensor | None
-    """Of attention: a digest of the keys and values that each row's token sees."""
+    """A digest of the keys and values that each row's token sees, of attention."""
 
     widths: Widths
     shape: tuple[int, ...]
-    """Of the first argument."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Scope:
-    """A module that is running."""
-
-    module: str
-    """Its Hugging Face name."""
-
-    fused: Mapping[str, Tensor | None] | None = None
-    """The modules that it computes at once, and int64: each one's columns of its result."""
-
-    expert_order: Tensor | None = None
-    """int64 [T * k]: in experts, the (token, choice) of each row."""
-
-    first_block: int = 0
-    """In experts, the first of this rank's blocks of the sum over their intermediate axis."""
-
-    has_halves: bool = False
-    """In experts, whether what they compute first is gate and up, side by side."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def number(self, name: str) -> int:
-        """Which of its calls of an operator this is, on all ranks together."""
-        is_block = name == "grouped_partial_linear" and self.counts
-        return self.counts[name] + (self.first_block if is_block else 0)
+    """The shape of the first argument."""
 
 
 @dataclass(slots=True)
@@ -117,9 +91,9 @@ class _Ended:
     keys: Tensor
 
     given: Widths
-    """Of inputs, keys and values."""
+    """The widths of inputs, keys and values."""
 
-    expert_order: Tensor | None = None
+    scope: Scope
 
     @property
     def results(self) -> tuple[Tensor, ...]:
@@ -139,10 +113,10 @@ class Recorder:
         self.rank = rank
 
         self.shares: Mapping[Site, Mapping[int, Widths]] = {}
-        """Of a trainer: what each rank of the rollout has of a site, if there are several."""
+        """What each rank of the rollout has of a site, for a trainer, if there are several."""
 
         self.ranks = 1
-        """Of the rollout."""
+        """Ranks of the rollout."""
 
         self.suspect: tuple[Site, int, int] | None = None
         """The call whose tensors are wanted: that site's last one with a row of that key, and the
@@ -153,6 +127,9 @@ class Recorder:
 
         self.objects: list[Any] = []
         """The call's arguments that are no tensors, each in its place: functions, ranks, layouts."""
+
+        self.at_head: Together = ALL_HERE
+        """How the ranks of a trainer share the output projection."""
 
         self._pass: _Pass | None = None
         self._scopes: list[Scope] = []
@@ -182,16 +159,18 @@ class Recorder:
         """What `right` returns, recorded as the operator `name`."""
         if self._pass is None:
             return right(*args, **kwargs)
-        scope = self._scopes[-1] if self._scopes else Scope(module=HEAD)
-        given = args[INPUTS[name]]
+        scope = self._scopes[-1] if self._scopes else Scope(module=HEAD, together=self.at_head)
+        whole = scope.together.given(name, args)
+        given = whole[INPUTS[name]]
         keys = self._rows(name, given[0], scope)
         inputs = Tensors(given, len(keys), scope.expert_order)
-        store = Store(*args[1:4]) if name in ATTENTION else None
+        store = Store(*whole[1:4]) if name in ATTENTION else None
         operator = _common_name(name, args)
         sites = self._begin(scope, operator, inputs, store)  # now: it may write over its input
         out = right(*args, **kwargs)
         widths = inputs.widths, store.widths if store else ()
-        self._end(sites, _Ended(name, args, out, keys, widths, scope.expert_order))
+        made = scope.together.made(name, out)
+        self._end(sites, _Ended(name, whole, made, keys, widths, scope))
         scope.counts[operator] += 1
         return out
 
@@ -203,7 +182,8 @@ class Recorder:
         keys = self._rows(operator, outputs[0], scope)
         given = Tensors(inputs, len(keys))
         sites = self._begin(scope, operator, given, None)
-        self._end(sites, _Ended(operator, tuple(inputs), tuple(outputs), keys, (given.widths, ())))
+        widths = given.widths, ()
+        self._end(sites, _Ended(operator, tuple(inputs), tuple(outputs), keys, widths, scope))
 
     @property
     def is_open(self) -> bool:
@@ -218,7 +198,7 @@ class Recorder:
         """The keys of a call's rows."""
         assert self._pass is not None
         if scope.module != HEAD:
-            return self._pass.keys
+            return scope.keys(name, self._pass.keys)
         done, count = self._pass.head_done[name], x.shape[:-1].numel()
         self._pass.head_done[name] += count
         return self._pass.keys[self._pass.head_rows[done : done + count]]
@@ -242,7 +222,7 @@ class Recorder:
 
     def _end(self, sites: Sequence[_Begun], ended: _Ended) -> None:
         assert self._pass is not None
-        made = Tensors(ended.results, len(ended.keys), ended.expert_order)
+        made = Tensors(ended.results, len(ended.keys), ended.scope.expert_order)
         for begun in sites:
             columns = begun.part.of_result
             try:
@@ -268,12 +248,14 @@ class Recorder:
         """Its tensors, if it is the suspect: the last such call stays."""
         if self.suspect is None or (call.site, call.rank) != (self.suspect[0], self.suspect[2]):
             return
+        # Ranks that share the call take part, whether they have the row or not.
+        args = ended.scope.together.held(ended.name, ended.args)
         if bool((found := call.keys == self.suspect[1]).any()):
             where, rows = [int(found.nonzero()[-1])], len(call.keys)
-            if (order := ended.expert_order) is not None:
+            if (order := ended.scope.expert_order) is not None:
                 where, rows = _rows_of_token(order, where[0], len(order) // rows), len(order)
-            self.evidence = Evidence.of(ended.name, ended.args, ended.out, where, rows, columns)
-            self.objects = [None if isinstance(a, Tensor) else a for a in ended.args]
+            self.evidence = Evidence.of(ended.name, args, ended.out, where, rows, columns)
+            self.objects = [None if isinstance(a, Tensor) else a for a in args]
 
 
 def _choice(topk: Call, indices: Tensor) -> Call:

@@ -22,7 +22,7 @@ SUSPECT = "suspect"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Of one site, each key once: digests int64 [n], in the order of `keys`, which ascend."""
+    """The rows of one site, each key once: digests int64 [n], in the order of `keys`, which ascend."""
 
     keys: Numbers
     inputs: Numbers
@@ -36,7 +36,7 @@ class Rows:
     """Shapes of the first argument of each call."""
 
     widths: Widths
-    """Of the last call."""
+    """The widths of the last call."""
 
     def find(self, keys: Numbers) -> Numbers:
         """Where each of `keys` is, -1 if it is not there."""
@@ -47,7 +47,7 @@ class Rows:
 
     @staticmethod
     def of(calls: Sequence[Call]) -> Rows:
-        """Of a key that was computed more than once, the last."""
+        """The rows of all calls; of a key that was computed more than once, the last."""
         number = np.repeat(np.arange(len(calls)), [len(call.keys) for call in calls])
         keys = torch.cat([call.keys for call in calls]).numpy()[::-1]
         keys, first = np.unique(keys, return_index=True)

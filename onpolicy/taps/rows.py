@@ -55,11 +55,12 @@ def odd_numbers(count: int, device: torch.device | str = "cpu") -> Tensor:
 def by_row(x: Tensor, count: int) -> Tensor:
     """`x` as [count, ...], whichever axis but the last its rows are on: [1, H, T, D] -> [T, H, 1, D].
 
-    An axis of as many heads as there are tokens lies closer together in memory.
+    Of three axes tokens are before heads. Of four, where rotary's are the other way round, an axis of as
+    many heads as there are tokens lies closer together in memory.
     """
     if x.dim() == 1:
         return x[:, None]
     axes = [axis for axis in range(x.dim() - 1) if x.shape[axis] == count]
     if count == 1 or not axes:
         return x.reshape(count, -1)
-    return x.movedim(max(axes, key=x.stride), 0)
+    return x.movedim(axes[0] if x.dim() == 3 else max(axes, key=x.stride), 0)

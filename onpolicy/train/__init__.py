@@ -1,7 +1,8 @@
-"""Training engines: one interface (`base.py`), one file or folder per engine."""
+"""The trainer: what a run asks of it (`base.py`), and the engines that hold its models (`engine.py`)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from onpolicy.config import TrainConfig
@@ -10,6 +11,7 @@ from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 
 if TYPE_CHECKING:
+    from onpolicy.train.engine import TrainingEngine
     from onpolicy.train.policy_trainer import PolicyTrainer
 
 __all__ = ["Trainer", "make_trainer"]
@@ -18,13 +20,19 @@ __all__ = ["Trainer", "make_trainer"]
 def make_trainer(
     config: TrainConfig, contract: NumericsContract, num_threads: int
 ) -> PolicyTrainer:
-    """The engine that `--train-backend` names, as a rank of the group that this process is in, or
-    alone. Raises ConfigError if it cannot hold the model."""
+    """A trainer on the engine that `--train-backend` names, as a rank of the group that this process is
+    in, or alone. Raises ConfigError if the engine cannot hold the model."""
+    from onpolicy.train.policy_trainer import PolicyTrainer
+
     distributed.init_process_group()
+    return PolicyTrainer(config, contract, num_threads, _training_engine(config, contract))
+
+
+def _training_engine(config: TrainConfig, contract: NumericsContract) -> TrainingEngine:
     if config.trainer.train_backend == "megatron":
-        from onpolicy.train.megatron.make import make_megatron_trainer
+        from onpolicy.train.megatron.make import megatron_engine
 
-        return make_megatron_trainer(config, contract, num_threads)
-    from onpolicy.train.fsdp.trainer import FsdpTrainer
+        return megatron_engine(config, contract)
+    from onpolicy.train.fsdp.sharded_model import FsdpModel
 
-    return FsdpTrainer(config, contract, num_threads)
+    return partial(FsdpModel, config, contract)

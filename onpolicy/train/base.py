@@ -10,7 +10,8 @@ from torch import Tensor
 
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.types import TrainSample
+from onpolicy.train.recording import Recorded, Wanted
+from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
 
 
@@ -23,22 +24,16 @@ class Trainer(ABC):
     self_check: dict[str, str]
     """Digests of the operators' self-check at start-up; empty under a stock contract."""
 
-    mismatched_tokens: Sequence[int | None] = ()
-    """Of each sample of the last `train`: tokens that differed; None if it was not compared."""
-
-    apart: tuple[int, Sequence[float]] | None = None
-    """Of the last `train`, if its parity check failed: the first sample of which a token differed, and
-    what the trainer gives its tokens."""
-
     @abstractmethod
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
-    ) -> dict[str, float]:
-        """Take the optimizer steps of one rollout; return metrics, equal on all ranks.
+    ) -> TrainOutcome:
+        """Take the optimizer steps of one rollout.
 
         `rates` holds the learning rate of each; the samples, which are no fewer, are cut evenly.
         The log-probabilities of the first optimizer step are compared with the rollout's before
-        its backward pass. Raises ParityError there if the run's policy is to fail.
+        its backward pass. Raises ParityError there, with its findings, if the run's policy is to
+        fail.
         """
 
     @abstractmethod
@@ -52,14 +47,24 @@ class Trainer(ABC):
         """Log-probabilities of every token after a sequence's prompt: float32 [R] per sequence."""
 
     @abstractmethod
-    def push(self, engines: Sequence[Engine], version: str) -> str:
+    def recorded_log_probs(
+        self,
+        wanted: Wanted,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+    ) -> tuple[list[Tensor], Recorded]:
+        """`log_probs`, and what the operators made meanwhile."""
+
+    @abstractmethod
+    def push(self, engines: Sequence[Engine], version: int) -> str:
         """Give the engines all weights as `version`, by --weight-sync; the digest of these bits.
 
         Raises what `weights.push.push_weights` raises; then the engines may hold a part of them.
         """
 
     @abstractmethod
-    def push_again(self, engines: Sequence[Engine], version: str) -> str:
+    def push_again(self, engines: Sequence[Engine], version: int) -> str:
         """Give them what the last push gave them. Where samples may lag behind the policy, that was
         kept, and what was trained since does not matter."""
 
@@ -79,4 +84,4 @@ class Trainer(ABC):
         """Give back what is kept for later tensors, to servers on the same GPUs."""
 
     def close(self) -> None:
-        """End the processes that were started for it, if any were."""
+        """End the processes that were started for it, if any were, and what it keeps with engines."""

@@ -3,12 +3,12 @@
 `PackedBatch` (samples of one rank, laid end to end) -> `ScoredBatch` (the log-probabilities that are
 fixed before the first optimizer step of a rollout) -> `WeighedBatch` (what the corrections make of
 both, over the global batch). A stage is a frozen record with everything of the one before it. Tensors
-are [R], of all response tokens; float32 where nothing else is said.
+are [R], of all sampled tokens; float32 where nothing else is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,21 +20,18 @@ from fallback_correction.correction import correct
 from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
-from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
+from onpolicy.trajectory import Trajectory
+from onpolicy.types import Prompt, Sample, TrainSample
 
 _FILLER = TrainSample(
     sample=Sample(
         prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
         sample_index=0,
-        completion=Completion(
-            response_ids=[0],
-            rollout_log_probs=[0.0],
-            finish_reason=FinishReason.LENGTH,
-            weight_version="",
-            num_cached_tokens=0,
+        trajectory=Trajectory(
+            token_ids=[0, 0], sampled=[False, True], temperature=1.0, rollout_log_probs=[0.0]
         ),
     ),
-    advantage=0.0,
+    advantages=[0.0],
 )
 """Stands in an empty micro-batch, masked out."""
 
@@ -66,7 +63,7 @@ class PackedBatch:
 
     @property
     def response_lens(self) -> list[int]:
-        return [len(s.sample.response_ids) for s in self.samples]
+        return [s.sample.trajectory.num_sampled for s in self.samples]
 
     def tokens(self, train_log_probs: Tensor) -> TokenBatch:
         """The tokens that count, with these log-probabilities of the trainer's."""
@@ -75,7 +72,7 @@ class PackedBatch:
         )
 
     def locate(self, row: int) -> tuple[TrainSample, int]:
-        """The sample that response token `row` belongs to, and its position in the response."""
+        """The sample that sampled token `row` belongs to, and how many of its come before."""
         for sample, length in zip(self.samples, self.response_lens, strict=True):
             if row < length:
                 return sample, row
@@ -88,10 +85,10 @@ class ScoredBatch(PackedBatch):
     """With log-probabilities that stay the same in all optimizer steps of a rollout."""
 
     old_log_probs: Tensor | None
-    """Of the policy before the first optimizer step; None where the loss's own forward pass has them."""
+    """What the policy gave them before the first step; None where the loss's own pass has that."""
 
     ref_log_probs: Tensor | None
-    """Of the reference model; None without a KL penalty."""
+    """What the reference model gives them; None without a KL penalty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,27 +118,27 @@ CustomCorrection = Callable[
 """(loss [R], its log-probabilities [R], detached, micro-batch) -> (loss [R], mask [R], metrics)."""
 
 
-def packed_batch(
-    samples: Sequence[TrainSample], temperature: float, device: torch.device
-) -> PackedBatch:
+def packed_batch(samples: Sequence[TrainSample], device: torch.device) -> PackedBatch:
     """The first stage of a micro-batch; of no samples, it is a filler."""
     is_filler = not samples
     samples = list(samples) or [_FILLER]
-    sampled = [s.sample for s in samples]
-    lens = torch.tensor([len(s.response_ids) for s in sampled])
-    advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
-    log_probs = torch.tensor([x for s in sampled for x in s.rollout_log_probs], dtype=torch.float32)
+    trajectories = [s.sample.trajectory for s in samples]
+
+    def packed(values: Iterable[Sequence[float]]) -> Tensor:
+        return torch.tensor([x for each in values for x in each], dtype=torch.float32).to(device)
+
+    log_probs = packed(t.rollout_log_probs for t in trajectories)
     return PackedBatch(
         packed=PackedTokens.pack(
-            [s.token_ids for s in sampled],
-            [len(s.prompt.prompt_ids) for s in sampled],
-            temperature,
+            [t.token_ids for t in trajectories],
+            [t.sampled for t in trajectories],
+            [t.temperature for t in trajectories],
             device,
-            [s.completion.routed_experts for s in sampled],
+            [t.routed_experts for t in trajectories],
         ),
         samples=samples,
-        rollout_log_probs=log_probs.to(device),
-        advantages=advantages.repeat_interleave(lens).to(device),
+        rollout_log_probs=log_probs,
+        advantages=packed(s.advantages for s in samples),
         lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
         mask=torch.full((len(log_probs),), not is_filler, device=device),
     )

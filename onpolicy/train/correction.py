@@ -25,7 +25,9 @@ from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
+from onpolicy.config.flags import flag_values
 from onpolicy.config.groups import FallbackConfig
+from onpolicy.config.plan import corrections_in
 from onpolicy.train.batch import (
     PackedBatch,
     ScoredBatch,
@@ -66,8 +68,7 @@ class Corrections:
     @property
     def wants_metrics(self) -> bool:
         """Whether the distance between the engines is measured."""
-        corrects = self.weights or self.penalty or self.custom
-        return self.flags.get_mismatch_metrics or bool(corrects)
+        return self.flags.get_mismatch_metrics or bool(corrections_in(flag_values(self.flags)))
 
     def needs_scores(self, num_steps: int) -> bool:
         """Whether a corrected rollout's old log-probabilities must be there before the loss.
@@ -122,7 +123,7 @@ class Corrections:
         return metrics
 
     def measure_lags(self, steps: Sequence[TrainedStep], lags: Sequence[int]) -> Metrics:
-        """The same by lag, if any token has one; collective."""
+        """How far the engines were apart by lag, if any token has one; collective."""
         if not any(lags):
             return {}
         batches, train_log_probs = steps[0]

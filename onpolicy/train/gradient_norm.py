@@ -19,8 +19,8 @@ from onpolicy.train import distributed
 from onpolicy.train.blocks import run_in_blocks
 
 _UNIT = 2.0**30
-"""Of the largest square; the second cut is in units as small again. The sum of a block (see
-`onpolicy/train/blocks.py`) is below 2**53."""
+"""The largest square has so many units; the second cut is in units as small again. The sum of a block
+(see `onpolicy/train/blocks.py`) is below 2**53."""
 
 
 def global_norm(

@@ -6,11 +6,13 @@ import logging
 
 from torch import Tensor
 
+from onpolicy.config.plan import OnMismatch
 from onpolicy.errors import ParityError
 from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs, mismatches
 from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import count_over_data, gather_data, gather_micro_batches
 from onpolicy.train.shares import Share
+from onpolicy.types import ParityFindings
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +24,8 @@ class ParityGate:
     it only the tokens that were sampled from this policy, not from earlier weights.
     """
 
-    def __init__(self, step: int, *, fails: bool, warns: bool, remedy: str):
-        self.step, self.fails, self.warns, self.remedy = step, fails, warns, remedy
+    def __init__(self, step: int, on_mismatch: OnMismatch, remedy: str = ""):
+        self.step, self.on_mismatch, self.remedy = step, on_mismatch, remedy
         self._counts: list[ParityCounts] = []
         self._by_sample: dict[int, int] = {}
         self._apart: tuple[int, list[float]] | None = None
@@ -39,7 +41,7 @@ class ParityGate:
             first = None if first is None else int(fresh[first])
             self._count_by_sample(log_probs, batch)
         self._counts.append(counts)
-        if not self.fails:
+        if self.on_mismatch not in ("fail", "fall back"):
             return
         ours = {"compared": counts.num_compared, "mismatched": counts.num_mismatched}
         totals = count_over_data(ours, log_probs.device)
@@ -55,22 +57,23 @@ class ParityGate:
     def reduce(self) -> ParityCounts:
         """The counts of all micro-batches; says so if tokens differed and the run goes on."""
         total = sum(gather_micro_batches(self._counts), ParityCounts())
-        if self.warns and total.num_mismatched:
+        if self.on_mismatch == "warn" and total.num_mismatched:
             logger.warning(
                 "step %d: %d of %d tokens have another log-probability in training",
                 self.step, total.num_mismatched, total.num_compared,
             )  # fmt: skip
         return total
 
-    def mismatched_tokens(self, share: Share) -> list[int | None]:
-        """How many tokens of each sample of the rollout differ; None where none was compared.
+    def findings(self, share: Share, apart: tuple[int, list[float]] | None) -> ParityFindings:
+        """How many tokens of each sample of the rollout differ; with the first if the check failed.
 
         `share` is what the checked batches were made of. Collective.
         """
         ours = self._by_sample
         mine = {i: ours[id(sample)] for i, sample in share.samples.items() if id(sample) in ours}
         found = {i: count for counts in gather_data(mine) for i, count in counts.items()}
-        return [found.get(i) for i in range(share.num_samples)]
+        counts = [found.get(i) for i in range(share.num_samples)]
+        return ParityFindings(mismatched_tokens=counts, apart=apart)
 
     def first_apart(self, share: Share) -> tuple[int, list[float]] | None:
         """The first sample of which a token differed, as far as was checked, and what the trainer gives

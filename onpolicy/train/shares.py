@@ -20,10 +20,10 @@ class Share:
     micro-batches, so that some may be empty."""
 
     num_samples: int
-    """Of all ranks."""
+    """Samples of all ranks."""
 
     num_tokens: int
-    """Of all ranks, prompts included."""
+    """Tokens of all ranks, prompts included."""
 
     lags: tuple[int, ...] = (0,)
     """Those that tokens of all ranks have."""

@@ -5,8 +5,7 @@ The ranks gather them together, a bucket at a time, and rank 0 hands them on: no
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,68 +13,70 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.export import export_checkpoint
 from onpolicy.train import distributed
-from onpolicy.train.base import Trainer
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.kept import KeptWeights
 from onpolicy.weights.push import Engine, push_weights
 from onpolicy.weights.rounding import rounded
-from onpolicy.weights.transports import make_transport
+from onpolicy.weights.transports import make_transport, shares_gpus
 
 MIB = 1 << 20
 
+WeightBuckets = Callable[[int], Iterator[WeightBucket]]
+"""`ShardedModel.weight_buckets`."""
 
-class WeightOutlet(Trainer):
-    """A trainer whose ranks can gather their weights; `contract` is the one that it is under."""
 
-    contract: NumericsContract
+class WeightOutlet:
+    """Gathers the weights of the ranks and hands them on; every method is collective."""
 
-    def __init__(self, config: TrainConfig):
-        self.config = config
+    def __init__(self, config: TrainConfig, contract: NumericsContract, weights: WeightBuckets):
+        self.config, self._weights = config, weights
         directory = Path(config.output.run_dir)
-        self.transport = make_transport(config.sync.weight_sync, directory)
+        on_gpus = shares_gpus(config, contract.device)
+        self.transport = make_transport(config.sync.weight_sync, directory, on_gpus=on_gpus)
         self._kept = KeptWeights(directory)
 
-    @abstractmethod
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
-        """All parameters on rank 0, gathered `max_bytes` at a time, in a fixed order.
-
-        Collective: every rank has to take all of them.
-        """
-
-    def push(self, engines: Sequence[Engine], version: str) -> str:
+    def push(self, engines: Sequence[Engine], version: int, contract: NumericsContract) -> str:
+        """`Trainer.push`, under the contract that the trainer and the engines are under."""
         with self._gathered() as buckets:
             if distributed.rank() != 0:
                 return ""
-            sent = rounded(buckets, self._weight_format)
-            if self.config.may_lag:
+            sent = rounded(buckets, self._weight_format(contract))
+            if self.config.plan.may_lag:
                 sent = self._kept.keep(sent, version)
             return push_weights(sent, engines, self.transport, version)
 
-    def push_again(self, engines: Sequence[Engine], version: str) -> str:
-        if not self.config.may_lag:
-            return self.push(engines, version)
+    def push_again(
+        self, engines: Sequence[Engine], version: int, contract: NumericsContract
+    ) -> str:
+        """`Trainer.push_again`."""
+        if not self.config.plan.may_lag:
+            return self.push(engines, version, contract)
         if distributed.rank() != 0:
             return ""
-        kept = self._kept.buckets(version, str(distributed.device(self.contract.device)))
+        kept = self._kept.buckets(version, str(distributed.device(contract.device)))
         return push_weights(kept, engines, self.transport, version)
 
-    @property
-    def _weight_format(self) -> str:
-        """How weights are rounded here; on GPUs SGLang itself makes them FP8."""
-        asked = self.config.engine.rollout_weight_format
-        by_sglang = self.contract.device == "cuda" and asked == "fp8_e4m3"
-        return "" if by_sglang or self.contract.is_aligned else asked
-
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, dtype: str) -> None:
+        """`Trainer.export`, in a dtype."""
         with self._gathered() as buckets:
             if distributed.rank() == 0:
                 source = Path(self.config.model.hf_checkpoint)
-                export_checkpoint(buckets, directory, source, self.contract.dtype)
+                export_checkpoint(buckets, directory, source, dtype)
+
+    def close(self) -> None:
+        """End what the transport keeps with engines."""
+        self.transport.end()
+
+    def _weight_format(self, contract: NumericsContract) -> str:
+        """How weights are rounded here; on GPUs SGLang itself makes them FP8."""
+        asked = self.config.engine.rollout_weight_format
+        by_sglang = contract.device == "cuda" and asked == "fp8_e4m3"
+        return "" if by_sglang or contract.is_aligned else asked
 
     @contextmanager
     def _gathered(self) -> Iterator[Iterator[WeightBucket]]:
         """The buckets; what nobody has taken is gathered in the end, since the other ranks take part."""
-        buckets = self.weight_buckets(self.config.sync.update_weight_buffer_size * MIB)
+        buckets = self._weights(self.config.sync.update_weight_buffer_size * MIB)
         try:
             yield buckets
         finally:

@@ -24,9 +24,9 @@ class KeptWeights:
     def __init__(self, directory: Path):
         self._parent = directory.absolute()
         self._directory: Path | None = None
-        self.version = ""
+        self.version: int | None = None
 
-    def keep(self, buckets: Iterable[WeightBucket], version: str) -> Iterator[WeightBucket]:
+    def keep(self, buckets: Iterable[WeightBucket], version: int) -> Iterator[WeightBucket]:
         """The buckets, each written before it goes on; they replace the version that was kept.
 
         Raises WeightSyncError if they cannot be written.
@@ -46,12 +46,12 @@ class KeptWeights:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._directory, self.version = directory, version
 
-    def buckets(self, version: str, device: str) -> Iterator[WeightBucket]:
+    def buckets(self, version: int, device: str) -> Iterator[WeightBucket]:
         """What is kept, on a device. Raises WeightSyncError if that is another version."""
         if self._directory is None or version != self.version:
             raise WeightSyncError(
                 f"version={version}: the weights that are kept for engines that are started again are "
-                f"of version {self.version!r}. No checkpoint is lost: resume with --load."
+                f"of version {self.version}. No checkpoint is lost: resume with --load."
             )
         for file in sorted(self._directory.glob("*.safetensors")):
             yield list(load_file(file, device=device).items())

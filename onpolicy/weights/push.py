@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from onpolicy.errors import EngineError, WeightSyncError
@@ -36,18 +36,21 @@ class Transport(ABC):
         """Prepare a push."""
 
     @abstractmethod
-    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
-        """Load one bucket into every engine."""
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: int) -> None:
+        """Load one bucket into every engine; in a thread of its own, one bucket after the other."""
 
-    def close(self, engines: Sequence[Engine], version: str) -> None:
+    def close(self, engines: Sequence[Engine], version: int) -> None:
         """Finish a push."""
 
     def abandon(self) -> None:
         """Give up a push that failed: nothing here or in an engine may go on waiting for it."""
 
+    def end(self) -> None:
+        """Give up what is kept from push to push; there will be no other."""
+
 
 def push_weights(
-    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: str
+    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: int
 ) -> str:
     """Send all weights as `version`; return their digest. The engines must be idle.
 
@@ -73,20 +76,25 @@ def push_weights(
 
 
 def _send_all(
-    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: str
+    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: int
 ) -> str:
     digest, num_bytes, started = WeightDigest(), 0, time.perf_counter()
-    sessions = transport.in_session and bool(engines) and engines[0].report()["has_update_sessions"]
-    if sessions:
+    if transport.in_session:
         on_all(engines, _begin)
     transport.open(engines)
-    for bucket in buckets:
-        for name, tensor in bucket:
-            digest.add(name, tensor)
-        num_bytes += size_of(bucket)
-        transport.send(bucket, engines, version)
+    with ThreadPoolExecutor(1) as sender:
+        sent: Future[None] | None = None
+        for bucket in buckets:  # gathered while the one before is on its way
+            if sent is not None:
+                sent.result()
+            sent = sender.submit(transport.send, bucket, engines, version)
+            for name, tensor in bucket:
+                digest.add(name, tensor)
+            num_bytes += size_of(bucket)
+        if sent is not None:
+            sent.result()
     transport.close(engines, version)
-    if sessions:
+    if transport.in_session:
         on_all(engines, lambda engine: engine.post("/end_weight_update", {}, num_bytes))
     logger.debug(
         "weights of version %s: %d bytes to each of %d engines in %.3f s",

@@ -13,6 +13,6 @@ def begins_even(sample):
 
 def fails_more_and_more(sample):
     """Fails on one sample of the first epoch, two rollouts long, and on every one after it."""
-    if sample.weight_version == "2" or (sample.prompt.index, sample.sample_index) == (3, 1):
+    if sample.weight_version == 2 or (sample.prompt.index, sample.sample_index) == (3, 1):
         raise LookupError("the judge is gone")
     return 1.0

@@ -8,10 +8,10 @@ import pytest
 from onpolicy.contract import KINDS, OUTSIDE
 from onpolicy.errors import ContractError
 from onpolicy.explain.attribution import ALIGNED, STOCK, all_but
-from onpolicy.run.attribution import Rows
-from onpolicy.run.contracts import contract_for
-from onpolicy.run.engine_specs import make_rollout_group
-from onpolicy.run.explain import Microscope
+from onpolicy.run.commands.attribution import Rows
+from onpolicy.run.commands.explain import Microscope
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests
 from tests.support.forked_processes import forked_processes
 

@@ -137,6 +137,15 @@ def test_a_lost_host_with_a_rank_ends_the_run_in_seconds_and_in_plain_words(star
     assert "Traceback" not in output
 
 
+def test_without_a_node_of_its_own_a_run_ends_and_waits_for_no_placement(start, tmp_path):
+    """Ray would start nothing for it, on whatever hosts are left."""
+    with raylets(2) as cluster:
+        argv = ["--num-rollout", "1000", *saves(tmp_path), "--max-rank-restarts", "1"]
+        output = finish(a_host_is_lost(start, tmp_path, cluster, 0, *argv), code=1)
+    assert re.search(r"EngineError: this host's node has left the Ray cluster.*--load", output)
+    assert "Traceback" not in output
+
+
 def test_a_run_that_loses_a_host_with_a_rank_goes_on_without_it_to_the_same_bits(
     start, here, tmp_path
 ):

@@ -47,6 +47,7 @@ SMALLEST = {
     "verify": FEW_PROMPTS,
     "explain": FEW_PROMPTS,
     "bench rollout": [*FEW_PROMPTS, "--repetitions", "1"],
+    "bench decode": ["--batch-sizes", "2", "--repetitions", "1"],
     "bench step": ["--num-tokens", "128", "--repetitions", "1"],
     "bench loop": [*FEW_PROMPTS, "--n-samples-per-prompt", "2", "--repetitions", "1"],
 }  # fmt: skip
@@ -118,7 +119,9 @@ def end(process):
 
 
 def starts_several_servers(command):
-    return "--attribution" in command or command.startswith(("bench rollout", "bench loop"))
+    return "--attribution" in command or command.startswith(
+        ("bench rollout", "bench decode", "bench loop")
+    )
 
 
 def marked(command):

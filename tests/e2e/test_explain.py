@@ -4,20 +4,21 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
 from onpolicy.cli.main import main
 from onpolicy.run.cases import make_case, write_case
-from onpolicy.run.engine_specs import make_rollout_group
-from onpolicy.run.explain import Microscope
+from onpolicy.run.commands.explain import Microscope
+from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.types import Prompt, Sample
 from tests.support.after_import import after_import
 from tests.support.broken_engine import PLACES, breakable_engines
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.faults import one_ulp_in_three_rows
 from tests.support.recorded_policies import replace_in
+from tests.support.samples import answered
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import IN_RANKS, ROOT, TWO_RANKS
 
@@ -65,7 +66,7 @@ def test_between_aligned_engines_no_row_differs(microscope):
 
 
 def test_a_broken_operator_of_the_trainer_is_named_and_proven(microscope, monkeypatch):
-    policy = microscope.engines.trainer.model
+    policy = microscope.engines.trainer.policy.module
     module = f"{LAYER}.down_proj"
     if hasattr(policy.causal_lm.base_model.get_submodule(LAYER), "experts"):
         module = f"{LAYER}.experts"
@@ -97,7 +98,7 @@ def test_a_broken_operator_of_the_server_is_named_and_proven(microscope, archite
 
 
 def test_a_weight_that_was_not_pushed_is_named_and_proven(microscope):
-    layer = microscope.engines.trainer.model.layers[0]
+    layer = microscope.engines.trainer.policy.module.layers[0]
     weight = layer.self_attn.k_proj.weight.to_local().detach()
     before = weight.clone()
     weight.mul_(1.01)
@@ -117,7 +118,7 @@ def test_a_case_comes_again(microscope, tmp_path, capsys):
     pair, request = microscope.engines, microscope.requests[0]
     (completion,) = pair.generate([request])
     prompt = Prompt(index=3, prompt_ids=request.prompt_ids, label="", text="")
-    sample = Sample(prompt=prompt, sample_index=1, completion=completion)
+    sample = Sample(prompt=prompt, sample_index=1, trajectory=answered(prompt, completion))
     case, file = (
         make_case(request, sample, completion.rollout_log_probs, 0, pair),
         tmp_path / "case",
@@ -180,63 +181,92 @@ def test_megatron_and_two_ranks_of_a_rollout_are_explained_by_a_command(tmp_path
 ONE_RANK_IS_BROKEN = """
 import copy
 from onpolicy.train import distributed
-from onpolicy.train.fsdp.trainer import FsdpTrainer
+from onpolicy.train.fsdp.sharded_model import FsdpModel
 from tests.support.faults import rounded_in_between
-load = FsdpTrainer._load_model
-def load_and_break(self, path):
-    model = load(self, path)
+load = FsdpModel._load
+def load_and_break(self, *args):
+    model = load(self, *args)
     if distributed.rank() == 1:
         module = model.causal_lm.base_model.get_submodule("layers.1.mlp.down_proj")
         module.operators = copy.copy(module.operators)
         right = module.operators.row_parallel_linear
         module.operators.row_parallel_linear = rounded_in_between(right)
     return model
-FsdpTrainer._load_model = load_and_break
+FsdpModel._load = load_and_break
 """
 
 
-ONE_STAGE_IS_BROKEN = """
+MEGATRON_RANK_IS_BROKEN = """
 from onpolicy.train import distributed
-from onpolicy.train.megatron.trainer import MegatronTrainer
+from onpolicy.train.megatron.sharded_model import MegatronModel
 from tests.support.faults import rounded_in_between
 from tests.support.recorded_megatron import broken
-load = MegatronTrainer._load_model
-def load_and_break(self, path):
-    model = load(self, path)
+load = MegatronModel._load
+def load_and_break(self, *args):
+    model = load(self, *args)
     if distributed.rank() == 1:
-        module = "decoder.layers.0.mlp.linear_fc2"
-        self.fault = broken(model, module, "row_parallel_linear", rounded_in_between)
+        self.fault = broken(model, "decoder.layers.{}", "{}", rounded_in_between)
         self.fault.__enter__()
     return model
-MegatronTrainer._load_model = load_and_break
+MegatronModel._load = load_and_break
 """
+ONE_STAGE_IS_BROKEN = MEGATRON_RANK_IS_BROKEN.format("0.mlp.linear_fc2", "row_parallel_linear")
 """The first layer of the second stage is the second of the model."""
+
+PART_OF_A_SUM_IS_BROKEN = MEGATRON_RANK_IS_BROKEN.format("1.mlp.linear_fc2", "row_parallel_linear")
+EARLIER_TOKENS_ARE_BROKEN = MEGATRON_RANK_IS_BROKEN.format(
+    "0.mlp.linear_fc2", "row_parallel_linear"
+)
+"""Those of the middle of a sequence, so attention must come after."""
+
+EXPERTS_ARE_BROKEN = MEGATRON_RANK_IS_BROKEN.format("1.mlp.experts", "grouped_linear")
 
 MEGATRON = ("--train-backend", "megatron")
 PIPELINE = (*MEGATRON, "--megatron-pp", "2")
+TENSOR = (*MEGATRON, "--megatron-tp", "2", "--row-parallel-blocks", "2")
+CONTEXT = (*MEGATRON, "--megatron-cp", "2")
+EXPERT = (*MEGATRON, "--megatron-ep", "2")
+DOWN, SUM = ("layers.1.mlp.down_proj", "linear"), ("layers.1.mlp.down_proj", "row_parallel_linear")
+FIRST_DOWN = ("layers.0.mlp.down_proj", "linear")
+EXPERTS = ("layers.1.mlp.experts", "grouped_linear")
 TRAINERS = [
-    pytest.param((), "", id="whole"),
-    pytest.param((), ONE_RANK_IS_BROKEN, id="broken"),
-    pytest.param(MEGATRON, "", id="megatron"),
-    pytest.param(PIPELINE, "", id="pipeline"),
-    pytest.param(PIPELINE, ONE_STAGE_IS_BROKEN, id="broken pipeline"),
+    pytest.param("qwen3", (), "", None, id="whole"),
+    pytest.param("qwen3", (), ONE_RANK_IS_BROKEN, DOWN, id="broken"),
+    pytest.param("qwen3", MEGATRON, "", None, id="megatron"),
+    pytest.param("qwen3", PIPELINE, "", None, id="pipeline"),
+    pytest.param("qwen3", PIPELINE, ONE_STAGE_IS_BROKEN, DOWN, id="broken pipeline"),
+    pytest.param("qwen3", TENSOR, "", None, id="tensor"),
+    pytest.param("qwen3", TENSOR, PART_OF_A_SUM_IS_BROKEN, SUM, id="broken tensor"),
+    pytest.param("qwen3", CONTEXT, "", None, id="context", marks=pytest.mark.runs),
+    pytest.param("qwen3", CONTEXT, EARLIER_TOKENS_ARE_BROKEN, FIRST_DOWN, id="broken context"),
+    pytest.param("qwen3-moe", EXPERT, "", None, id="expert", marks=pytest.mark.runs),
+    pytest.param("qwen3-moe", EXPERT, EXPERTS_ARE_BROKEN, EXPERTS, id="broken expert"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "code"), TRAINERS)
-def test_two_ranks_of_a_trainer_are_explained_by_a_command(checkpoint, tmp_path, layout, code):
+@pytest.fixture(scope="module")
+def architectures(tmp_path_factory):
+    """Makes the checkpoint of an architecture, once."""
+    directory = tmp_path_factory.mktemp("architectures")
+    return cache(lambda name: str(make_checkpoint(directory / name, name)))
+
+
+@pytest.mark.parametrize(("name", "layout", "code", "faulty"), TRAINERS)
+def test_two_ranks_of_a_trainer_are_explained_by_a_command(
+    architectures, tmp_path, name, layout, code, faulty
+):
     """Both of them: the second one is broken, in one layer. Fewer prompts would be all the first's."""
     backend = "megatron" if layout else "fsdp"
     if layout:
         pytest.importorskip("megatron.core")
-    customize = after_import(f"onpolicy.train.{backend}.trainer", code, IN_RANKS)
+    customize = after_import(f"onpolicy.train.{backend}.sharded_model", code, IN_RANKS)
     (tmp_path / "sitecustomize.py").write_text(customize)
     file, paths = tmp_path / "result.json", [str(tmp_path), str(ROOT)]
     done = subprocess.run(
         [
             sys.executable, "-m", "onpolicy.cli", "explain", *TWO_RANKS, *layout, "--dtype",
             "float32",
-            "--hf-checkpoint", str(checkpoint), "--num-prompts", "16", "--max-new-tokens", "8",
+            "--hf-checkpoint", architectures(name), "--num-prompts", "16", "--max-new-tokens", "8",
             "--json", str(file), "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -249,7 +279,7 @@ def test_two_ranks_of_a_trainer_are_explained_by_a_command(checkpoint, tmp_path,
     assert result["num_compared_tokens"] == 16 * 8 and result["only_in_one"] == []
     assert (result["num_mismatched_tokens"] > 0) == bool(code)
     own = {tuple(site["site"][:2]) for site in result["sites"] if site["own"]}
-    assert own == ({("layers.1.mlp.down_proj", "linear")} if code else set())
+    assert own == ({faulty} if code else set())
     if code:
-        assert result["source"]["site"] == ["layers.1.mlp.down_proj", "linear", 0]
+        assert result["source"]["site"] == [*faulty, 0]
         assert result["proof"]["verdict"] == "trainer differs"

@@ -68,8 +68,8 @@ def test_reinforce_in_bypass_is_weighted_by_the_losss_own_log_probs(start, tmp_p
 
 
 ONE_BIT_OFF_AT_STEP_1 = """
-from onpolicy.train.fsdp.trainer import FsdpTrainer
-train = FsdpTrainer.train_share
+from onpolicy.train.policy_trainer import PolicyTrainer
+train = PolicyTrainer.train_share
 def train_with_another_softmax(self, share, step, rates):
     log_softmax = self.operators.log_softmax
     if step == 1:
@@ -77,7 +77,7 @@ def train_with_another_softmax(self, share, step, rates):
     result = train(self, share, step, rates)
     self.operators.log_softmax = log_softmax
     return result
-FsdpTrainer.train_share = train_with_another_softmax
+PolicyTrainer.train_share = train_with_another_softmax
 """
 
 

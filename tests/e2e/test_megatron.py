@@ -19,7 +19,7 @@ PROMPTS, TOKENS = 6, 12
     [
         ("qwen3", "float32", 1, []),
         ("glm4-moe", "bfloat16", 2, ["--megatron-tp", "2", "--megatron-sequence-parallel"]),
-        pytest.param("qwen2", "float32", 2, ["--megatron-cp", "2"], marks=pytest.mark.anew),
+        ("qwen2", "float32", 2, ["--megatron-cp", "2"]),
         ("qwen3-tied", "bfloat16", 2, ["--megatron-pp", "2"]),
         ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2"]),
     ],

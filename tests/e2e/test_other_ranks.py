@@ -14,8 +14,10 @@ SUMS_SHOW = ("--max-tokens-per-gpu", "60", "--dtype", "float32")
 """Several micro-batches on each rank, and weights whose last bits are in the hash."""
 
 OWN_SUMS = """
+from dataclasses import replace
 from onpolicy.config import TrainConfig
-TrainConfig.is_rank_invariant = property(lambda config: False)
+plan = TrainConfig.plan.func
+TrainConfig.plan = property(lambda config: replace(plan(config), is_rank_invariant=False))
 """
 
 

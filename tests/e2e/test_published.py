@@ -4,7 +4,7 @@ import pytest
 
 from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.run.verify import passes, verify
+from onpolicy.run.commands.verify import passes, verify
 from tests.support.published import DEQUANTIZED, make_published
 
 pytestmark = pytest.mark.engine

@@ -14,6 +14,8 @@ from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
 from onpolicy.weights.transports.by_host import ByHostTransport
+from onpolicy.weights.transports.distributed import DistributedTransport
+from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.processes import engine_processes, is_gone
 from tests.support.train_runs import TWO_RANKS, finish, run_hash
@@ -46,11 +48,31 @@ def sampled(pair):
 
 def test_a_push_reaches_an_engine_here_and_one_elsewhere_each_its_way(pair, expected):
     near, far = pair.rollout.clients
-    transport = ByHostTransport(is_near=lambda engine: engine is near)
-    buckets = pair.trainer.weight_buckets(60_000)
-    digest = push_weights(buckets, [near, far], transport, str(next(versions)))
+    transport = ByHostTransport(SharedMemoryTransport(), is_near=lambda engine: engine is near)
+    buckets = pair.trainer.policy.weight_buckets(60_000)
+    digest = push_weights(buckets, [near, far], transport, next(versions))
+    transport.end()
     assert digest == near.report()["weights"] == far.report()["weights"] == expected[1]
     assert sampled(pair) == expected[0]
+
+
+def test_a_group_is_kept_from_push_to_push_until_one_of_its_engines_is_started_again(
+    pair, expected, monkeypatch
+):
+    """Killed while idle: no push has failed by which the group could be known to be useless."""
+    transport = DistributedTransport()
+    monkeypatch.setattr(pair.trainer.outlet, "transport", transport)
+    groups = []
+    for engine_dies in (False, False, True, False):
+        if engine_dies:
+            engine_processes(pair.rollout.servers[1])["scheduler"].kill()
+            assert pair.rollout.revive()
+        pair.push_weights(next(versions))
+        groups.append(transport._name)
+        assert (sampled(pair), pair.weight_digest) == expected
+    transport.end()
+    first, second = dict.fromkeys(groups)
+    assert groups == [first, first, second, second]
 
 
 class StruckWhile:
@@ -106,9 +128,9 @@ FAULTS = [
 def test_a_process_that_is_killed_during_a_push_costs_a_restart_and_no_bit(
     pair, expected, monkeypatch, tmp_path, way, engine, path, process
 ):
-    monkeypatch.setattr(pair.trainer, "transport", make_transport(way, tmp_path / "w"))
+    monkeypatch.setattr(pair.trainer.outlet, "transport", make_transport(way, tmp_path / "w"))
     struck = strike(pair, monkeypatch, engine, path, process)
-    pair.push_weights(str(next(versions)))
+    pair.push_weights(next(versions))
     assert struck.struck
     assert (sampled(pair), pair.weight_digest) == expected
 
@@ -119,7 +141,7 @@ def test_an_engine_that_hangs_during_a_push_is_given_up_in_time(
     path = "/update_weights_from_tensor"
     strike(pair, monkeypatch, 0, path, "scheduler", signal.SIGSTOP)
     frozen = engine_processes(pair.rollout.servers[0])["scheduler"]
-    pair.push_weights(str(next(versions)))
+    pair.push_weights(next(versions))
     assert f"failed its health checks for {HEALTH_TIMEOUT:g} s" in caplog.text
     assert is_gone(frozen)
     assert (sampled(pair), pair.weight_digest) == expected
@@ -129,7 +151,7 @@ def test_the_push_after_a_broken_one_is_not_the_broken_ones(pair, expected, monk
     """A session that stays open, with half of the weights, and no engine that died."""
     for client in pair.rollout.clients:
         client.post("/begin_weight_update", {})
-    pair.push_weights(str(next(versions)))
+    pair.push_weights(next(versions))
     assert (sampled(pair), pair.weight_digest) == expected
 
 
@@ -141,11 +163,11 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
     def break_down(*_):
         raise Breaks
 
-    monkeypatch.setattr(pair.trainer.transport, "send", break_down)
+    monkeypatch.setattr(pair.trainer.outlet.transport, "send", break_down)
     with pytest.raises(Breaks):
-        pair.push_weights(str(next(versions)))
+        pair.push_weights(next(versions))
     monkeypatch.undo()
-    pair.push_weights(str(next(versions)))
+    pair.push_weights(next(versions))
 
 
 KILLED_IN_A_PUSH = """
@@ -180,10 +202,10 @@ def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_rem
     config = groups.EngineConfig(rollout_server_url=(server.url,), rollout_health_timeout=60.0)
     theirs = SglangGroup(config, [server.spec], None)
     psutil.Process(engine_processes(server)["http"].pid).kill()
-    buckets = pair.trainer.weight_buckets(1 << 20)
+    buckets = pair.trainer.policy.weight_buckets(1 << 20)
     started = time.monotonic()
     with pytest.raises(EngineError):
-        push_weights(buckets, theirs.clients, pair.trainer.transport, str(next(versions)))
+        push_weights(buckets, theirs.clients, pair.trainer.outlet.transport, next(versions))
     with pytest.raises(EngineError, match=rf"{server.url}.*did not start.*onpolicy serve"):
         theirs.revive()
     assert time.monotonic() - started < 30  # and not the 60 s that one that hangs may take

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from onpolicy.rollout.server import EngineServer
-from onpolicy.run.contracts import contract_for
+from onpolicy.run.launch.contracts import contract_for
 from sglang_patches.harmful_requests import MOST_SAMPLES
 from sglang_patches.parallel_samples import next_seed
 from tests.support.engines_fixture import make_engines

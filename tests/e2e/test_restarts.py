@@ -33,7 +33,7 @@ def test_a_server_that_died_while_idle_is_back_before_the_next_push(pair):
     before = sampled(pair)
     engine_processes(pair.rollout.servers[0])["http"].kill()
     wait_for(lambda: not pair.rollout.servers[0].is_running)
-    pair.push_weights("0")
+    pair.push_weights(0)
     assert sampled(pair) == before
 
 

@@ -10,8 +10,9 @@ import torch
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.contracts import contract_for
+from onpolicy.rollout.sampling import trajectories_of
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed
 from onpolicy.types import Prompt, Sample, TrainSample
 from onpolicy.weights.push import push_weights
@@ -46,7 +47,7 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rollout(pair):
     assert pair.replays_routing
-    buckets = with_other_routers(pair.trainer.weight_buckets(1 << 20))
+    buckets = with_other_routers(pair.trainer.policy.weight_buckets(1 << 20))
     push_weights(buckets, pair.rollout.clients, SharedMemoryTransport(), "other routers")
     requests = [
         replace(request, params=replace(request.params, return_routed_experts=True))
@@ -72,11 +73,13 @@ def train_samples(requests, completions):
             sample=Sample(
                 prompt=Prompt(index=i, prompt_ids=request.prompt_ids, label="", text=""),
                 sample_index=0,
-                completion=completion,
+                trajectory=trajectory,
             ),
-            advantage=(-1.0) ** i,
+            advantages=[(-1.0) ** i] * trajectory.num_sampled,
         )
-        for i, (request, completion) in enumerate(zip(requests, completions, strict=True))
+        for i, (request, trajectory) in enumerate(
+            zip(requests, trajectories_of(requests, completions), strict=True)
+        )
     ]
 
 
@@ -91,7 +94,7 @@ def test_every_token_but_the_last_comes_with_its_experts_cached_prefixes_too(rol
 
 
 def test_replay_brings_the_engines_closer(pair, rollout):
-    metrics = pair.trainer.train(train_samples(*rollout), step=0, rates=[0.0])
+    metrics = pair.trainer.train(train_samples(*rollout), step=0, rates=[0.0]).metrics
     assert 0 < metrics["routing/differing_share"] < 0.5
     assert metrics["mismatch/k3"] < metrics["routing/k3_without_replay"]
 

@@ -20,7 +20,7 @@ from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import engine_environment, engine_flags
 from onpolicy.rollout.server import EngineServer, require_free_port
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.run.contracts import contract_for
+from onpolicy.run.launch.contracts import contract_for
 from onpolicy.system.network import free_port
 from onpolicy.system.private_directory import PrivateDirectory
 from sglang_patches import shared_names

@@ -14,8 +14,8 @@ from onpolicy.explain.text import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
-from onpolicy.run.engine_specs import make_rollout_group
-from onpolicy.run.explain import Microscope
+from onpolicy.run.commands.explain import Microscope
+from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -90,7 +90,7 @@ class Rounded(RowParallel):
 def test_a_trainer_that_rounds_the_parts_of_a_sum_differs(engines, monkeypatch):
     cut = [
         module
-        for module in engines.trainer.model.modules()
+        for module in engines.trainer.policy.module.modules()
         if isinstance(module, AlignedLinear) and module.row_parallel.blocks > 1
     ]
     assert len(cut) == 4
@@ -113,30 +113,29 @@ class LastRankGetsAnotherBit:
 
     def post(self, path, body, num_bytes=0):
         if payloads := body.get("serialized_named_tensors"):
-            named = pickle.loads(base64.b64decode(payloads[-1]))
-            names = [name for name, _ in named]
-            changed = names.index(self.wanted) if self.wanted in names else 0
-            if self.wanted in (None, names[changed]):
-                name, tensor = named[changed]
-                tensor = tensor.clone().share_memory_()
-                tensor.view(torch.int32).view(-1)[-7] ^= 1 << self.bit
-                named[changed] = name, tensor
-            payloads = [*payloads[:-1], base64.b64encode(ForkingPickler.dumps(named)).decode()]
+            bucket = pickle.loads(base64.b64decode(payloads[-1]))
+            rows = [row for row in bucket["metadata"] if self.wanted in (None, row.name)]
+            if rows:
+                data = bucket["flattened_tensor"].clone().share_memory_()
+                changed = data[rows[0].start_idx : rows[0].end_idx]
+                changed.view(torch.int32)[-7] ^= 1 << self.bit
+                bucket["flattened_tensor"] = data
+            payloads = [*payloads[:-1], base64.b64encode(ForkingPickler.dumps(bucket)).decode()]
             body = {**body, "serialized_named_tensors": payloads}
         return self.client.post(path, body, num_bytes)
 
 
 def push_badly(engines, **how):
-    buckets = engines.trainer.weight_buckets(1 << 20)
+    buckets = engines.trainer.policy.weight_buckets(1 << 20)
     clients = [LastRankGetsAnotherBit(client, **how) for client in engines.rollout.clients]
-    engines.weight_version = str(next(versions))
+    engines.weight_version = next(versions)
     with pytest.raises(WeightSyncError, match=r"weights=ranks differ: \['\w{16}', '\w{16}'\]"):
         push_weights(buckets, clients, SharedMemoryTransport(), engines.weight_version)
 
 
 def test_a_rank_that_got_other_weights_stops_the_run(engines):
     push_badly(engines)
-    engines.push_weights(str(next(versions)))
+    engines.push_weights(next(versions))
     assert count_mismatches(engines, seed=32) == 0
 
 
@@ -156,7 +155,7 @@ def test_a_weight_that_one_rank_did_not_get_is_named_and_proven(engines, microsc
     module = "layers.1.mlp.up_proj"
     push_badly(engines, wanted=f"model.{module}.weight", bit=20)
     result = microscope.look()
-    engines.push_weights(str(next(versions)))
+    engines.push_weights(next(versions))
     source = result["source"]
     assert (source["cause"], source["site"]) == ("operator", (module, "linear", 0))
     assert source["ranks"] == (1,)

@@ -216,14 +216,14 @@ def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start,
 
 ONE_BIT_OFF = """
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.train.fsdp.trainer import FsdpTrainer
-train = FsdpTrainer.train_share
+from onpolicy.train.policy_trainer import PolicyTrainer
+train = PolicyTrainer.train_share
 def train_with_another_softmax(self, share, step, rates):
     if step == 1:
         log_softmax = self.operators.log_softmax
         self.operators.log_softmax = lambda x, t: log_softmax(x, t) * (1 + 2**-23)
     return train(self, share, step, rates)
-FsdpTrainer.train_share = train_with_another_softmax
+PolicyTrainer.train_share = train_with_another_softmax
 """
 
 

@@ -9,7 +9,8 @@ import pytest
 from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.run.verify import passes, verify
+from onpolicy.run.commands.verify import passes, verify
+from onpolicy.train.policy_trainer import PolicyTrainer
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
 from tests.support.train_runs import TWO_RANKS
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 KEYS = {
     "num_compared_tokens", "num_mismatched_tokens", "max_abs_diff", "max_ulp", "k3_kl_mean",
-    "k3_kl_max", "num_cached_tokens", "versions", "contract",
+    "k3_kl_max", "num_cached_tokens", "optimizer_steps", "versions", "contract",
 }  # fmt: skip
 
 
@@ -72,6 +73,22 @@ def test_stock_operators_are_measured_and_no_failure(checkpoint, tmp_path, capsy
     assert (report["max_abs_diff"] > 0) == (report["num_mismatched_tokens"] > 0)
     assert report["contract"]["backend"] == "stock"
     assert json.loads(capsys.readouterr().out) == report
+
+
+def test_without_a_step_nothing_is_trained_and_no_token_differs(
+    checkpoint, tmp_path, capsys, monkeypatch
+):
+    def train(*_, **__):
+        raise AssertionError("a step was taken")
+
+    monkeypatch.setattr(PolicyTrainer, "train", train)
+    code = main([
+        "verify", "--hf-checkpoint", str(checkpoint), "--no-step", "--num-prompts", "8",
+        "--max-new-tokens", "16", "--run-dir", str(tmp_path / "run"),
+    ])  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert code == report["num_mismatched_tokens"] == report["optimizer_steps"] == 0
+    assert report["num_compared_tokens"] == 2 * 8 * 16
 
 
 def test_a_mismatch_is_a_failure_in_true_on_policy_mode():

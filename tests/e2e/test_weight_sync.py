@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from onpolicy.errors import WeightSyncError
+from onpolicy.errors import EngineError, WeightSyncError
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
@@ -21,13 +21,13 @@ BUCKET_BYTES = 60_000
 def client(engines):
     """The server; it gets the trainer's weights back afterwards."""
     yield engines.rollout.clients[0]
-    engines.push_weights(str(next(versions)))
+    engines.push_weights(next(versions))
 
 
 def perturb(trainer):
     """New weights, as different in every parameter as a real update would make them."""
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
+        for parameter in trainer.policy.module.parameters():
             parameter.mul_(1 + 0.01 * torch.rand(()).item())
 
 
@@ -48,7 +48,7 @@ def test_a_server_that_gave_its_memory_back_has_the_next_push_whole(engines, cli
     """Weights before it, the cache after it; on a CPU the memory itself stays where it is."""
     engines.rollout.release_memory()
     perturb(engines.trainer)
-    version = str(next(versions))
+    version = next(versions)
     engines.push_weights(version)
     wrong, _ = mismatches(engines, version)
     assert wrong == 0
@@ -59,10 +59,12 @@ def test_a_server_that_gave_its_memory_back_has_the_next_push_whole(engines, cli
 def test_new_weights_arrive_bit_for_bit(engines, client, way, tmp_path):
     before = engines.generate(make_requests(6, seed=20))
     perturb(engines.trainer)
-    version = str(next(versions))
-    buckets = list(engines.trainer.weight_buckets(BUCKET_BYTES))
+    version = next(versions)
+    buckets = list(engines.trainer.policy.weight_buckets(BUCKET_BYTES))
     assert len(buckets) > 3
-    digest = push_weights(buckets, [client], make_transport(way, tmp_path), version)
+    transport = make_transport(way, tmp_path)
+    digest = push_weights(buckets, [client], transport, version)
+    transport.end()
     assert client.report()["weights"] == digest
     wrong, after = mismatches(engines, version)
     assert wrong == 0
@@ -70,11 +72,40 @@ def test_new_weights_arrive_bit_for_bit(engines, client, way, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Calls:
+    """An engine's client that writes down what is posted."""
+
+    def __init__(self, client):
+        self.client, self.posted = client, []
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def post(self, path, *body):
+        self.posted.append(path)
+        return self.client.post(path, *body)
+
+
+def test_a_group_is_formed_once_and_left_when_the_trainer_ends(engines, client):
+    calls, transport = Calls(client), make_transport("distributed", None)
+    for _ in range(3):
+        perturb(engines.trainer)
+        buckets = list(engines.trainer.policy.weight_buckets(BUCKET_BYTES))
+        digest = push_weights(buckets, [calls], transport, next(versions))
+        assert client.report()["weights"] == digest
+    assert calls.posted.count("/update_weights_from_distributed") == 3 * len(buckets)
+    assert calls.posted.count("/init_weights_update_group") == 1
+    transport.end()
+    assert calls.posted[-1] == "/destroy_weights_update_group"
+    with pytest.raises(EngineError, match="group to be destroyed does not exist"):
+        client.post("/destroy_weights_update_group", {"group_name": transport._name})
+
+
 def test_prefixes_cached_under_old_weights_are_dropped(engines, client):
     sampled = make_requests(4, seed=21)
     engines.generate(sampled)
     assert sum(c.num_cached_tokens for c in engines.generate(sampled)) > 0
-    engines.push_weights(str(next(versions)))
+    engines.push_weights(next(versions))
     assert engines.generate(sampled[:1])[0].num_cached_tokens == 0
 
 
@@ -100,8 +131,8 @@ class LosesATensor(SharedMemoryTransport):
 @pytest.mark.parametrize("transport", [FlipsABit, LosesATensor])
 def test_a_push_that_went_wrong_stops_the_run(engines, client, transport):
     perturb(engines.trainer)
-    buckets = engines.trainer.weight_buckets(BUCKET_BYTES)
+    buckets = engines.trainer.policy.weight_buckets(BUCKET_BYTES)
     with pytest.raises(
         WeightSyncError, match=r"weights=\w{16} after push \d+, the trainer's are \w{16}"
     ):
-        push_weights(buckets, [client], transport(), str(next(versions)))
+        push_weights(buckets, [client], transport(), next(versions))

@@ -80,7 +80,7 @@ def test_the_walk_finds_what_it_is_for():
     assert found >= {
         "CorrectionConfig.level", "CorrectionConfig.mode", "RejectionRule.statistic", "Veto.by",
         "ObjectiveConfig.kind", "kl_estimate.kind", "token_shares.aggregation",
-        "group_advantages.estimator", "DiscrepancyConfig.mode", "Governor.rung", "solve.reading",
+        "group_advantages.estimator", "DiscrepancyConfig.mode", "Governor.rung",
         "RolloutCorrectionConfig.rollout_is", "CorrectionSettings.tis_mode", "RejectionOption.name",
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.ops import AttentionLayout, Operators, Scores
+from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from tests.gpu.row_checks import Numbers, check_gradients
 from tests.gpu.tally import Tally
 from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
@@ -99,7 +99,7 @@ def check_paged(
     lens, scale = sequence_lens(longest), heads.dim**-0.5
     inputs = packed_inputs(heads, lens, numbers)
     layout = AttentionLayout.packed(tuple(lens), numbers.device)
-    training = operators.attention(*inputs, layout, Scores(scale))
+    training = operators.attention(*inputs, layout, ScoreRule(scale))
     paged = PagedSequences(inputs, lens, page_size)
     prefill, prefill_lse = paged.attend(attention, [(s, 0, n) for s, n in enumerate(lens)], scale)
     case = f"{heads}, pages of {page_size}"
@@ -136,7 +136,7 @@ def check_packing(
         parts = [torch.cat([x.split(lens)[i] for i in order]) for x in inputs]
         chosen = tuple(lens[i] for i in order)
         layout = AttentionLayout.packed(chosen, numbers.device)
-        return operators.attention(*parts, layout, Scores(heads.dim**-0.5)).split(chosen)
+        return operators.attention(*parts, layout, ScoreRule(heads.dim**-0.5)).split(chosen)
 
     whole = attend(range(len(lens)))
     backwards = attend(range(len(lens))[::-1])[::-1]
@@ -154,7 +154,7 @@ def check_accuracy(
     layout, scale = AttentionLayout.packed(tuple(lens), numbers.device), heads.dim**-0.5
 
     def attend(*inputs: Tensor) -> Tensor:
-        return operators.attention(*inputs, layout, Scores(scale))
+        return operators.attention(*inputs, layout, ScoreRule(scale))
 
     def exact(*inputs: Tensor) -> Tensor:
         return torch.cat(

@@ -96,7 +96,7 @@ def generate(
 
 
 def pack(rollout: Rollout, order: list[int], temperature: float, device: str) -> PackedTokens:
-    return PackedTokens.pack(
+    return PackedTokens.after_prompts(
         [rollout.sequences[i] for i in order],
         [rollout.prompt_lens[i] for i in order],
         temperature,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onpolicy.ops import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.row_parallel import RowParallel
 from tests.gpu.attention_checks import PagedSequences
 from tests.support.gpu.paged_attention import paged_attention_of
@@ -41,13 +41,13 @@ def test_every_operator_launches(operators, numbers, setting, tally):
         "row_parallel_linear": operators.row_parallel_linear(x, weight, bias, RowParallel(4)),
         "grouped_linear": operators.grouped_linear(x, experts, offsets),
         "grouped_partial_linear": operators.grouped_partial_linear(x, experts, offsets),
-        "attention": operators.attention(*heads, layout, Scores(HEAD_DIM**-0.5)),
+        "attention": operators.attention(*heads, layout, ScoreRule(HEAD_DIM**-0.5)),
         "paged_attention": operators.paged_attention(
             heads[0],
             heads[1][:, None],
             heads[2][:, None],
             _decoding(device),
-            Scores(HEAD_DIM**-0.5),
+            ScoreRule(HEAD_DIM**-0.5),
         ),
         "rms_norm": operators.rms_norm(x, numbers(64), 1e-6),
         "elementwise": operators.elementwise(F.silu, x),

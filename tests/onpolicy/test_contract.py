@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import pytest
 
@@ -20,6 +21,7 @@ def test_json_keeps_every_field():
         {"backend": "stock"},
         {"dtype": "float32"},
         {"log_prob": "log(softmax)"},
+        {"attention_chunk": 1024},
         {"kinds": ("model", "linear")},
         {"layers": ("0", "outside")},
         {
@@ -64,3 +66,12 @@ def test_a_contract_of_some_layers_aligns_its_kinds_there_and_promises_nothing()
 def test_a_record_of_another_version_is_refused(text):
     with pytest.raises(ContractError, match="same version"):
         NumericsContract.from_json(text)
+
+
+@pytest.mark.parametrize("field", ["attention_chunk", "log_prob"])
+def test_a_record_that_lacks_a_field_is_refused_and_not_completed(field):
+    """As an older version writes it: its bits are not those of today's default."""
+    record = json.loads(CONTRACT.to_json())
+    del record[field]
+    with pytest.raises(ContractError, match=f"without {field}.*same version"):
+        NumericsContract.from_json(json.dumps(record))

@@ -110,5 +110,5 @@ def test_every_operator_has_a_control():
     others |= {"layer_norm"}
     # What one engine calls alone, and what has no bits of its own.
     others |= {"paged_attention", "sample", "gather_log_probs", "grad_logits", "topk"}
-    others |= {"linear_gradients", "logits_per_chunk", "rows_per_chunk", "run_pieces"}
+    others |= {"linear_gradients", "logits_per_chunk", "rows_per_chunk", "run_pieces", "uniform"}
     assert operators - others == {*OF_DENSE_MODELS, *OF_EXPERTS}

@@ -10,7 +10,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.run.contracts import contract_for
+from onpolicy.run.launch.contracts import contract_for
 from tests.support.forked_processes import forked_processes
 
 

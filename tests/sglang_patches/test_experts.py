@@ -103,3 +103,26 @@ def test_a_tensor_of_another_size_is_refused(shared_path):
     name = next(name for name in experts.held_tensors(model) if ".experts." in name)
     with pytest.raises(RuntimeError):
         load(model, {name: torch.ones(1, 1)})
+
+
+def test_experts_are_cut_out_once_for_all_buckets_of_all_pushes(path, monkeypatch):
+    model, asked = engine(path, 1), []
+    cut_out = experts._cut_out
+    monkeypatch.setattr(experts, "_cut_out", lambda *args: asked.append(1) or cut_out(*args))
+    for _ in range(3):
+        load(model, {})
+        experts.held_tensors(model)
+    assert len(asked) == 1
+
+
+def test_and_again_where_a_parameter_lies_elsewhere(path):
+    """Else weights would arrive where nobody reads them, and be proven there."""
+    model = engine(path, 1)
+    before = experts.held_tensors(model)
+    module = next(module for module in model.model.modules() if has_usual_experts(module))
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.zeros_like(parameter)))
+    changed = [
+        name for name, tensor in experts.held_tensors(model).items() if not tensor.isnan().any()
+    ]
+    assert {name for name, tensor in before.items() if tensor.isnan().all()} & {*changed}

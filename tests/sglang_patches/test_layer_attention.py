@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from onpolicy.errors import ContractError
-from onpolicy.ops import Scores
+from onpolicy.ops import ScoreRule
 from sglang_patches.attention import layer_scores
 from sglang_patches.layer_attention import attention_forward
 
@@ -34,7 +34,7 @@ def test_a_layers_window_and_soft_cap_reach_the_backend_as_they_are_meant():
     layer = call(scaling=0.3, sliding_window=32, softcap=50.0, dropout=0.0, is_causal=True)
     # SGLang and FlashAttention-3 count the keys before the query's own.
     assert (layer.sliding_window_size, layer.logit_cap) == (31, 50.0)
-    assert layer_scores(layer) == Scores(0.3, window=32, softcap=50.0)
+    assert layer_scores(layer) == ScoreRule(0.3, window=32, softcap=50.0)
     assert layer.shapes == [(5, 32), (5, 16), (5, 12)] and layer.extra == {}
 
 
@@ -47,7 +47,7 @@ def test_a_layer_has_the_sizes_of_its_call_and_this_ranks_share_of_the_heads():
 def test_a_layer_without_them_has_none():
     layer = call(sliding_window=None)
     assert (layer.sliding_window_size, layer.logit_cap) == (-1, 0.0)
-    assert layer_scores(layer) == Scores(8**-0.5)
+    assert layer_scores(layer) == ScoreRule(8**-0.5)
 
 
 @pytest.mark.parametrize(

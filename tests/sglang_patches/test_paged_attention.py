@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onpolicy.errors import ContractError
-from onpolicy.ops import Operators, PagedLayout, Scores
+from onpolicy.ops import Operators, PagedLayout, ScoreRule
 from onpolicy.ops.hopper import HopperOperators, flash_attention
 from onpolicy.ops.triton import TritonOperators, attention
 from sglang_patches.paged_attention import attend
@@ -58,7 +58,7 @@ def test_it_hands_the_operator_what_sglang_means():
     assert attend(operators, **call) == "the result"
     q, k, v, layout, scores, sinks, out = operators.seen
     assert q is call["q"] and k is call["k_cache"] and v is call["v_cache"] and out is call["out"]
-    assert scores == Scores(0.5) and sinks is None
+    assert scores == ScoreRule(0.5) and sinks is None
     assert (layout.page_size, layout.max_query_len) == (1, 2)
     assert layout.page_table is call["page_table"]
     assert layout.key_lens is call["cache_seqlens"]
@@ -75,7 +75,7 @@ def test_windows_soft_caps_and_sinks_reach_the_operator():
 
     operators, sinks = Noted(), torch.zeros(4)
     attend(operators, **given(window_size=(31, 0), softcap=30.0, sinks=sinks))
-    assert operators.seen[4] == Scores(0.5, window=32, softcap=30.0)
+    assert operators.seen[4] == ScoreRule(0.5, window=32, softcap=30.0)
     assert operators.seen[5] is sinks
 
 
@@ -92,7 +92,7 @@ def test_triton_computes_it_by_its_own_kernel(monkeypatch):
     assert attend(TritonOperators(), **call).unique().item() == 7
     names = ["q", "k_cache", "v_cache", "page_table", "cache_seqlens", "cu_seqlens_q"]
     assert all(a is call[name] for a, name in zip(seen[0], names, strict=False))
-    assert seen[0][6:] == (2, Scores(0.5), 1, None)
+    assert seen[0][6:] == (2, ScoreRule(0.5), 1, None)
     buffer = torch.zeros(3, 4, 4)
     assert attend(TritonOperators(), **given(out=buffer)) is buffer
     assert buffer.unique().item() == 7

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.ops.cpu import CpuOperators
-from sglang_patches.sampler import uniform
+from onpolicy.ops.uniform_numbers import GAMMA, splitmix64, uniform_numbers
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -14,7 +14,7 @@ SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 def draw(log_probs, seeds, positions):
-    return CpuOperators().sample(log_probs, uniform(seeds, positions))
+    return CpuOperators().sample(log_probs, uniform_numbers(seeds, positions))
 
 
 def log_probs_of(seed, rows, vocabulary):
@@ -23,16 +23,13 @@ def log_probs_of(seed, rows, vocabulary):
 
 
 def test_the_hash_is_splitmix64():
-    from sglang_patches.sampler import _signed, splitmix64
-
-    gamma = _signed(0x9E3779B97F4A7C15)
-    states = torch.tensor([0, gamma, gamma]) + torch.tensor([0, 0, gamma])
-    assert splitmix64(states).tolist() == [_signed(x) for x in SPLITMIX64]
+    states = torch.tensor([0, GAMMA, GAMMA]) + torch.tensor([0, 0, GAMMA])
+    assert [x % (1 << 64) for x in splitmix64(states).tolist()] == SPLITMIX64
 
 
 @given(seed=INT64, position=st.integers(0, 2**40))
 def test_uniform_numbers_lie_in_their_interval(seed, position):
-    (value,) = uniform(torch.tensor([seed]), torch.tensor([position])).tolist()
+    (value,) = uniform_numbers(torch.tensor([seed]), torch.tensor([position])).tolist()
     assert 0 <= value < 1
 
 

@@ -69,6 +69,41 @@ def test_a_loader_that_leaves_an_old_weight_is_refused(path, rounds, monkeypatch
         push(Engine(path, WHOLE), rounds)
 
 
+def test_a_loader_that_keeps_the_memory_of_a_push_is_refused(path, monkeypatch):
+    def load_weights(self, pushed):
+        for name, tensor in pushed:
+            self.get_parameter(name).data = tensor
+
+    monkeypatch.setattr(Engine, "load_weights", load_weights)
+    engine = Engine(path, WHOLE)
+    weights.watch_loads(engine, rounds=False)
+    with pytest.raises(WeightSyncError, match=f"parameter={NORM}: .*keeps the memory"):
+        engine.load_weights([(NORM, torch.ones_like(engine.model.norm.weight))])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("start", [0, 1, 8])
+@pytest.mark.parametrize("shape", [(), (3,), (4, 5), (8, 8), (0, 2)])
+def test_one_bit_anywhere_is_another_tensor(dtype, start, shape):
+    generator = torch.Generator().manual_seed(0)
+    numel = torch.Size(shape).numel()
+    data = torch.randint(256, ((start + numel) * dtype.itemsize,), generator=generator)
+    data = data.to(torch.uint8)
+    a, b = (data.clone().view(dtype)[start:].view(shape) for _ in range(2))
+    assert weights._same_bits(a, b) and not weights._same_bits(a, a[None])
+    bits = b.view(-1).view(torch.uint8)
+    for place in range(len(bits)):
+        bits[place] ^= 1
+        assert not weights._same_bits(a, b)
+        bits[place] ^= 1
+
+
+def test_zeros_of_either_sign_are_not_the_same_bits_and_a_nan_is():
+    zero, nan = torch.zeros(4), torch.full((4,), torch.nan)
+    assert not weights._same_bits(zero, -zero)
+    assert weights._same_bits(nan, nan.clone())
+
+
 class Heads(nn.Module):
     """An embedding and an output projection, as SGLang names them."""
 

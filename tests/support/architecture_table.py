@@ -54,28 +54,28 @@ Results = dict[str, dict[str, Cell]]
 
 HEAD = """# Architectures
 
-Written by `make architectures` from [a record](../benchmarks/results/architectures.json); edit neither
-by hand. For every architecture a random checkpoint of a few layers is made (`tests/support/tiny.py` has
-their sizes) and `onpolicy verify` runs on it: the real SGLang server and the real trainer on a CPU,
-prompts in chunks, cache hits, an optimizer step and a push. A cell says how many of the sampled tokens
-had another log-probability on the other side, and how many were compared. Temperature is 0.7, with
-bfloat16 it is 1. *Tensor-parallel 2* is a rollout on two ranks and a trainer on one, *Megatron* is
-`--train-backend megatron`, both in float32. *Refused*: the command ends with a sentence before it starts
-anything; those are below the table. **Bold** cells are open faults: such a run stops at its first token
-that differs, or its engine does not start.
+Which models run on aligned operators? Those whose cells say 0. For every architecture `make
+architectures` makes a random checkpoint of a few layers (`tests/support/tiny.py`) and runs
+`onpolicy verify` on it: the real SGLang server and the real trainer on a CPU, prompts in chunks,
+cache hits, an optimizer step and a push. It writes this page from [a
+record](../benchmarks/results/architectures.json); edit neither by hand. `onpolicy verify
+--hf-checkpoint DIR` says whether your own checkpoint works, at its real size.
 
-The same architectures are tried without servers in seconds by
-`python -m pytest tests/onpolicy/models/test_architectures.py`, and as published by `test_published.py`
-beside it. Whether your own checkpoint works, at its
-real size, is said by `onpolicy verify --hf-checkpoint DIR`.
+A cell says how many of the sampled tokens had another log-probability on the other side, and how
+many were compared, at temperature 0.7 (with bfloat16 at 1). *Tensor-parallel 2* is a rollout on two
+ranks and a trainer on one, *Megatron* is `--train-backend megatron`, both in float32. *Refused*:
+the command ends with a sentence before it starts anything; those are below the tables. **Bold**
+cells are open faults: such a run stops at its first token that differs, or its engine does not
+start. `tests/onpolicy/models/test_architectures.py` and `test_published.py` beside it try the same
+without servers, in seconds.
 """
 
 PUBLISHED_HEAD = """
 ## As published
 
-The same on checkpoints as their publishers ship them: `tests/support/published/` has the config.json of
-each, shrunk, with the keys, scaling, windows, code and quantisation that are published; weights are in
-several files. Numbers of a checkpoint with LongRoPE are for its long factors.
+These are checkpoints as their publishers ship them, shrunk: `tests/support/published/` has the
+config.json of each, with the keys, scaling, windows, code and quantisation that are published;
+weights are in several files. Numbers of a checkpoint with LongRoPE are for its long factors.
 """
 
 

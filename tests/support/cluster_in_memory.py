@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from onpolicy.cluster import hosts
+from onpolicy.cluster.engine_places import Places
 from onpolicy.cluster.placement import Placement, place
-from onpolicy.cluster.places import Places
 from onpolicy.config.groups import ClusterConfig, EngineConfig
 from onpolicy.errors import EngineError
 from onpolicy.rollout.engine_args import EngineSpec

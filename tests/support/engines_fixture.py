@@ -12,9 +12,9 @@ import pytest
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.run.contracts import contract_for
-from onpolicy.run.engine_specs import make_rollout_group
 from onpolicy.run.engines import EnginePair, MakeRollout
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.train import distributed
 from onpolicy.types import Request, SamplingParams
 from tests.support.forked_processes import forked_processes
@@ -60,7 +60,7 @@ def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
     try:
         with forked_processes(not anew):
             pair.start()
-        pair.push_weights("0")
+        pair.push_weights(0)
         yield pair
     finally:
         pair.stop()

@@ -32,7 +32,8 @@ from onpolicy.rollout.client import EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.types import Completion, FinishReason, Request, SamplingParams, Span
+from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
+from onpolicy.types import Request, SamplingParams
 from onpolicy.weights.digest import WeightDigest
 from tests.support.tiny_policy import ALIGNED, END, VOCAB_SIZE, make_weights, sample, score
 
@@ -48,7 +49,7 @@ class Memory:
 
     def __init__(self, contract: NumericsContract):
         self.contract = contract
-        self.weights, self.version = make_weights(), "default"
+        self.weights, self.version = make_weights(), UNPUSHED
         self.prefixes: dict[tuple[float, ...], Tensor] = {}
         self.in_session = self.hangs = self.flips_a_bit = False
         self.aborts = 0
@@ -60,7 +61,6 @@ class Memory:
             "contract": self.contract.to_json(),
             "self_check": SELF_CHECK if self.contract.is_aligned else {},
             "weights": self._received.hexdigest(),
-            "has_update_sessions": True,
             "tp_size": 1,
             "cache_tokens": CACHE_TOKENS,
         }
@@ -78,11 +78,20 @@ class Memory:
             self.given_back -= set(body["tags"])
         elif path == "/update_weights_from_disk":
             for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
-                self._load(load_file(file), body["weight_version"])
+                self._load(load_file(file), int(body["weight_version"]))
         else:
             assert path == "/update_weights_from_tensor"
-            (handles,) = body["serialized_named_tensors"]
-            self._load(dict(pickle.loads(base64.b64decode(handles))), body["weight_version"])
+            assert body["load_format"] == "flattened_bucket"
+            (handle,) = body["serialized_named_tensors"]
+            bucket = pickle.loads(base64.b64decode(handle))
+            data = bucket["flattened_tensor"]
+            self._load(
+                {
+                    row.name: data[row.start_idx : row.end_idx].view(row.dtype).view(row.shape)
+                    for row in bucket["metadata"]
+                },
+                int(body["weight_version"]),
+            )
 
     def give_back(self, kinds: set[str]) -> None:
         """What stood in that memory is gone."""
@@ -93,7 +102,7 @@ class Memory:
         if "weights" in kinds:
             self.weights = {}
 
-    def _load(self, weights: Mapping[str, Tensor], version: str) -> None:
+    def _load(self, weights: Mapping[str, Tensor], version: int) -> None:
         assert "weights" not in self.given_back
         for name, tensor in weights.items():
             if self.flips_a_bit:

@@ -21,9 +21,10 @@ RESULT = {
     "source": {
         "name": "linear of layers.1.self_attn.<q>", "cause": "operator", "sequence": 0, "position": 4,
         "site": ("layers.1.self_attn.<q>", "linear", 0), "before": ("embed_tokens", "embedding", 0),
-        "ranks": (0,), "rollout_shape": (3, 8), "train_shape": (1, 40, 8),
+        "ranks": (0,), "train_ranks": (0,), "rollout_shape": (3, 8), "train_shape": (1, 40, 8),
     },
     "rollout_ranks": 1,
+    "train_ranks": 1,
     "only_in_one": [],
     "proof": None,
     "sites": [

@@ -29,6 +29,16 @@ def one_ulp_in_three_rows(right: Operator) -> Operator:
     return broken
 
 
+def one_ulp_everywhere(right: Operator) -> Operator:
+    """Every number of the first tensor that a call returns is the next larger one."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs)
+        return (next_up(out[0]), *out[1:]) if isinstance(out, tuple) else next_up(out)
+
+    return broken
+
+
 def one_ulp_in_the_last_column(right: Operator) -> Operator:
     """Of every row of a call."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -92,8 +93,11 @@ def main(channel, modules, environment, changed):
     setproctitle.getproctitle()  # finds its place while the environment is where it was
     os.environ.update(environment)
     before = dict(os.environ)
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # so that looking for garbage copies no page of what is shared with children
+    gc.enable()
     changed = changed | {k: v for k, v in os.environ.items() if before.get(k) != v}
     added = [sys.path[0], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     _serve_and_become(channel, changed, [entry for entry in sys.path if entry not in added])

@@ -22,8 +22,8 @@ from tests.support.forked_workers import is_raylet, with_forked_workers
 SGLANG = ("sglang_patches.serve", "sglang_patches.check_flags")
 MODULES = (*SGLANG, "onpolicy.cli", "onpolicy.cluster.local_ray", "tests.support.raylets")
 RUN = (
-    "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.verify",
-    "onpolicy.train.fsdp.trainer", "transformers.models.qwen3.modeling_qwen3",
+    "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.commands.verify",
+    "onpolicy.train.fsdp.sharded_model", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
 

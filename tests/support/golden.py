@@ -89,7 +89,7 @@ def _gradients(operators: object, dtype: str) -> Tensor:
 
     import torch.nn.functional as F
 
-    from onpolicy.ops import AttentionLayout, Scores
+    from onpolicy.ops import AttentionLayout, ScoreRule
     from onpolicy.ops.checks.probe import probe
 
     ops, kind = cast(Any, operators), getattr(torch, dtype)
@@ -100,7 +100,7 @@ def _gradients(operators: object, dtype: str) -> Tensor:
     hidden = hidden + ops.grouped_linear(x, weight, torch.tensor([0, 9, 9, 40, 41, 69, 70]))
     rows = ops.rms_norm(ops.linear(hidden, back), norm, 1e-6).view(70, 4, 48)
     layout = AttentionLayout.packed((33, 37))
-    out = ops.attention(rows, rows[:, :2], rows[:, 2:], layout, Scores(scale=0.2))
+    out = ops.attention(rows, rows[:, :2], rows[:, 2:], layout, ScoreRule(scale=0.2))
     log_probs = ops.log_softmax(out.flatten(1), torch.full((70, 1), 0.7))
     (log_probs * probe(70, 192, seed=45)).sum().backward()
     return torch.cat([t.grad.float().flatten() for t in leaves if t.grad is not None])

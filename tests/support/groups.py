@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from onpolicy.rollout import sampling
+from onpolicy.rollout.episodes import SingleTurn
 from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.sampling import make_group
 from onpolicy.types import Prompt, SamplingParams
@@ -16,4 +18,4 @@ def open_group(number: int) -> OpenGroup:
     """The group of a prompt of two tokens, of which the second is its number."""
     prompt = Prompt(index=number, prompt_ids=[7, number], label="", text="")
     requests = make_group(prompt, SAMPLES, PARAMS, 0, "rollout", number)
-    return OpenGroup(number=number, prompt=prompt, requests=requests, completions=[None] * SAMPLES)
+    return sampling.open_group(number, prompt, requests, SingleTurn())

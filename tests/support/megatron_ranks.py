@@ -123,9 +123,16 @@ class Job:
         return [self._pack(sequences[i : i + size]) for i in range(0, len(sequences), size)]
 
 
+def asked_for(sequence):
+    """What comes after a third of a sequence, but for two tokens that were given in between."""
+    first, given = max(1, len(sequence) // 3), len(sequence) // 2
+    return [i >= first and i not in (given, given + 1) for i in range(len(sequence))]
+
+
 def pack(sequences, experts=()):
-    prompt_lens = [max(1, len(s) // 3) for s in sequences]
-    return PackedTokens.pack(sequences, prompt_lens, TEMPERATURE, routed_experts=experts)
+    asked = [asked_for(sequence) for sequence in sequences]
+    temperatures = [TEMPERATURE] * len(sequences)
+    return PackedTokens.pack(sequences, asked, temperatures, routed_experts=experts)
 
 
 def random_experts(config, sequence):
@@ -279,7 +286,7 @@ def accumulate(wrapped, batches):
     from onpolicy.train.megatron.schedule import accumulate_gradients
 
     wrapped.zero_grad_buffer()
-    accumulate_gradients(wrapped, batches, lambda number, log_probs, _: loss_of(log_probs))
+    accumulate_gradients(wrapped, batches, lambda number, scores: loss_of(scores.log_probs))
 
 
 def step_and_reload(job, directory, distributed_optimizer):

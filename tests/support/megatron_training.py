@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import resource
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.contracts import contract_for
+from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from tests.support.samples import make_train_sample
 
@@ -80,7 +81,9 @@ def make_samples(trainer, seed=0, wrong=0.0):
 
 def weights(trainer):
     """By Hugging Face names, on rank 0."""
-    return {name: tensor for bucket in trainer.weight_buckets(1 << 30) for name, tensor in bucket}
+    return {
+        name: tensor for bucket in trainer.policy.weight_buckets(1 << 30) for name, tensor in bucket
+    }
 
 
 def train(job, steps=2, save=None, load=None, updates=1):
@@ -95,7 +98,7 @@ def train(job, steps=2, save=None, load=None, updates=1):
     for step in range(0 if load is None else 1, steps):
         samples = make_samples(trainer, seed=step)
         log_probs.append([s.sample.rollout_log_probs for s in samples])
-        metrics.append(trainer.train(samples, step, [RATES[step]] * updates))
+        metrics.append(trainer.train(samples, step, [RATES[step]] * updates).metrics)
         if save is not None and step == 0:
             trainer.save(save)
     return log_probs, metrics, weights(trainer)
@@ -107,7 +110,7 @@ def train_on_a_wrong_one(job):
     before = {name: tensor.clone() for name, tensor in weights(trainer).items()}
     error, metrics = None, {}
     try:
-        metrics = trainer.train(make_samples(trainer, wrong=0.2), 7, [1e-3])
+        metrics = trainer.train(make_samples(trainer, wrong=0.2), 7, [1e-3]).metrics
     except ParityError as refused:
         error = str(refused)
     return error, metrics, before, weights(trainer)
@@ -156,6 +159,7 @@ def load_crafted_with_megatrons_readers(job, directory, attack):
         patch.setattr(
             strategies, "_get_filesystem_reader", lambda path, cache_metadata: reader(path)
         )
+        patch.setattr(megatron_state, "_reading_no_code", nullcontext)
         patch.setattr(state, "IndexReader", reader)
         patch.setattr(megatron_state, "_CommonStrategy", TorchCommonLoadStrategy)
         return load_crafted(job, directory, attack)

@@ -9,10 +9,10 @@ from onpolicy.train.shares import make_shares
 from tests.support.samples import make_train_sample
 
 
-def make_micro_batches(samples, *, max_tokens, rank=0, num_ranks=1, temperature=1.0):
+def make_micro_batches(samples, *, max_tokens, rank=0, num_ranks=1):
     """A rank's micro-batches of an optimizer step on these samples."""
     share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
-    return [packed_batch(part, temperature, torch.device("cpu")) for part in share.micro_batches(0)]
+    return [packed_batch(part, torch.device("cpu")) for part in share.micro_batches(0)]
 
 
 def make_batch(ratios, advantages, **more):

@@ -9,51 +9,89 @@ from typing import Any
 
 import torch
 
-from onpolicy.explain.source import count_sites, first_source
+from onpolicy.explain.proof import prove
+from onpolicy.explain.source import Source, count_sites, first_source, sites_of
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.taps.recorder import Recorder
-from onpolicy.taps.recording import Recording
+from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.taps.rows import prefix_keys
+from onpolicy.train import distributed
+from onpolicy.train.recording import Recorded, Wanted
 from tests.onpolicy.models.test_policy import load_policy
 from tests.support import faults
-from tests.support.megatron_ranks import Job, make_model, pack
+from tests.support.megatron_ranks import Job, data_rank, make_model, pack
 from tests.support.recorded_policies import record_rollout
+from tests.support.sharded_policies import load_in_blocks
 
 
 def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
     """Where recordings part: of (Megatron's module, operator, fault) each; first of a whole one.
 
-    The whole one's is (sources, rows of every site, rows that differ, sites of one side alone).
+    The last rank is the one that is broken. The whole one's is (sources, rows of every site, rows that
+    differ, sites of one side alone); a fault's (cause, module, operator, ranks of the trainer, verdict).
     """
-    sequences = job.batches[0]
+    sequences = [sequence for batch in job.batches for sequence in batch]
     model = make_model(job)
-    rollout = record_rollout(load_policy(job.path), CpuOperators(1), sequences)
+    policy = load_policy(job.path) if job.blocks == 1 else load_in_blocks(job.path)
+    rollout = record_rollout(policy, CpuOperators(1), sequences)
 
-    def sources(train: Recording) -> list[Any]:
-        found = [first_source(rollout, train, prefix_keys(s)[:-1]) for s in sequences]
+    def sources(train: Recorded) -> list[Source]:
+        recordings = train.recordings()
+        found = [first_source(rollout, recordings, prefix_keys(s)[:-1]) for s in sequences]
         return [source for source in found if source is not None]
 
-    whole = record(model, sequences)
-    counts = list(count_sites(rollout, whole))
+    whole = record_all(model, job)
+    counts = list(count_sites(rollout, whole.recordings()))
     differ = sum(c.inputs_differ + c.outputs_differ for c in counts)
-    answers: list[Any] = [
-        (sources(whole), {c.rows for c in counts}, differ, set(whole) ^ set(rollout))
-    ]
+    only_in_one = set(sites_of(whole.recordings())) ^ set(rollout)
+    answers: list[Any] = [(sources(whole), {c.rows for c in counts}, differ, only_in_one)]
     for module, operator, fault in cases:
-        with broken(model, module, operator, getattr(faults, fault)):
-            (source, *_) = sources(record(model, sequences))
-        answers.append((source.cause, *source.site[:2]))
+        is_here = distributed.rank() == distributed.world_size() - 1
+        make = getattr(faults, fault) if is_here else unchanged
+        with broken(model, module, operator, make):
+            (source, *_) = sources(record_all(model, job))
+            verdict = prove_alone(source, model, job, policy, sequences)
+        answers.append((source.cause, *source.site[:2], source.train_ranks, verdict))
     return answers
 
 
-def record(model: Any, sequences: list[list[int]], recorder: Recorder | None = None) -> Recording:
+def unchanged(right: Callable[..., Any]) -> Callable[..., Any]:
+    """No fault at all."""
+    return right
+
+
+def prove_alone(
+    source: Source, model: Any, job: Job, policy: Any, sequences: list[list[int]]
+) -> str:
+    """The verdict on the operator that was found, run alone on what either side was given."""
+    theirs = Recorder()
+    theirs.suspect = source.site, source.key, 0
+    record_rollout(policy, CpuOperators(1), sequences, theirs)
+    wanted = Wanted(suspect=theirs.suspect, of_rank=source.train_ranks[0])
+    ours = record_all(model, job, wanted)
+    assert theirs.evidence is not None and ours.evidence is not None
+    return prove({0: theirs.evidence}, ours.evidence, ours.objects, CpuOperators(1)).verdict
+
+
+def record_all(model: Any, job: Job, wanted: Wanted | None = None) -> Recorded:
+    """What all ranks compute, each of the batch of its share, as a trainer is asked for it."""
+    from megatron.core import parallel_state
+
+    wanted = wanted or Wanted()
+    recorder, rank = wanted.recorder(), parallel_state.get_tensor_model_parallel_rank()
+    calls = record_passes(model, job.batches[data_rank()], recorder)
+    evidence = recorder.evidence if rank == wanted.of_rank else None
+    own = Recorded(passes={rank: calls}, evidence=evidence, objects=recorder.objects)
+    return Recorded.of_ranks(distributed.gather(own, None))
+
+
+def record_passes(model: Any, sequences: list[list[int]], recorder: Recorder) -> list[list[Call]]:
     """What Megatron's model computes of sequences in one micro-batch."""
     from onpolicy.train.megatron.model import packed_forward
     from onpolicy.train.megatron.taps import recording
 
-    with recording(model, recorder or Recorder()) as passes, torch.no_grad():
+    with recording(model, recorder) as passes, torch.no_grad():
         packed_forward(model, pack(sequences))
-    return Recording.of(passes)
+    return passes
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def record_trainer(
 ) -> Recording:
     """All sequences packed into one micro-batch."""
     with recording(policy, recorder or Recorder()) as passes, torch.no_grad():
-        policy(PackedTokens.pack(sequences, [1] * len(sequences), TEMPERATURE))
+        policy(PackedTokens.after_prompts(sequences, [1] * len(sequences), TEMPERATURE))
     return Recording.of(passes)
 
 

@@ -13,9 +13,9 @@ from transformers import Qwen3Config
 from onpolicy.config import TrainConfig, groups
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.prompts import PromptSource
-from onpolicy.run.inputs import Inputs
 from onpolicy.run.ladder import Ladder
-from onpolicy.run.replay_checks import read_replayed
+from onpolicy.run.launch.inputs import Inputs
+from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
 from onpolicy.types import Prompt, RunSummary, Sample

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
+from onpolicy.trajectory import Completion, FinishReason, Trajectory
+from onpolicy.types import Prompt, Sample, TrainSample
 
 
 def make_completion(
@@ -15,11 +16,16 @@ def make_completion(
     """A completion that ended by a stop token, of the first weights, unless `more` says otherwise."""
     values: dict[str, Any] = {
         "finish_reason": FinishReason.STOP,
-        "weight_version": "0",
+        "weight_version": 0,
         "num_cached_tokens": 0,
         **more,
     }
     return Completion(response_ids=list(response_ids), rollout_log_probs=list(log_probs), **values)
+
+
+def answered(prompt: Prompt, completion: Completion) -> Trajectory:
+    """A prompt and the answer to it."""
+    return Trajectory.begin(prompt.prompt_ids, temperature=1.0).plus(completion)
 
 
 def make_train_sample(
@@ -32,11 +38,16 @@ def make_train_sample(
     """A sample of prompt number `index`, whose tokens are the first `prompt_len`."""
     prompt = Prompt(index=index, prompt_ids=list(token_ids[:prompt_len]), label="", text="")
     completion = make_completion(token_ids[prompt_len:], log_probs)
-    sample = Sample(prompt=prompt, sample_index=0, completion=completion)
-    return TrainSample(sample=sample, advantage=advantage)
+    sample = Sample(prompt=prompt, sample_index=0, trajectory=answered(prompt, completion))
+    return TrainSample(sample=sample, advantages=[advantage] * len(log_probs))
 
 
 def with_log_probs(sample: TrainSample, log_probs: Sequence[float]) -> TrainSample:
     """The sample as if the rollout had said this of its tokens."""
-    completion = replace(sample.sample.completion, rollout_log_probs=list(log_probs))
-    return replace(sample, sample=replace(sample.sample, completion=completion))
+    return with_trajectory(sample, rollout_log_probs=list(log_probs))
+
+
+def with_trajectory(sample: TrainSample, **changes: Any) -> TrainSample:
+    """The sample with other fields of its trajectory."""
+    trajectory = replace(sample.sample.trajectory, **changes)
+    return replace(sample, sample=replace(sample.sample, trajectory=trajectory))

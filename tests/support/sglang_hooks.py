@@ -10,7 +10,6 @@ import ast
 import importlib
 import pkgutil
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -122,17 +121,10 @@ def _named(scope: ast.AST, name: str) -> ast.AST | None:
     return None
 
 
-def differences(
-    root: Path, pinned: Path, unused: Collection[str] = ()
-) -> tuple[list[str], list[str]]:
-    """What is gone from the SGLang below `root`, and what takes other arguments than below `pinned`.
-
-    unused: modules of ours that reach for nothing in that version.
-    """
+def differences(root: Path, pinned: Path) -> tuple[list[str], list[str]]:
+    """What is gone from the SGLang below `root`, and what takes other arguments than below `pinned`."""
     missing, changed = [], []
     for target, module in targets().items():
-        if module in unused:
-            continue
         now, before = find(root, target), find(pinned, target)
         if now is None:
             missing.append(f"{target} (sglang_patches/{module}.py): {_elsewhere(root, target)}")

@@ -22,9 +22,6 @@ from tests.support.sglang_hooks import differences
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
 
-UNUSED = {"0.5.17": ("backend_checks", "model_names")}
-"""Modules of `sglang_patches` that hook nothing in a version (versions.py says why)."""
-
 CHOSEN_BY = {"tokenizers": "transformers"}
 """Packages of which another one takes few versions: with another version of that, not ours."""
 
@@ -99,7 +96,7 @@ def main(wanted: str) -> int:
     write_requirements(directory, pinned | {"sglang": wanted})
     print(f"SGLang {wanted} pins torch {pinned['torch']}; tried with {version('torch')}.")
     pinned_sglang = Path(sysconfig.get_path("purelib"))
-    missing, changed = differences(unpacked, pinned_sglang, UNUSED.get(wanted, ()))
+    missing, changed = differences(unpacked, pinned_sglang)
     for title, lines in (("moved", missing), ("takes other arguments", changed)):
         print(f"{title}: {len(lines)}", *lines, sep="\n  ", flush=True)
     return 1 if missing else 0

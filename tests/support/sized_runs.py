@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.contracts import contract_for
-from onpolicy.run.engine_specs import rollout_spec
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import rollout_spec
 
 
 def make_config(path, dtype="float32", checkpointing=False, **engine):

@@ -18,22 +18,23 @@ from onpolicy.errors import ParityError
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
-from onpolicy.train import distributed
+from onpolicy.train import Trainer, distributed
 from onpolicy.train.packing import split_evenly
 from onpolicy.train.weight_outlet import WeightOutlet
-from onpolicy.types import Sample, TrainSample
+from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
 from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.push import Engine
 from tests.support.engines_in_memory import SELF_CHECK, Host
 from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
 
 
-class TrainerInMemory(WeightOutlet):
+class TrainerInMemory(Trainer):
     """Raises the logits of tokens with a positive advantage; every rank holds and trains all."""
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, logs: Path):
-        super().__init__(config)
-        self.fallback = config.fallback
+        self.config, self.fallback = config, config.fallback
         self.weights = make_weights()
+        self.outlet = WeightOutlet(config, contract, self.weight_buckets)
         self._use(contract)
 
     def _use(self, contract: NumericsContract) -> None:
@@ -46,35 +47,39 @@ class TrainerInMemory(WeightOutlet):
 
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
-    ) -> dict[str, float]:
-        self.mismatched_tokens, self.apart = [None] * len(samples), None
+    ) -> TrainOutcome:
         scores = [self._score(trained.sample) for trained in samples]
         found = [_compared(train, trained) for train, trained in zip(scores, samples, strict=True)]
-        self.mismatched_tokens = [counts.num_mismatched for counts in found]
+        counts = [each.num_mismatched for each in found]
         total = sum(found, ParityCounts())
         if self.contract.is_aligned and total.num_mismatched:
             first = next(i for i, counts in enumerate(found) if counts.num_mismatched)
-            self.apart = first, scores[first].tolist()
-            raise ParityError(f"{total.num_mismatched} of {total.num_compared} tokens differ")
+            error = ParityError(f"{total.num_mismatched} of {total.num_compared} tokens differ")
+            apart = first, scores[first].tolist()
+            error.findings = ParityFindings(mismatched_tokens=counts, apart=apart)
+            raise error
         for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
             for i in part:
-                self._learn(samples[i].sample, rate * samples[i].advantage)
+                self._learn(samples[i].sample, rate * samples[i].advantages[0])
         gains = [
-            trained.advantage * float(train.mean())
+            trained.advantages[0] * float(train.mean())
             for trained, train in zip(samples, scores, strict=True)
         ]
-        return {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **total.metrics()}
+        metrics = {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **total.metrics()}
+        metrics["perf/train_time"] = 0.0
+        return TrainOutcome(metrics=metrics, findings=ParityFindings(mismatched_tokens=counts))
 
     def _score(self, sample: Sample) -> Tensor:
-        temperature = self.config.rollout.rollout_temperature
-        prompt, response = sample.prompt.prompt_ids, sample.response_ids
-        return log_probs_of(self.weights, prompt, response, temperature)
+        tokens, sampled = sample.token_ids, torch.tensor(sample.trajectory.sampled)
+        temperature = sample.trajectory.temperature
+        return log_probs_of(self.weights, tokens[:1], tokens[1:], temperature)[sampled[1:]]
 
     def _learn(self, sample: Sample, size: float) -> None:
-        tokens, start = sample.token_ids, len(sample.prompt.prompt_ids)
+        tokens, sampled = sample.token_ids, sample.trajectory.sampled
         for distance, table in enumerate(self.weights.values(), start=1):
-            for end in range(max(start, distance), len(tokens)):
-                table[tokens[end - distance], tokens[end]] += size
+            for end in range(distance, len(tokens)):
+                if sampled[end]:
+                    table[tokens[end - distance], tokens[end]] += size
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
@@ -83,6 +88,21 @@ class TrainerInMemory(WeightOutlet):
             log_probs_of(self.weights, tokens[:end], tokens[end:], temperature)
             for tokens, end in zip(sequences, prompt_lens, strict=True)
         ]
+
+    def recorded_log_probs(self, *_: Any) -> Any:
+        raise AssertionError("a table has no operators to record")
+
+    def push(self, engines: Sequence[Engine], version: str) -> str:
+        return self.outlet.push(engines, version, self.contract)
+
+    def push_again(self, engines: Sequence[Engine], version: str) -> str:
+        return self.outlet.push_again(engines, version, self.contract)
+
+    def export(self, directory: Path) -> None:
+        self.outlet.export(directory, self.contract.dtype)
+
+    def close(self) -> None:
+        self.outlet.close()
 
     def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
         for name, table in self.weights.items():

@@ -102,7 +102,7 @@ def _range_of_tokens(
 
 
 def _range_of_sequences(logs: Tensor, bounds: tuple[float, float]) -> Metrics:
-    """Of the products exp(logs), which no bound has cut."""
+    """The range of the products exp(logs), which no bound has cut."""
     return {
         "rollout_is_max": math.exp(min(logs.max().item(), CLAMP)),
         "rollout_is_min": logs.min().exp().item(),

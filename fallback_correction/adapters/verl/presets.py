@@ -76,4 +76,4 @@ def _presets() -> dict[str, RolloutCorrectionConfig]:
 
 
 PRESETS = _presets()
-"""By the names of verl's factory methods. Other thresholds: dataclasses.replace."""
+"""The presets by the names of verl's factory methods. Other thresholds: dataclasses.replace."""

@@ -22,7 +22,7 @@ NO_LIMIT_IS_MINUS_ONE = Rule(
 )
 
 
-WeightSync = Literal["tensor", "ipc", "distributed", "disk"]
+WeightSync = Literal["auto", "tensor", "ipc", "distributed", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +158,12 @@ class EngineConfig(ServersConfig, ServerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    weight_sync: WeightSync = "tensor"
+    weight_sync: WeightSync = "auto"
     """Way of new weights to the servers: tensor (shared memory on the host of the trainer's first rank,
     torch.distributed to other hosts), ipc (CUDA IPC: servers on GPUs of that host read the trainer's
     memory), distributed (torch.distributed to all), or disk (safetensors files in a directory that all
-    hosts share)."""
+    hosts share). auto is tensor; on GPUs, for servers that the run starts, with ipc in the place of
+    shared memory."""
 
     update_weight_buffer_size: Annotated[int, at_least(1), at_most(1 << 20)] = 512
     """MiB of weights gathered and sent at a time."""

@@ -32,7 +32,7 @@ class TrainerConfig:
     """Compute activations again in the backward pass instead of keeping them."""
 
     moe_activation_checkpointing: bool = True
-    """The same for mixtures of experts, whatever the flag above says: they keep some 0.5 MB a token and
+    """Recompute mixtures of experts, whatever the flag above says: they keep some 0.5 MB a token and
     layer at the sizes of Qwen3-30B-A3B."""
 
     lr: NonNegative = 1e-6

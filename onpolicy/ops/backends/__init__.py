@@ -18,7 +18,7 @@ CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
 a run has the same bits on a CPU with bfloat16 instructions and on one without."""
 
 GPU_BACKENDS = (HOPPER, TRITON)
-"""Likewise; the most particular first."""
+"""Tried in order, the most particular first."""
 
 BACKENDS = (*CPU_BACKENDS, *GPU_BACKENDS, STOCK)
 

@@ -42,6 +42,9 @@ class Backend:
     modules: tuple[str, ...] = ()
     """What its kernels are imported from; of `machine.DISTRIBUTIONS`."""
 
+    engine_modules: tuple[str, ...] = ()
+    """What SGLang imports besides, whose server runs these operators; of `machine.DISTRIBUTIONS`."""
+
     engine_attention: str = ""
     """The module of the SGLang plug-in whose `install(operators)` has SGLang attend by them."""
 

@@ -35,5 +35,6 @@ TRITON = Backend(
     make=_make,
     unfit=_unfit,
     modules=("triton",),
+    engine_modules=("sgl_kernel",),  # its FlashAttention backend does
     engine_attention="sglang_patches.triton_attention",
 )

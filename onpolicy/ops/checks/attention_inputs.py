@@ -10,10 +10,10 @@ from torch import Tensor
 from onpolicy.contract import AttentionShape
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 
-LENS = (300, 1, 64, 65, 17)
-"""Tokens of the packed sequences that the checks attend over."""
+LENS = (530, 1, 64, 65, 17)
+"""Tokens of the packed sequences that the checks attend over; one has several chunks of keys."""
 
 WINDOW = 100
 """Keys that a query sees at most where the model's window is longer: less than the longest sequence."""
@@ -27,7 +27,7 @@ class AttentionInputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    scores: Scores
+    scores: ScoreRule
     sinks: Tensor | None
 
     @staticmethod
@@ -50,7 +50,7 @@ class AttentionInputs:
         )
         sinks = probe(kind.heads, seed=seed + 3, device=device).to(dtype) if kind.sinks else None
         window = kind.window and min(kind.window, WINDOW)
-        scores = Scores(kind.head_dim**-0.5, window, kind.softcap)
+        scores = ScoreRule(kind.head_dim**-0.5, window, kind.softcap)
         return AttentionInputs(kind=kind, q=q, k=k, v=v, scores=scores, sinks=sinks)
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,19 +12,25 @@ from torch import Tensor
 from onpolicy.ops.base import Operators, Piece
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
 from onpolicy.ops.cpu.elementwise import whole_vectors
+from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
 from onpolicy.ops.cpu.layout import on_whole_tensors, whole
 from onpolicy.ops.cpu.linear import (
-    COLUMNS,
     AlignedGroupedLinear,
     AlignedLinear,
-    Gemms,
     linear_gradients,
     tiled_grouped_linear,
     tiled_linear,
 )
-from onpolicy.ops.cpu.rows import few_rows, few_rows_at_a_time
+from onpolicy.ops.cpu.rows import (
+    few_rows,
+    few_rows_at_a_time,
+    fill_grad_logits,
+    fill_log_probs,
+    log_softmax,
+)
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
+from onpolicy.ops.machine import multiplies_with_amx
 
 
 class CpuOperators(Operators):
@@ -38,16 +46,14 @@ class CpuOperators(Operators):
 
     def __init__(self, num_threads: int = 1, multiplied: torch.dtype = torch.float32):
         self.pool = PiecePool(num_threads)
-        self.gemms = Gemms(self.pool, multiplied)
+        self.gemms = Gemms(self.pool, multiplied, has_amx=multiplies_with_amx(os.environ))
 
-    @on_whole_tensors
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._linear(x, weight, bias, x.dtype)
 
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.blockwise_linear(x, weight, 1)
 
-    @on_whole_tensors
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         return self._linear(x, weight, None, torch.float32, blocks)
 
@@ -74,11 +80,12 @@ class CpuOperators(Operators):
         out_dtype: torch.dtype,
         blocks: int = 1,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        x, weight, bias = whole(x), whole(weight), None if bias is None else whole(bias)
         if torch.is_grad_enabled():
-            out: Tensor = AlignedLinear.apply(rows, weight, bias, self.gemms, out_dtype, blocks)
-        else:
-            out = tiled_linear(self.gemms, rows, weight, bias, out_dtype, blocks)
+            out: Tensor = AlignedLinear.apply(x, weight, bias, self.gemms, out_dtype, blocks)
+            return out
+        rows = x.view(-1, x.shape[-1])
+        out = tiled_linear(self.gemms, rows, weight, bias, out_dtype, blocks)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @on_whole_tensors
@@ -104,7 +111,7 @@ class CpuOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
@@ -139,26 +146,29 @@ class CpuOperators(Operators):
 
     @on_whole_tensors
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or len(logits) <= few_rows(logits.shape[1]):
-            return _log_softmax(logits, temperature)
-        out, inputs = torch.empty_like(logits, dtype=torch.float32), (logits, temperature)
-        few_rows_at_a_time(self.pool, lambda *rows: (_log_softmax(*rows),), inputs, (out,))
+        if torch.is_grad_enabled():
+            return torch.log_softmax(logits.float() / temperature, dim=-1)
+        if len(logits) <= few_rows(logits.shape[1]):
+            return log_softmax(logits, temperature)
+        out = torch.empty_like(logits, dtype=torch.float32)
+        few_rows_at_a_time(self.pool, log_softmax, logits, temperature, out)
         return out
 
     def gather_log_probs(
         self, logits: Tensor, temperature: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         chosen, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
-        of_rows, inputs = super().gather_log_probs, (logits, temperature, targets)
-        few_rows_at_a_time(self.pool, of_rows, inputs, (chosen, entropy))
+        tensors = logits.contiguous(), temperature, targets, chosen, entropy
+        few_rows_at_a_time(self.pool, partial(fill_log_probs, self.log_softmax), *tensors)
         return chosen, entropy
 
     def grad_logits(
         self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
     ) -> Tensor:
+        logits = logits.contiguous()
         out = torch.empty_like(logits)
-        formula, inputs = super().grad_logits, (logits, temperature, targets, grad)
-        few_rows_at_a_time(self.pool, lambda *rows: (formula(*rows),), inputs, (out,))
+        tensors = logits, temperature, targets, grad, out
+        few_rows_at_a_time(self.pool, partial(fill_grad_logits, self.log_softmax), *tensors)
         return out
 
     def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:
@@ -166,10 +176,10 @@ class CpuOperators(Operators):
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         out = torch.empty_like(uniform, dtype=torch.int64)
-        formula, inputs = super().sample, (log_probs, uniform)
-        few_rows_at_a_time(self.pool, lambda *rows: (formula(*rows),), inputs, (out,))
+        formula = super().sample
+
+        def fill(log_probs: Tensor, uniform: Tensor, out: Tensor) -> None:
+            out.copy_(formula(log_probs, uniform))
+
+        few_rows_at_a_time(self.pool, fill, log_probs, uniform, out)
         return out
-
-
-def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    return torch.log_softmax(logits.float() / temperature, dim=-1)

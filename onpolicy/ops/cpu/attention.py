@@ -1,22 +1,26 @@
 """Causal attention on a CPU, batched over sequences, with a fixed order of every sum.
 
-A query row is one query token of one head. Keys are visited in blocks of 64 that start at absolute
-positions 0, 64, ... of the sequence, so the order of the sums over keys depends on the row's own
-position and on nothing else:
+A query row is one query token of one head. Keys are visited in chunks of 512 that start at absolute
+positions 0, 512, ... of the sequence, and a chunk in blocks of 64, so the order of the sums over keys
+depends on the row's own position and on nothing else. Of chunk c, and then of all in ascending order:
 
-    m   = max_j  q.k_j                    exact in any order
-    p_j = exp(q.k_j - m), 0 for keys that the row does not see
-    o   = sum over blocks, in order, of p_block @ v_block;  the normaliser likewise
+    m_c = max_j  q.k_j                    exact in any order
+    p_j = exp(q.k_j - m_c), 0 for keys that the row does not see
+    o_c = sum over blocks, in order, of p_block @ v_block;  the normaliser likewise
 
-(q.k_j stands for the whole score; a sink is one more in m, and the normaliser's first term.) Blocks of
-which a row sees nothing add exact zeros, so it does not matter how long the other sequences of the
-batch are, or whether such a block is visited. Rows are padded to a multiple of 16, the size from which a
-single-threaded GEMM gives a row the same bits whatever rows surround it (the self-check tries all
-of them). Prefill, chunked prefill with a cached prefix, decode and training run this one function.
+    m'  = max(m, m_c);  o = o exp(m - m') + o_c exp(m_c - m');  the normaliser likewise
+
+(q.k_j stands for the whole score; a sink is what stands before the first chunk, with a normaliser of 1.)
+Blocks and chunks of which a row sees nothing add exact zeros, so it does not matter how long the other
+sequences of the batch are, or whether such a chunk is visited. Rows are padded to a multiple of 16,
+the size from which a single-threaded GEMM gives a row the same bits whatever rows surround it (the
+self-check tries all of them). Prefill, chunked prefill with a cached prefix, decode and training run
+this one function.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,81 +28,128 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.cpu.attention_tiles import Chunk, Shape, chunks_of, work
-from onpolicy.ops.cpu.elementwise import whole_vectors
+from onpolicy.ops.cpu.attention_batches import Batch, batches_of, work
+from onpolicy.ops.cpu.attention_limits import KEY_BLOCK
+from onpolicy.ops.cpu.attention_sums import Sums, attend
+from onpolicy.ops.cpu.attention_tiles import Shape, Tile
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.sinks import sink_gradient
 
 ROW_BLOCK = 64
 """Query rows of one product in the backward pass, where keys and values sum over them."""
 
 
-def _forward_chunk(
-    chunk: Chunk,
+def _forward_batch(
+    batch: Batch,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    scores: Scores,
+    scores: ScoreRule,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
     q, k, v, sinks = inputs
-    keys, values = chunk.gather_blocks(k), chunk.gather_blocks(v)
-    for tile in chunk.tiles:
-        weights = tile.scores(tile.gather(q).mul_(scores.scale), keys, scores.softcap)
-        largest = tile.largest(weights)
-        total = torch.zeros_like(largest)
-        if sinks is not None:
-            sink = tile.of_heads(sinks)
-            largest = torch.maximum(largest, sink)
-            total = whole_vectors(torch.exp, sink - largest)
-        weights = tile.weigh_(weights, largest[..., None])
-        for block_sum in weights.sum(-1):
-            total += block_sum
-        tile.scatter(tile.weighted_sum(weights, values).div_(total[..., None]), out)
+    heads = batch.query_heads
+    queries = [tile.gather(q[:, heads]).mul_(scores.scale) for tile in batch.tiles]
+    sums: dict[Tile, Sums] = {}
+    if sinks is not None:
+        sums = {x: Sums.of_sink(x.of_heads(sinks[heads]), v.shape[-1]) for x in batch.tiles}
+    for span in batch.spans:
+        keys, values = batch.gather(k, span), batch.gather(v, span)
+        for tile, rows in zip(batch.tiles, queries, strict=True):
+            if tile.sees(span):
+                for part in attend(tile, span, rows, keys, values, scores.softcap):
+                    sums[tile] = sums[tile].with_next(part) if tile in sums else part
+    for tile, done in sums.items():
+        tile.scatter(done.mixed.div_(done.total[..., None]), out[:, heads])
         if lse is not None:
-            tile.scatter((largest + total.log())[..., None], lse)
+            tile.scatter((done.largest + done.total.log())[..., None], lse[:, heads])
 
 
-def _backward_chunk(
-    chunk: Chunk,
+@dataclass(slots=True)
+class _Rows:
+    """A tile's rows in the backward pass, all [B, R, ...] with R a multiple of ROW_BLOCK.
+
+    So every product below has a shape that no other sequence decides.
+    """
+
+    tile: Tile
+    q: Tensor
+    grad: Tensor
+    delta: Tensor
+    lse: Tensor
+    grad_q: Tensor
+
+    @staticmethod
+    def of(
+        tile: Tile, q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, scores: ScoreRule
+    ) -> _Rows:
+        grad = tile.zero_padding_(tile.gather(grad))
+        delta = (grad * tile.gather(out)).sum(-1, keepdim=True)
+        rows = _padded(tile.gather(q).mul_(scores.scale))
+        return _Rows(
+            tile, rows, _padded(grad), _padded(delta), tile.gather(lse), torch.zeros_like(rows)
+        )
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """[B, R, D] with rows of zeros up to a multiple of ROW_BLOCK."""
+    missing = -rows.shape[1] % ROW_BLOCK
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _backward_batch(
+    batch: Batch,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     grad_out: Tensor,
-    scores: Scores,
+    scores: ScoreRule,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    q, k, v, out, lse = inputs
+    heads = batch.query_heads
+    q, out, lse, grad = (x[:, heads] for x in (inputs[0], *inputs[3:], grad_out))
+    _, k, v, _, _ = inputs
     grad_q, grad_k, grad_v = grads
-    keys, values = chunk.gather_blocks(k), chunk.gather_blocks(v)
-    grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
-    for tile in chunk.tiles:
-        seen = tile.blocks, slice(tile.batch)
-        tile_q = tile.gather(q).mul_(scores.scale)
-        do = tile.zero_padding_(tile.gather(grad_out))
-        delta = (do * tile.gather(out)).sum(-1, keepdim=True)
-        weights = tile.scores(tile_q, keys, scores.softcap)
-        slopes = _slopes(weights, scores.softcap)
-        weights = tile.weigh_(weights, tile.gather(lse))
-        # Rows of zeros, so that every product below has a shape that no other sequence decides.
-        if missing := -tile.rows % ROW_BLOCK:
-            tile_q, do, delta, weights, slopes = (
-                F.pad(x, (0, 0, 0, missing)) for x in (tile_q, do, delta, weights, slopes)
-            )
-        dq = torch.zeros_like(tile_q)
-        blocks = zip(
-            weights, keys[seen], values[seen], grad_keys[seen], grad_values[seen], strict=True
+    tiles = [_Rows.of(tile, q, grad, out, lse, scores) for tile in batch.tiles]
+    for span in batch.spans:
+        keys, values = batch.gather(k, span), batch.gather(v, span)
+        grad_keys, grad_values = (
+            x.new_zeros(span.stop - span.start, len(x), KEY_BLOCK, x.shape[-1])
+            for x in (keys, values)
         )
-        for j, (weight, key, value, grad_key, grad_value) in enumerate(blocks):
-            ds = torch.bmm(do, value.transpose(1, 2)).sub_(delta).mul_(weight)
-            if scores.softcap:
-                ds.mul_(slopes[j])
-            dq.baddbmm_(ds, key)
-            for r in range(0, tile_q.shape[1], ROW_BLOCK):
-                rows = slice(r, r + ROW_BLOCK)
-                grad_value.baddbmm_(weight[:, rows].transpose(1, 2), do[:, rows])
-                grad_key.baddbmm_(ds[:, rows].transpose(1, 2), tile_q[:, rows])
-        tile.scatter(dq[:, : tile.rows].mul_(scores.scale), grad_q)
-    chunk.scatter_blocks(grad_keys, grad_k)
-    chunk.scatter_blocks(grad_values, grad_v)
+        for rows in tiles:
+            seen = rows.tile.seen(span)
+            for j in range(seen.start, seen.stop):
+                block, b = slice(j, j + 1), rows.tile.batch
+                ins = rows.tile.of(keys, span, block), rows.tile.of(values, span, block)
+                outs = grad_keys[j - span.start, :b], grad_values[j - span.start, :b]
+                _backward_block(rows, block, *ins, scores, *outs)
+        batch.scatter(grad_keys, span, grad_k)
+        batch.scatter(grad_values, span, grad_v)
+    for rows in tiles:
+        rows.tile.scatter(rows.grad_q[:, : rows.tile.rows].mul_(scores.scale), grad_q[:, heads])
+
+
+def _backward_block(
+    rows: _Rows,
+    block: slice,
+    keys: Tensor,
+    values: Tensor,
+    scores: ScoreRule,
+    grad_keys: Tensor,
+    grad_values: Tensor,
+) -> None:
+    """Add what a tile's rows give back to its queries, and to a block of keys: [B, 64, D]."""
+    tile = rows.tile
+    weights = tile.scores(rows.q[:, : tile.rows], keys, scores.softcap)
+    slopes = _slopes(weights, scores.softcap)
+    weights = _padded(tile.weigh_(weights, rows.lse, block))
+    ds = torch.bmm(rows.grad, values.transpose(1, 2)).sub_(rows.delta).mul_(weights)
+    if scores.softcap:
+        ds.mul_(_padded(slopes))
+    rows.grad_q.baddbmm_(ds, keys)
+    for r in range(0, weights.shape[1], ROW_BLOCK):
+        part = slice(r, r + ROW_BLOCK)
+        grad_values.baddbmm_(weights[:, part].transpose(1, 2), rows.grad[:, part])
+        grad_keys.baddbmm_(ds[:, part].transpose(1, 2), rows.q[:, part])
 
 
 def _slopes(scores: Tensor, softcap: float | None) -> Tensor:
@@ -106,7 +157,7 @@ def _slopes(scores: Tensor, softcap: float | None) -> Tensor:
     return 1 - (scores / softcap).square_() if softcap else scores[..., :0]
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Shape:
+def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Shape:
     return Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scores.window)
 
 
@@ -117,7 +168,7 @@ def blockwise_attention(
     v: Tensor,
     sinks: Tensor | None,
     layout: AttentionLayout,
-    scores: Scores,
+    scores: ScoreRule,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Row-invariant causal attention without autograd; see `Operators.attention`.
@@ -126,9 +177,9 @@ def blockwise_attention(
     """
     shape, inputs = _shape(q, k, v, scores), (q, k, v, sinks)
     out = q.new_empty(*q.shape[:2], shape.value_dim)
-    chunks = chunks_of(layout, shape, pool.num_threads)
-    pieces = [partial(_forward_chunk, chunk, inputs, scores, out, lse) for chunk in chunks]
-    pool.run(pieces, work(layout, shape))
+    flops = work(layout, shape)
+    batches = batches_of(layout, shape, pool.threads_for(flops))
+    pool.run([partial(_forward_batch, x, inputs, scores, out, lse) for x in batches], flops)
     return out
 
 
@@ -147,7 +198,7 @@ class AlignedAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
         pool: PiecePool,
     ) -> Tensor:
         lse = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
@@ -162,10 +213,11 @@ class AlignedAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         layout: AttentionLayout = ctx.layout  # type: ignore[attr-defined]
         pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
-        scores: Scores = ctx.scores  # type: ignore[attr-defined]
+        scores: ScoreRule = ctx.scores  # type: ignore[attr-defined]
         shape = _shape(q, k, v, scores)
         grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        chunks, inputs = chunks_of(layout, shape, pool.num_threads), (q, k, v, out, lse)
-        pieces = [partial(_backward_chunk, c, inputs, grad_out, scores, grads) for c in chunks]
-        pool.run(pieces, 2.5 * work(layout, shape))
+        flops, inputs = 2.5 * work(layout, shape), (q, k, v, out, lse)
+        batches = batches_of(layout, shape, pool.threads_for(flops))
+        pieces = [partial(_backward_batch, x, inputs, grad_out, scores, grads) for x in batches]
+        pool.run(pieces, flops)
         return (*grads, sink_gradient(sinks, grad_out, out, lse[..., 0]), None, None, None)

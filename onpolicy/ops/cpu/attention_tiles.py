@@ -1,14 +1,12 @@
-"""Which query rows and which keys of a layout make one batch of matrix products on a CPU.
+"""Some query rows of a batch of sequences on a CPU, and the keys that they see.
 
-A chunk is some sequences with the keys that their queries see, a tile some query tokens of each of
-them. Keys lie in blocks of 64 that start at absolute positions 0, 64, ... of the sequence. With a window
-a sequence's blocks begin with the first that any of its queries sees, and a tile's likewise, so work
-grows with the window, not with what lies before it.
+Keys lie in chunks, and these in blocks, that start at multiples of their sizes, counted from a
+sequence's first token. With a window a tile's blocks begin with the first of which any of its queries
+sees a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,17 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.ops.layouts import AttentionLayout
+from onpolicy.ops.cpu.attention_limits import KEY_BLOCK, KEY_CHUNK, ROW_MULTIPLE
 
-KEY_BLOCK = 64
-ROW_MULTIPLE = 16
 MAX_ROWS = 256
 
 PADDED_ROWS = 64
 """From so many rows on a tile keeps its padding: to cut it off would cost more than to compute it."""
 
-CHUNK_FLOATS = 1 << 22
-"""Upper bound for the gathered keys of one chunk of sequences (16 MiB), unless one is larger."""
+LEAST = torch.finfo(torch.float32).min
+"""The largest score of a row that sees no key: less than any other, and a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,54 +39,21 @@ class Shape:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
+    @property
+    def key_floats(self) -> int:
+        """Numbers of the keys and values of one token."""
+        return self.kv_heads * (self.dim + self.value_dim)
 
-class Chunk:
-    """Some sequences of a layout, longest queries first, and the tiles of query rows to compute.
 
-    Holds indices only, so that all layers of a forward pass share it.
-    """
-
-    def __init__(self, layout: AttentionLayout, sequences: Sequence[int], shape: Shape):
-        self.shape = shape
-        chosen = torch.tensor(sequences)
-        query_lens = torch.tensor(layout.query_lens)[chosen]
-        key_lens = torch.tensor(layout.key_lens)[chosen]
-        query_starts = torch.tensor([0, *layout.query_lens]).cumsum(0)[chosen]
-        first_keys = _first_blocks(key_lens - query_lens, shape.window) * KEY_BLOCK
-        key_lens = key_lens - first_keys  # from here on positions count from there
-        self.num_blocks = -(-int(key_lens.max()) // KEY_BLOCK)
-        # Padding repeats the sequence's last key: its weight is 0, and 0 times another sequence's
-        # value would not be 0 if that were not finite.
-        slots = torch.arange(self.num_blocks * KEY_BLOCK)
-        self._kept = (slots < key_lens[:, None]).reshape(-1).nonzero()[:, 0]
-        slots = first_keys[:, None] + torch.minimum(slots, key_lens[:, None] - 1)
-        rows = layout.key_rows[chosen[:, None], slots]
-        self._scattered = rows.reshape(-1)[self._kept]
-        rows = rows.view(-1, self.num_blocks, 1, KEY_BLOCK).transpose(0, 1)
-        heads = torch.arange(shape.kv_heads).view(1, 1, -1, 1)
-        self._gathered = (rows * shape.kv_heads + heads).reshape(-1)
-        longest = int(query_lens[0])
-        step = max(1, min(longest, KEY_BLOCK, MAX_ROWS // shape.group))
-        self.tiles = [
-            Tile(shape, first, min(step, longest - first), query_lens, query_starts, key_lens)
-            for first in range(0, longest, step)
-        ]
-
-    def gather_blocks(self, store: Tensor) -> Tensor:
-        """Rows of the key or value store as float32 [blocks, B, 64, D]; B: sequence x key head."""
-        blocks = store.view(-1, store.shape[-1]).index_select(0, self._gathered).float()
-        return blocks.view(self.num_blocks, -1, KEY_BLOCK, store.shape[-1])
-
-    def scatter_blocks(self, blocks: Tensor, store: Tensor) -> None:
-        """The inverse of `gather_blocks`, for gradients: write every key's row of `store`."""
-        by_key = blocks.view(self.num_blocks, -1, self.shape.kv_heads, KEY_BLOCK, blocks.shape[-1])
-        by_key = by_key.permute(1, 0, 3, 2, 4).reshape(-1, *store.shape[1:])
-        kept = by_key.index_select(0, self._kept)
-        store.index_copy_(0, self._scattered, kept.to(store.dtype))
+def first_seen(positions: Tensor, window: int | None, size: int) -> Tensor:
+    """Where the first run of `size` keys begins of which queries at `positions` see one."""
+    if not window:
+        return torch.zeros_like(positions)
+    return (positions - window + 1).clamp(min=0) // size * size
 
 
 class Tile:
-    """Up to 64 consecutive query tokens, or 256 // G, of every sequence of a chunk that has so many.
+    """Up to 64 consecutive query tokens, or 256 // G, of every sequence of a batch that has so many.
 
     Together B = (sequences x key heads) matrices of R = (tokens x G) rows, padded for the GEMMs. More
     tokens would make more blocks of keys of which only some of the rows see a part.
@@ -127,7 +90,7 @@ class Tile:
         last = positions[:, -1:].expand(-1, self.rows - self.queries)
         self._positions = torch.cat([positions, last], dim=1)
         # Blocks before `first` nobody sees; those before `first_masked` hide nothing from anyone.
-        first = int(_first_blocks(self._positions, shape.window).min())
+        first = int(first_seen(self._positions, shape.window, KEY_BLOCK).min()) // KEY_BLOCK
         self._first_masked = first if shape.window else int(self._positions.min()) // KEY_BLOCK
         self.blocks = slice(first, int(self._positions.max()) // KEY_BLOCK + 1)
 
@@ -168,118 +131,104 @@ class Tile:
             self._by_query(rows).mul_(self.is_query[:, :, None, None, None])
         return rows
 
-    def scores(self, q: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-        """Products of [B, R, D] with [blocks, B, 64, D], capped, also with keys that a row cannot see.
+    def seen(self, span: slice) -> slice:
+        """The blocks of a span that some row sees, if there are any (`sees`)."""
+        return slice(max(span.start, self.blocks.start), min(span.stop, self.blocks.stop))
 
-        Returns [blocks of the tile, B, R, 64].
+    def sees(self, span: slice) -> bool:
+        return bool(span.start < self.blocks.stop and self.blocks.start < span.stop)
+
+    def of(self, keys: Tensor, span: slice, blocks: slice | None = None) -> Tensor:
+        """Some of a span's keys [sequences x key heads, keys, D]: [B, keys', D].
+
+        Those of `blocks`, or of all that some row sees.
         """
-        q = self._padded(q)
-        keys = keys[self.blocks, : self.batch]
-        products = q.new_empty(*keys.shape[:2], q.shape[1], KEY_BLOCK)
-        for block, out in zip(keys, products, strict=True):
-            torch.bmm(q, block.transpose(1, 2), out=out)
-        scores = products[:, :, : self.rows].contiguous()
+        blocks = self.seen(span) if blocks is None else blocks
+        start, stop = (KEY_BLOCK * (block - span.start) for block in (blocks.start, blocks.stop))
+        return keys[: self.batch, start:stop]
+
+    def scores(self, q: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
+        """Products of [B, R, D] with [B, keys, D], capped, also with keys that a row cannot see.
+
+        Returns [B, R, keys].
+        """
+        scores = torch.bmm(self.padded(q), keys.transpose(1, 2))[:, : self.rows].contiguous()
         if softcap:
             scores.div_(softcap).tanh_().mul_(softcap)
         return scores
 
-    def largest(self, scores: Tensor) -> Tensor:
-        """The largest score of each row, of the keys that it sees: [B, R]."""
-        bounds = (self._visible - 0.5) * float("inf")
-        largest = torch.minimum(self._masked(scores), bounds).amax(-1).amax(0).view(-1, self.rows)
-        if unmasked := self._first_masked - self.blocks.start:
-            largest = torch.maximum(largest, scores[:unmasked].amax(-1).amax(0))
+    def largest(self, scores: Tensor, span: slice) -> Tensor:
+        """The largest score of each row in each chunk C of a span, of the keys that it sees, or LEAST.
+
+        [B, R, keys] -> [B, R, C]
+        """
+        unmasked, masked, visible = self._split(scores, span)
+        if not masked.shape[-1]:
+            return by_chunk(scores).amax(-1).clamp_(min=LEAST)
+        masked = torch.minimum(masked, (visible - 0.5) * float("inf")).flatten(0, 1)
+        if scores.shape[-1] > KEY_CHUNK:
+            scores = torch.cat([unmasked, masked], dim=-1)
+            return by_chunk(scores).amax(-1).clamp_(min=LEAST)
+        largest = masked.amax(-1, keepdim=True).clamp_(min=LEAST)
+        if unmasked.shape[-1]:
+            largest = torch.maximum(largest, unmasked.amax(-1, keepdim=True))
         return largest
 
-    def weigh_(self, scores: Tensor, subtrahend: Tensor) -> Tensor:
-        """`exp(scores - subtrahend)` in place, 0 for keys that a row cannot see; subtrahend: [B, R, 1],
-        no less than the largest score.
+    def weigh_(self, scores: Tensor, subtrahend: Tensor, span: slice) -> Tensor:
+        """`exp(scores - subtrahend)` in place, 0 for keys that a row cannot see.
+
+        subtrahend: [B, R, C] or [B, R, 1], no less than the largest score of those that it sees.
 
         What cannot be seen is exponentiated as 0 and multiplied by 0: of -inf a library's exp takes
         up to 25 times as long.
         """
-        masked = self._masked(scores.sub_(subtrahend)).clamp_(max=0)
+        scores.view(*scores.shape[:2], subtrahend.shape[-1], -1).sub_(subtrahend[..., None])
+        _, masked, visible = self._split(scores, span)
+        if not masked.shape[-1]:
+            return scores.exp_()
+        masked.clamp_(max=0)
         scores.exp_()
-        masked.mul_(self._visible)
+        masked.mul_(visible)
         return scores
 
-    def _masked(self, scores: Tensor) -> Tensor:
-        """Blocks of which some row sees a part: [blocks, sequences, key heads, R, 64]."""
-        masked = scores[self._first_masked - self.blocks.start :]
-        return masked.view(-1, len(self._positions), self.shape.kv_heads, *scores.shape[2:])
+    def _split(self, scores: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores of the keys that every row sees and of those that some rows see, and which do.
+
+        [B, R, keys] -> [B, R, k], [sequences, key heads, R, keys - k], [sequences, 1, R, keys - k]
+        """
+        blocks = self.seen(span)
+        first = max(self._first_masked, blocks.start)
+        unmasked = (min(first, blocks.stop) - blocks.start) * KEY_BLOCK
+        masked = scores.unflatten(0, (-1, self.shape.kv_heads))[..., unmasked:]
+        start = (first - self._first_masked) * KEY_BLOCK
+        visible = self._visible[..., start : start + masked.shape[-1]]
+        return scores[..., :unmasked], masked, visible
 
     @cached_property
     def _visible(self) -> Tensor:
-        """1.0 for keys of the masked blocks that a row sees, else 0.0: [blocks, sequences, 1, R, 64].
+        """1.0 for keys of the masked blocks that a row sees, else 0.0: [sequences, 1, R, keys].
 
         Computed once for all layers, which share the tile.
         """
-        key = torch.arange(self._first_masked * KEY_BLOCK, self.blocks.stop * KEY_BLOCK)
-        key, position = (
-            key.float().view(-1, 1, 1, 1, KEY_BLOCK),
-            self._positions[:, None, :, None].float(),
-        )
-        visible = torch.empty(len(key), *position.shape[:-1], KEY_BLOCK)
+        key = torch.arange(self._first_masked * KEY_BLOCK, self.blocks.stop * KEY_BLOCK).float()
+        position = self._positions[:, None, :, None].float()
+        visible = torch.empty(*position.shape[:-1], len(key))
         torch.le(key, position, out=visible)  # several times as fast as booleans, and exact
         if self.shape.window:
             visible.mul_(key > position - self.shape.window)
         return visible
 
-    def weighted_sum(self, weights: Tensor, values: Tensor) -> Tensor:
-        """Block after block: `scores`' shape with [blocks, B, 64, D] -> [B, R, D]."""
-        weights = self._padded(weights)
-        out = weights.new_zeros(self.batch, weights.shape[2], values.shape[-1])
-        for block_weights, block in zip(weights, values[self.blocks, : self.batch], strict=True):
-            out.baddbmm_(block_weights, block)
-        return out[:, : self.rows]
-
-    def _padded(self, rows: Tensor) -> Tensor:
+    def padded(self, rows: Tensor) -> Tensor:
         """[..., R, D] with a multiple of 16 rows."""
         missing = -self.rows % ROW_MULTIPLE
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def chunks_of(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[Chunk]:
-    """Cut the sequences into chunks of bounded memory; which ones share a chunk has no effect."""
-    key = (shape, num_threads)
-    if key not in layout.plans:
-        layout.plans[key] = [Chunk(layout, s, shape) for s in _plan(layout, shape, num_threads)]
-    chunks: list[Chunk] = layout.plans[key]
-    return chunks
+def by_chunk(rows: Tensor) -> Tensor:
+    """[B, R, keys] as [B, R, C, keys of a chunk], where keys are whole chunks or lie in one."""
+    return rows.view(*rows.shape[:2], max(1, rows.shape[2] // KEY_CHUNK), -1)
 
 
-def _plan(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[list[int]]:
-    lens = _lens(layout, shape)
-    order = sorted(range(len(lens)), key=lambda s: lens[s], reverse=True)
-    key_floats = shape.kv_heads * (shape.dim + shape.value_dim)
-    limit = max(1, min(CHUNK_FLOATS, sum(keys for _, keys in lens) * key_floats // num_threads))
-    chunks: list[list[int]] = []
-    longest = 0
-    for s in order:
-        longest = max(longest, lens[s][1])
-        if not chunks or (len(chunks[-1]) + 1) * longest * key_floats > limit:
-            chunks.append([])
-            longest = lens[s][1]
-        chunks[-1].append(s)
-    return chunks
-
-
-def work(layout: AttentionLayout, shape: Shape) -> float:
-    """Floating-point operations, padding included."""
-    seen = shape.window or float("inf")
-    pairs = sum(max(q, ROW_MULTIPLE // shape.group) * min(k, seen) for q, k in _lens(layout, shape))
-    return 2.0 * pairs * shape.heads * (shape.dim + shape.value_dim)
-
-
-def _lens(layout: AttentionLayout, shape: Shape) -> list[tuple[int, int]]:
-    """Of every sequence: its queries, and its keys from the first block on that any of them sees."""
-    lens = torch.tensor([layout.query_lens, layout.key_lens])
-    lens[1] -= _first_blocks(lens[1] - lens[0], shape.window) * KEY_BLOCK
-    return list(zip(*lens.tolist(), strict=True))
-
-
-def _first_blocks(positions: Tensor, window: int | None) -> Tensor:
-    """The first block of which queries at `positions` see a key."""
-    if not window:
-        return torch.zeros_like(positions)
-    return (positions - window + 1).clamp(min=0) // KEY_BLOCK
+def blocks_of(keys: Tensor) -> list[slice]:
+    """The blocks of [B, keys, D], in order."""
+    return [slice(i, i + KEY_BLOCK) for i in range(0, keys.shape[1], KEY_BLOCK)]

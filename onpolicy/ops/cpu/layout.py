@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 64
@@ -21,6 +22,17 @@ def whole(x: Tensor) -> Tensor:
     """`x` contiguous and on a boundary of ALIGNMENT bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """[M, K] with rows of zeros below, to a multiple of so many."""
+    missing = -x.shape[0] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def first_rows(x: Tensor, count: int) -> Tensor:
+    """`x[:count]`, which costs as much as a small kernel where there are no more rows."""
+    return x if len(x) == count else x[:count]
 
 
 def on_whole_tensors(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -15,14 +15,13 @@ bfloat16 operands are widened first: their products are exact in float32, the su
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
 them oneDNN multiplies bfloat16 twice as fast as float32. It sums in float32 and rounds once too, in an
 order of its own: the same tiles, other bits, so the contract says which (`ops/backends/onednn.py`).
+With AMX instructions that order depends on the number of rows, so there all products have 64.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,46 +30,15 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Piece
-from onpolicy.ops.cpu.layout import whole
-from onpolicy.ops.cpu.threads import PiecePool
+from onpolicy.ops.cpu.gemms import BFLOAT16_COLUMNS, COLUMN_MULTIPLE, COLUMNS, Gemms, Product
+from onpolicy.ops.cpu.layout import first_rows, pad_rows, whole
 
-ROW_MULTIPLE = 16
-MIN_ROWS, MAX_ROWS = 256, 1024
-COLUMNS, BFLOAT16_COLUMNS, COLUMN_MULTIPLE = 512, 256, 16
+MIN_ROWS = 256
+"""A piece has so many rows, if there are so many."""
 
 PIECES_PER_THREAD = 2
-"""Of one product, if it has so many tiles of MIN_ROWS. Fewer pieces have more rows, which is faster."""
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Gemms:
-    """Where GEMMs run, and what they multiply."""
-
-    pool: PiecePool
-
-    multiplied: torch.dtype = torch.float32
-    """bfloat16: operands of that dtype are not widened where the result is bfloat16 as well."""
-
-    product: Product = F.linear
-    """`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
-
-    columns: int = COLUMNS
-    """Of a float32 tile."""
-
-    def operand(self, x: Tensor, out: Tensor) -> torch.dtype:
-        """The dtype in which `x` is multiplied for `out`."""
-        return self.multiplied if x.dtype == out.dtype == self.multiplied else torch.float32
-
-    def multiply_into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """`product`; that of PyTorch is one of two functions, which need no copy of its result."""
-        if self.product is not F.linear:
-            out.copy_(self.product(x, weight, bias))
-        elif bias is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.addmm(bias, x, weight.t(), out=out)
+"""A product has so many pieces, if it has so many tiles of MIN_ROWS. Fewer have more rows, which is
+faster: so one thread alone takes one of all rows."""
 
 
 def tiled_linear(
@@ -87,7 +55,7 @@ def tiled_linear(
     """
     out, pieces = _product(gemms, x, weight, bias, out_dtype, blocks)
     gemms.pool.run(pieces, 2.0 * len(out) * weight.numel())
-    return out[: x.shape[0]]
+    return first_rows(out, x.shape[0])
 
 
 def _product(
@@ -99,9 +67,9 @@ def _product(
     blocks: int = 1,
 ) -> tuple[Tensor, list[Piece]]:
     """The result of `tiled_linear`, with its padding, and the pieces that are to fill it."""
-    rows = x.shape[0] + -x.shape[0] % ROW_MULTIPLE
-    out = x.new_empty(rows, weight.shape[0], dtype=out_dtype)
-    return out, _pieces(gemms, _whole_rows(x, gemms.operand(x, out)), weight, bias, out, blocks)
+    rows = _whole_rows(gemms, x, out_dtype or x.dtype)
+    out = x.new_empty(len(rows), weight.shape[0], dtype=out_dtype)
+    return out, _pieces(gemms, rows, weight, bias, out, blocks)
 
 
 def tiled_grouped_linear(
@@ -115,7 +83,7 @@ def tiled_grouped_linear(
     bounds = offsets.tolist()
     groups = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
     none = x.new_empty(0, weight.shape[1], dtype=out_dtype)
-    inputs = [_whole_rows(x[a:b], gemms.operand(x, none)) for _, a, b in groups]
+    inputs = [_whole_rows(gemms, x[a:b], none.dtype) for _, a, b in groups]
     outs = [none.new_empty(len(rows), weight.shape[1]) for rows in inputs]
     pieces = [
         piece
@@ -127,18 +95,15 @@ def tiled_grouped_linear(
 
 
 def _pieces(
-    gemms: Gemms,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    blocks: int = 1,
+    gemms: Gemms, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, blocks: int = 1
 ) -> list[Piece]:
     """Pieces of `out = x @ weight.T + bias`: a tile of columns and some of the rows each."""
     width = BFLOAT16_COLUMNS if x.dtype == torch.bfloat16 else gemms.columns
     columns = [slice(c, c + width) for c in range(0, weight.shape[0], width)]
-    count = max(1, PIECES_PER_THREAD * gemms.pool.num_threads // len(columns))
-    step = max(MIN_ROWS, math.ceil(len(x) / count / ROW_MULTIPLE) * ROW_MULTIPLE)
+    threads = gemms.pool.num_threads
+    count = max(1, PIECES_PER_THREAD * threads // len(columns)) if threads > 1 else 1
+    multiple, _ = gemms.row_limits(x.dtype)
+    step = max(MIN_ROWS, math.ceil(len(x) / count / multiple) * multiple)
     return [
         partial(_fill, gemms, x, weight, bias, out, tile, slice(r, r + step), blocks)
         for tile in columns
@@ -146,13 +111,10 @@ def _pieces(
     ]
 
 
-def _whole_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return whole(_pad_rows(x, ROW_MULTIPLE).to(dtype))
-
-
-def _pad_rows(x: Tensor, multiple: int) -> Tensor:
-    missing = -x.shape[0] % multiple
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+def _whole_rows(gemms: Gemms, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    operand = gemms.operand(x, out_dtype)
+    multiple, _ = gemms.row_limits(operand)
+    return whole(pad_rows(x, multiple).to(operand))
 
 
 def _fill(
@@ -166,16 +128,21 @@ def _fill(
     blocks: int,
 ) -> None:
     """Compute `columns` of some `rows` of `out`, one GEMM for each tile of them."""
-    tile, width = weight[columns].to(x.dtype), columns.stop - columns.start
+    width = columns.stop - columns.start
+    alone = len(weight) <= width
+    tile = (weight if alone else weight[columns]).to(x.dtype)
+    results = out if alone else out[:, columns]
     count = len(tile)
     if count < width:
         multiple = width if x.dtype == torch.bfloat16 else COLUMN_MULTIPLE
-        tile = _pad_rows(tile, multiple).contiguous()
+        tile = pad_rows(tile, multiple).contiguous()
     tile_bias = None if bias is None else F.pad(bias[columns].to(x.dtype), (0, len(tile) - count))
-    for start in range(rows.start, min(rows.stop, len(x)), MAX_ROWS):
-        some = slice(start, min(start + MAX_ROWS, rows.stop))
-        part, result = x[some], out[some, columns]
-        if blocks == 1 and result.shape[1] == len(tile) and result.dtype == x.dtype:
+    in_place = blocks == 1 and count == len(tile) and out.dtype == x.dtype
+    _, most = gemms.row_limits(x.dtype)
+    for start in range(rows.start, min(rows.stop, len(x)), most):
+        some = slice(start, min(start + most, rows.stop))
+        part, result = x[some], results[some]
+        if in_place:
             gemms.multiply_into(result, part, tile, tile_bias)
         else:
             result.copy_(_tree(gemms.product, part, tile, tile_bias, blocks)[:, :count])
@@ -204,7 +171,7 @@ def _weight_grad_pieces(
     gemms: Gemms, grad: Tensor, x: Tensor, out: Tensor, *, adds: bool = False
 ) -> list[Piece]:
     """Pieces of `out = grad.T @ x`, or of `out += grad.T @ x`, rounded to the dtype of `x` in both."""
-    operand = gemms.operand(grad, x)
+    operand = gemms.operand(grad, x.dtype)
     grad, wide = grad.to(operand), x.to(operand)
 
     def piece(rows: slice) -> None:
@@ -230,11 +197,14 @@ def linear_gradients(
     out, pieces = _product(gemms, grad, weight.t(), None, x.dtype)
     pieces += _weight_grad_pieces(gemms, grad, x, weight_sum, adds=True)
     gemms.pool.run(pieces, 2 * _weight_grad_flops(grad, x))
-    return out[: x.shape[0]]
+    return first_rows(out, x.shape[0])
 
 
 class AlignedLinear(torch.autograd.Function):
-    """Forward and input gradient are row-invariant; the weight gradient is deterministic."""
+    """Forward and input gradient are row-invariant; the weight gradient is deterministic.
+
+    x: [..., K] -> [..., N]. It takes its gradient through `whole` itself.
+    """
 
     @staticmethod
     def forward(
@@ -248,7 +218,8 @@ class AlignedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gemms = gemms  # type: ignore[attr-defined]
-        return tiled_linear(gemms, x, weight, bias, out_dtype, blocks)
+        out = tiled_linear(gemms, x.view(-1, x.shape[-1]), weight, bias, out_dtype, blocks)
+        return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -256,16 +227,17 @@ class AlignedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
+        rows, grad = x.view(-1, x.shape[-1]), whole(grad).view(-1, len(weight))
         of_x = of_weight = None
         pieces: list[Piece] = []  # of both gradients: one alone may be too few for all threads
         if needs_weight:
-            of_weight = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of the weight
-            pieces += _weight_grad_pieces(gemms, grad, x, of_weight)
+            of_weight = x.new_empty(weight.shape)  # in the dtype of the weight
+            pieces += _weight_grad_pieces(gemms, grad, rows, of_weight)
         if needs_x:
             of_x, of_rows = _product(gemms, grad, weight.t(), None, x.dtype)
             pieces += of_rows
-        gemms.pool.run(pieces, (needs_x + needs_weight) * _weight_grad_flops(grad, x))
-        of_x = None if of_x is None else of_x[: x.shape[0]]
+        gemms.pool.run(pieces, (needs_x + needs_weight) * _weight_grad_flops(grad, rows))
+        of_x = None if of_x is None else first_rows(of_x, len(rows)).view(x.shape)
         of_bias = grad.sum(0) if needs_bias else None
         return of_x, of_weight, of_bias, None, None, None
 

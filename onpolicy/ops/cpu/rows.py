@@ -1,20 +1,25 @@
 """Functions of rows of a vocabulary on a CPU, a few rows at a time.
 
-Such a function passes over its rows several times and allocates a result in every pass. Of few rows
-these stay in a core's cache, malloc has a block of their size at hand, and threads share the rows.
+Such a function passes over its rows several times. Few rows stay in a core's cache meanwhile, the more
+so where a pass overwrites the one before, and threads share the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from onpolicy.ops.cpu.elementwise import exponentiate_, whole_vectors
 from onpolicy.ops.cpu.threads import PiecePool
 
 NUMBERS = 1 << 17
 """Numbers of a piece: 512 KiB of float32, unless a row has more."""
+
+LogSoftmax = Callable[[Tensor, Tensor], Tensor]
+"""`Operators.log_softmax`."""
 
 WORK = 50.0
 """Floating-point operations that a number costs, roughly: it is divided, exponentiated and summed."""
@@ -27,18 +32,56 @@ def few_rows(size: int) -> int:
 
 def few_rows_at_a_time(
     pool: PiecePool,
-    function: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    outs: Sequence[Tensor],
+    fill: Callable[..., object],
+    *tensors: Tensor,
 ) -> None:
-    """`outs = function(*inputs)` for a function of rows, the first input [M, V]; no autograd."""
-    count, size = inputs[0].shape
+    """`fill(*tensors)` for a function that fills rows from rows, the first ones [M, V]; no autograd."""
+    count, size = tensors[0].shape
     step = few_rows(size)
+    if count <= step:
+        fill(*tensors)
+        return
 
     def piece(rows: slice) -> None:
-        results = function(*(x[rows] for x in inputs))
-        for out, result in zip(outs, results, strict=True):
-            out[rows] = result
+        fill(*(x[rows] for x in tensors))
 
     pieces = [partial(piece, slice(r, r + step)) for r in range(0, count, step)]
     pool.run(pieces, WORK * count * size)
+
+
+def log_softmax(logits: Tensor, temperature: Tensor, out: Tensor | None = None) -> Tensor:
+    """`Operators.log_softmax` of few contiguous rows, no autograd: into `out`, float32, if given."""
+    wide = logits.float()
+    if out is None and wide is not logits:
+        out = wide
+    scaled = torch.div(wide, temperature, out=out)
+    return torch.log_softmax(scaled, dim=-1, out=scaled)
+
+
+def fill_log_probs(
+    log_softmax: LogSoftmax,
+    logits: Tensor,
+    temperature: Tensor,
+    targets: Tensor,
+    chosen: Tensor,
+    entropy: Tensor,
+) -> None:
+    """`Operators.gather_log_probs` of few contiguous rows, into float32 [M] and [M]."""
+    log_probs = log_softmax(logits, temperature)
+    chosen.copy_(log_probs.gather(1, targets[:, None])[:, 0])
+    terms = whole_vectors(torch.exp, log_probs).mul_(log_probs)
+    torch.neg(terms.sum(-1), out=entropy)
+
+
+def fill_grad_logits(
+    log_softmax: LogSoftmax,
+    logits: Tensor,
+    temperature: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    out: Tensor,
+) -> None:
+    """`Operators.grad_logits` of few contiguous rows, into [M, V] of any dtype."""
+    scale = grad[:, None] / temperature
+    result = exponentiate_(log_softmax(logits, temperature)).mul_(-scale)
+    out.copy_(result.scatter_add_(1, targets[:, None], scale))

@@ -37,6 +37,11 @@ class PiecePool:
             else None
         )
 
+    def threads_for(self, flops: float) -> int:
+        """How many threads share so much work, if it is begun on this thread."""
+        is_alone = flops < MIN_PARALLEL_FLOPS or hasattr(_thread, "runs_pieces")
+        return 1 if is_alone else self.num_threads
+
     def run(self, pieces: Iterable[Piece], flops: float) -> None:
         """Run every piece; on this thread if it is a piece's, or if the work is too small to share."""
         if torch.get_num_threads() != 1:
@@ -45,10 +50,11 @@ class PiecePool:
                 "1, since kernels that split work over threads sum in another order. Do not call "
                 "torch.set_num_threads; choose the number of threads with --cpu-threads."
             )
-        if self._executor is None or flops < MIN_PARALLEL_FLOPS or hasattr(_thread, "runs_pieces"):
+        if self.threads_for(flops) == 1:
             for piece in pieces:
                 piece()
             return
+        assert self._executor is not None
         waiting, inference = deque(pieces), torch.is_inference_mode_enabled()
         helpers = min(self.num_threads, len(waiting)) - 1
         futures = [self._executor.submit(_run, waiting, inference) for _ in range(helpers)]

@@ -16,7 +16,7 @@ from onpolicy.ops.hopper import flash_attention, gemm
 from onpolicy.ops.hopper.attention import HopperAttention
 from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
 from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import TritonOperators
 
 
@@ -61,7 +61,7 @@ class FlashAttention(TritonOperators):
         k: Tensor,
         v: Tensor,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if not flash_attention.fits(q, v, scores, sinks):
@@ -78,7 +78,7 @@ class FlashAttention(TritonOperators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:

@@ -8,7 +8,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.hopper import flash_attention, flash_backward
 from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.triton.attention_backward import attention_backward
 
 
@@ -22,7 +22,7 @@ class HopperAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
     ) -> Tensor:
         out, lse = flash_attention.forward(q, k, v, Pages.of(layout), scores)
         ctx.save_for_backward(q, k, v, out, lse)

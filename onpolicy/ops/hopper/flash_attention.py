@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.layouts import PagedLayout, Scores
+from onpolicy.ops.layouts import PagedLayout, ScoreRule
 
 
 @cache
@@ -36,7 +36,7 @@ def loaded() -> ModuleType:
     return module
 
 
-def fits(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
+def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
     """Whether its kernels give such a layer the same bits in every batch; q: [T, H, D].
 
     With a window the widest heads get blocks of 64 keys, and of 80 once the page table is no wider than
@@ -47,7 +47,9 @@ def fits(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
     )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages, scores: ScoreRule
+) -> tuple[Tensor, Tensor]:
     """Causal attention: [T, H, D], [rows, H_kv, D], [rows, H_kv, D_v] -> [T, H, D_v], float32 [H, T].
 
     The second is the log of the softmax's normaliser. bfloat16, no autograd.
@@ -72,10 +74,10 @@ def over_pages(
     k: Tensor,
     v: Tensor,
     layout: PagedLayout,
-    scores: Scores,
+    scores: ScoreRule,
     out: Tensor | None,
 ) -> Tensor:
-    """The same for the rollout engine, with the arguments that SGLang's backend gives it.
+    """Attention for the rollout engine, with the arguments that SGLang's backend gives it.
 
     The shapes are those of `Operators.paged_attention`; `layout.schedule` may hold
     `scheduler_metadata` and `cu_seqlens_k_new`.
@@ -97,7 +99,7 @@ def over_pages(
     return result
 
 
-def _how(scores: Scores) -> dict[str, Any]:
+def _how(scores: ScoreRule) -> dict[str, Any]:
     """The arguments in which FlashAttention-3 takes a layer's scores."""
     how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
     how |= {"window_size": (scores.window - 1, 0)} if scores.window else {}

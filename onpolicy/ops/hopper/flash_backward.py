@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.layouts import Scores
+from onpolicy.ops.layouts import ScoreRule
 
 UPSTREAM = "flash_attn_interface"
 """Upstream's module, which registers torch.ops.flash_attn_3."""
@@ -32,7 +32,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     pages: Pages,
-    scores: Scores,
+    scores: ScoreRule,
 ) -> Grads:
     """Gradients of `inputs` = (q [T, H, D], k [keys, H_kv, D], v [keys, H_kv, D]).
 
@@ -68,9 +68,9 @@ def flash_attention_3(
     out: Tensor,
     lse: Tensor,
     pages: Pages,
-    scores: Scores,
+    scores: ScoreRule,
 ) -> Grads:
-    """By upstream's library; see `backward`."""
+    """The gradients by upstream's library; see `backward`."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     torch.ops.flash_attn_3.bwd(
         dout=grad,
@@ -102,9 +102,9 @@ def flash_attention_2(
     out: Tensor,
     lse: Tensor,
     pages: Pages,
-    scores: Scores,
+    scores: ScoreRule,
 ) -> Grads:
-    """By PyTorch; see `backward`."""
+    """The gradients by PyTorch; see `backward`."""
     with _deterministic_algorithms():
         gradients: Grads = torch.ops.aten._flash_attention_backward(
             grad,
@@ -127,7 +127,7 @@ def flash_attention_2(
         return gradients
 
 
-def _window(scores: Scores) -> dict[str, int]:
+def _window(scores: ScoreRule) -> dict[str, int]:
     """Both libraries count the keys before a query's own and after it."""
     if scores.window is None:
         return {}

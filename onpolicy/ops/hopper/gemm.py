@@ -12,6 +12,7 @@ engines (`compat/process.py`).
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from types import ModuleType
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends.hopper_limits import GEMM_COLUMNS
-from onpolicy.ops.machine import find_cuda_toolkit
+from onpolicy.ops.cuda_toolkit import REMEDY, CudaToolkit, find_cuda_toolkit
 
 ALIGNMENT = 8
 """bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
@@ -28,13 +29,16 @@ ALIGNMENT = 8
 
 @cache
 def loaded() -> ModuleType:
-    """The module `deep_gemm`, set to its batch-invariant kernels. Raises ContractError."""
+    """The module `deep_gemm`, set to its batch-invariant kernels and to the CUDA toolkit that was found,
+    which it looks for when it is imported. Raises ContractError."""
+    toolkit = find_cuda_toolkit()
+    if toolkit.home is not None:
+        os.environ["CUDA_HOME"] = toolkit.home
     try:
         import deep_gemm
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise ContractError(
-            f"deep_gemm: cannot be loaded with torch {torch.__version__} ({_reason(error)} or choose "
-            "--operators triton."
+            f"deep_gemm: cannot be loaded with torch {torch.__version__} ({_reason(error, toolkit)}"
         ) from error
     if hasattr(deep_gemm, "use_deterministic_algorithms"):
         deep_gemm.use_deterministic_algorithms(True)
@@ -42,16 +46,13 @@ def loaded() -> ModuleType:
     return module
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, toolkit: CudaToolkit) -> str:
     """What is missing, and what to do; deep_gemm only asserts that there is a CUDA toolkit."""
-    if isinstance(error, AssertionError) and find_cuda_toolkit() is None:
-        return (
-            "it compiles its kernels with a CUDA toolkit, and none is there). Install one of the "
-            "version that torch was built with and set CUDA_HOME to it,"
-        )
+    if isinstance(error, AssertionError) and toolkit.home is None:
+        return f"it compiles its kernels with a CUDA toolkit, and {toolkit.problem}). {REMEDY}"
     return (
         f"{error or type(error).__name__}). Install the version of sgl-deep-gemm that the installed "
-        "SGLang asks for (pip install -e '.[gpu]'),"
+        "SGLang asks for (pip install -e '.[gpu]'), or choose --operators triton."
     )
 
 

@@ -34,7 +34,7 @@ class Pages:
 
     @staticmethod
     def of(layout: AttentionLayout) -> Pages:
-        """Of `layout`, worked out once for all layers of a model."""
+        """The pages of `layout`, worked out once for all layers of a model."""
         if Pages not in layout.plans:
             layout.plans[Pages] = _pages(layout)
         pages: Pages = layout.plans[Pages]

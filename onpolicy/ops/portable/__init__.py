@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.cpu.linear import Gemms
+from onpolicy.ops.cpu.gemms import Gemms
 from onpolicy.ops.portable.order_check import require_order
 from onpolicy.ops.portable.products import product
 
 COLUMNS = 256
-"""Of a tile of a product."""
+"""Columns of a tile of a product."""
 
 
 class PortableOperators(CpuOperators):

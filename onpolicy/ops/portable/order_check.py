@@ -17,7 +17,7 @@ from onpolicy.ops.backends.portable_limits import MAX_HEAD_DIM
 from onpolicy.ops.portable.products import BLOCK, product
 
 MKL_BLOCK = 112
-"""Of K, up to MAX_HEAD_DIM; longer sums it cuts in a way that is not known here."""
+"""Elements of K in a block of MKL's, up to MAX_HEAD_DIM; how it cuts longer sums is not known here."""
 
 PRODUCTS = ((16, BLOCK, 256), (48, 2 * BLOCK + 33, 64), (256, 40, 256), (7, 100, 1))
 """Rows, K, columns."""
@@ -67,7 +67,7 @@ def written_out(a: Tensor, b: Tensor, block: int, *, fused: bool) -> Tensor:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """The same numbers, those of a column side by side in memory."""
+    """The same numbers, with those of a column side by side in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

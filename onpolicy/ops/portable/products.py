@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 512
-"""Of K; half of what oneDNN was seen to sum in one chain."""
+"""Elements of K in a block; half of what oneDNN was seen to sum in one chain."""
 
 MULTIPLE = 16
-"""Of rows and of columns, with zeros for those that are missing."""
+"""Rows and columns are padded with zeros to a multiple of it."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

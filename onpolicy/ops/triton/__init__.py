@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.base import GPU_LOGITS, Operators
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
@@ -23,7 +23,7 @@ from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linea
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
 from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
 from onpolicy.ops.triton.norm import TritonRMSNorm
-from onpolicy.ops.triton.sampling import sample
+from onpolicy.ops.triton.sampling import sample, uniform
 from onpolicy.ops.triton.topk import topk
 
 
@@ -67,7 +67,7 @@ class TritonOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
@@ -82,7 +82,7 @@ class TritonOperators(Operators):
         k: Tensor,
         v: Tensor,
         layout: PagedLayout,
-        scores: Scores,
+        scores: ScoreRule,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -148,6 +148,9 @@ class TritonOperators(Operators):
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         return sample(log_probs, uniform)
+
+    def uniform(self, seeds: Tensor, positions: Tensor) -> Tensor:
+        return uniform(seeds, positions)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

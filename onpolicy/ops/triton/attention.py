@@ -1,9 +1,11 @@
 """Causal attention over a paged key/value store: one kernel for training, prefill and decoding.
 
-Row invariance: a query row (one token of one head) visits its keys in blocks of a fixed size from
-absolute position 0, with the online softmax of FlashAttention-2 (Dao, 2023) in float32, so the
-order of its sums depends on its own position alone. A block after that position changes nothing: its
-weights are exactly 0, the maximum stays, and what was summed is scaled by exactly 1.
+Row invariance: a query row (one token of one head) visits its keys in chunks of ATTENTION_CHUNK, and a
+chunk in blocks of a fixed size, both from absolute position 0, with the online softmax of
+FlashAttention-2 (Dao, 2023) in float32, so the order of its sums depends on its own position alone.
+Every chunk is summed by itself and then put to those before it (`attention_chunks.py`). A block or a
+chunk after that position changes nothing: its weights are exactly 0, the maximum stays, and what was
+summed is scaled by exactly 1. So chunks can be summed by one program or by many (`attention_split.py`).
 
 A thread block computes 64 rows (32 in float32), query tokens x the query heads that share a key
 head, so a single decoding token fills a tensor core tile as far as grouped-query attention allows.
@@ -11,8 +13,8 @@ There is one tile size for all lengths: with another, rows would be spread over 
 way. 64 is the least that Hopper's wgmma takes.
 
 With a window the loop begins with the first block of which a row of the tile sees a key. A row that
-sees none of a block before its own keeps sums of 0 and a maximum of -inf, as if there were no block.
-A sink is where the maximum and the normaliser begin.
+sees none of a block or a chunk keeps sums of 0 and a maximum of -inf, as if there were none. A sink is
+where the sums over chunks begin.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.sinks import sink_gradient
 from onpolicy.ops.triton.attention_backward import attention_backward
+from onpolicy.ops.triton.attention_chunks import (
+    before_all_chunks,
+    chunk_sums,
+    store_rows,
+    with_next,
+)
+from onpolicy.ops.triton.attention_split import attend_split, is_split
 from onpolicy.ops.triton.attention_tiles import (
     Sequences,
-    capped,
     dim_block,
     first_block,
-    is_visible,
-    key_rows,
     row_positions,
     unit_stride,
 )
@@ -69,6 +75,7 @@ def _attention_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -85,59 +92,29 @@ def _attention_kernel(
     tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
     heads = kv_head * GROUP + group
     query_rows = (first_query + tokens).to(tl.int64)
-    dims, value_dims = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
+    dims = tl.arange(0, DIM_BLOCK)
     queries = tl.load(
         q + (query_rows * stride_qt + heads * stride_qh)[:, None] + dims[None, :],
         mask=(dims < DIM)[None, :],
         other=0.0,
     )
-    k += kv_head * stride_kh + dims[:, None]
-    v += kv_head * stride_vh + value_dims[None, :]
+    k += kv_head * stride_kh
+    v += kv_head * stride_vh
     table = page_table + sequence.to(tl.int64) * stride_table
-    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    mixed = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
-    if HAS_SINKS:
-        largest = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    # One loop for whole and for masked blocks: the compiler would round two of them differently.
+    largest, total, mixed = before_all_chunks(sinks, heads, ROWS, VALUE_BLOCK, HAS_SINKS)
     end = key_len - query_len + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, query_len - 1) + 1
-    for start in range(first_block(tl.min(positions, 0), KEYS, WINDOW), end, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        is_key = keys < end
-        rows = key_rows(table, keys, is_key, PAGE_SIZE)
-        key_tile = tl.load(
-            k + (rows * stride_kr)[None, :],
-            mask=(dims < DIM)[:, None] & is_key[None, :],
-            other=0.0,
+    first = first_block(tl.min(positions, 0), KEYS, WINDOW)
+    for chunk in range(first // CHUNK * CHUNK, end, CHUNK):
+        begin, stop = tl.maximum(chunk, first), tl.minimum(chunk + CHUNK, end)
+        next_largest, next_total, next_mixed = chunk_sums(
+            queries, k, v, table, positions, begin, stop, scale, stride_kr, stride_vr,
+            DIM, VALUE_DIM, PAGE_SIZE, ROWS, KEYS, DIM_BLOCK, VALUE_BLOCK, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        largest, total, mixed = with_next(
+            largest, total, mixed, next_largest, next_total, next_mixed
         )
-        value_tile = tl.load(
-            v + (rows * stride_vr)[:, None],
-            mask=is_key[:, None] & (value_dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(queries, key_tile, input_precision="ieee") * scale
-        if SOFTCAP > 0.0:
-            scores = capped(scores, SOFTCAP)
-        scores = tl.where(is_visible(keys, positions, WINDOW), scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        base = larger
-        if WINDOW:
-            base = tl.where(larger == float("-inf"), 0.0, larger)  # of a row that saw nothing yet
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(v.dtype.element_ty), value_tile, mixed, input_precision="ieee")
-        largest = larger
-    mixed = mixed / total[:, None]
     out_rows = query_rows * HEADS + heads
-    tl.store(
-        out + out_rows[:, None] * VALUE_DIM + value_dims[None, :],
-        mixed.to(out.dtype.element_ty),
-        mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )
-    tl.store(lse + out_rows, (largest + tl.log2(total)) * 0.6931471805599453, mask=is_row)
+    store_rows(out, lse, largest, total, mixed, out_rows, is_row, VALUE_DIM, VALUE_BLOCK)
 
 
 def blockwise_attention(
@@ -145,7 +122,7 @@ def blockwise_attention(
     k: Tensor,
     v: Tensor,
     sequences: Sequences,
-    scores: Scores,
+    scores: ScoreRule,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Row-invariant causal attention without autograd; see `Operators.attention`.
@@ -156,40 +133,43 @@ def blockwise_attention(
     (T, H, D), (_, kv_heads, value_dim) = q.shape, v.shape
     out, lse = q.new_empty(T, H, value_dim), q.new_empty(T, H, dtype=torch.float32)
     group = H // kv_heads
-    rows = 64 if q.dtype != torch.float32 else 32
-    wide = max(D, value_dim) > 128
-    grid = (triton.cdiv(sequences.max_query_len * group, rows), kv_heads, len(sequences))
     if not T:
         return out, lse
-    _attention_kernel[grid](
-        *sequences.arguments(),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        lse if sinks is None else sinks.contiguous(),
-        scores.scale * LOG2_E,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        HEADS=H,
-        GROUP=group,
-        DIM=D,
-        VALUE_DIM=value_dim,
-        PAGE_SIZE=sequences.page_size,
-        ROWS=rows,
-        KEYS=rows,
-        DIM_BLOCK=dim_block(D),
-        VALUE_BLOCK=dim_block(value_dim),
-        WINDOW=scores.window or 0,
-        SOFTCAP=scores.softcap or 0.0,
-        HAS_SINKS=sinks is not None,
-        num_warps=8 if wide and q.dtype != torch.float32 else 4,
-        num_stages=_stages(q, wide),
+    rows = 64 if q.dtype != torch.float32 else 32
+    wide = max(D, value_dim) > 128  # whose sums leave registers for half a block of keys
+    tiles = triton.cdiv(sequences.max_query_len * group, rows)
+    tensors = q, k, v, out, lse, lse if sinks is None else sinks.contiguous()
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+    options = {
+        "HEADS": H,
+        "GROUP": group,
+        "DIM": D,
+        "VALUE_DIM": value_dim,
+        "PAGE_SIZE": sequences.page_size,
+        "ROWS": rows,
+        "KEYS": 32 if wide else rows,
+        "CHUNK": sequences.chunk,
+        "DIM_BLOCK": dim_block(D),
+        "VALUE_BLOCK": dim_block(value_dim),
+        "WINDOW": scores.window or 0,
+        "SOFTCAP": scores.softcap or 0.0,
+        "HAS_SINKS": sinks is not None,
+        "num_warps": _warps(q, max(D, value_dim)),
+        "num_stages": _stages(q, wide),
         **UNFUSED,
-    )
+    }
+    scale = scores.scale * LOG2_E
+    if is_split(sequences, tiles * kv_heads):
+        attend_split(sequences, tensors, scale, strides, options)
+        return out, lse
+    grid = tiles, kv_heads, len(sequences)
+    _attention_kernel[grid](*sequences.arguments(), *tensors, scale, *strides, **options)
     return out, lse
+
+
+def _warps(q: Tensor, dim: int) -> int:
+    """As many as hold a chunk's sums and those before it in registers."""
+    return 8 if dim > 128 or (dim > 64 and q.dtype != torch.float32) else 4
 
 
 def _stages(q: Tensor, wide: bool) -> int:
@@ -210,7 +190,7 @@ class TritonAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         layout: AttentionLayout,
-        scores: Scores,
+        scores: ScoreRule,
     ) -> Tensor:
         out, lse = blockwise_attention(q, k, v, Sequences.of(layout), scores, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
@@ -234,7 +214,7 @@ def paged_attention(
     cache_seqlens: Tensor,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
-    scores: Scores,
+    scores: ScoreRule,
     page_size: int,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.triton.attention_tiles import (
     Sequences,
     capped,
@@ -235,7 +235,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     layout: AttentionLayout,
-    scores: Scores,
+    scores: ScoreRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention in which no key row is used twice, from its output and log-sum-exp.
 
@@ -263,7 +263,7 @@ def attention_backward(
         "VALUE_BLOCK": dim_block(value_dim),
         "WINDOW": scores.window or 0,
         "SOFTCAP": scores.softcap or 0.0,
-        "num_warps": 8 if pipelined else 4,
+        "num_warps": 8 if pipelined or q.dtype == torch.float32 else 4,
         "num_stages": 2 if pipelined else 1,
         **UNFUSED,
     }
@@ -272,6 +272,8 @@ def attention_backward(
     _query_grad_kernel[row_tiles](
         *sequences.arguments(), q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
     )
+    # Half a tile of queries at a time, where the whole would not fit into registers.
+    options["ROWS"] = 32 if pipelined and widest == 128 else size
     key_tiles = (triton.cdiv(max(layout.key_lens), size), kv_heads, len(sequences))
     _key_grad_kernel[key_tiles](
         *sequences.arguments(),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onpolicy.contract import ATTENTION_CHUNK
 from onpolicy.ops.layouts import AttentionLayout
 from onpolicy.ops.triton.device import next_power_of_2
 
@@ -48,6 +49,16 @@ class Sequences:
         sequences: Sequences = layout.plans[Sequences]
         return sequences
 
+    @property
+    def chunk(self) -> int:
+        """Keys that are summed apart."""
+        return ATTENTION_CHUNK
+
+    @property
+    def max_chunks(self) -> int:
+        """Upper bound on the chunks of a sequence's keys, from the width of the page table alone."""
+        return -(-self.page_table.shape[1] * self.page_size // self.chunk)
+
     def arguments(self) -> tuple[Any, ...]:
         """What every attention kernel takes first."""
         return self.page_table, self.key_lens, self.query_starts, self.page_table.stride(0)
@@ -64,7 +75,7 @@ def row_positions(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of every row of a tile: query token, head in its group, position, and whether it exists.
+    """Query token, head in its group, position, and whether it exists, of every row of a tile.
 
     Rows past the end repeat the last token: they see a key, so nothing in them is 0 / 0.
     """

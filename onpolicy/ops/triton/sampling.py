@@ -1,8 +1,11 @@
-"""Sampling by inverting the cumulative distribution, one row at a time.
+"""Sampling by inverting the cumulative distribution, and the uniform numbers that decide it.
 
-Row invariance: one thread block walks one row in blocks of columns from 0, in float64, twice: for
-the total and for the first token beyond the threshold. A token depends on its own log-probabilities
-and its own uniform number. (`torch.cumsum` scans in other ways for other numbers of rows.)
+A row is cut into chunks of columns from 0. Every chunk is summed up in float64 by a program of its own,
+so that one row fills the device; then one program a row finds the chunk in which the cumulative
+probability exceeds the threshold, and the token in it.
+Row invariance: chunks and the order of their sums follow from the size of the vocabulary alone, so a
+token depends on its own log-probabilities and its own uniform number. (`torch.cumsum` scans in other
+ways for other numbers of rows.)
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
+from onpolicy.ops.uniform_numbers import FIRST, GAMMA, SECOND
 
-MAX_BLOCK = 1024
+MAX_CHUNK = 1024
 
 
 @triton.jit
@@ -24,43 +28,109 @@ def _probabilities(log_probs: tl.tensor, columns: tl.tensor, SIZE: tl.constexpr)
 
 
 @triton.jit
-def _sample_kernel(
+def _sums_kernel(
     log_probs: tl.tensor,
+    sums: tl.tensor,
+    SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    total = tl.sum(_probabilities(log_probs + row * SIZE, columns, SIZE), 0)
+    tl.store(sums + row * CHUNKS + chunk, total)
+
+
+@triton.jit
+def _draw_kernel(
+    log_probs: tl.tensor,
+    sums: tl.tensor,
     uniform: tl.tensor,
     tokens: tl.tensor,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    log_probs += row * SIZE
-    total = tl.full((), 0.0, dtype=tl.float64)
-    for start in range(0, SIZE, BLOCK):
-        total += tl.sum(_probabilities(log_probs, start + tl.arange(0, BLOCK), SIZE), 0)
-    threshold = tl.load(uniform + row) * total
-    before = tl.full((), 0.0, dtype=tl.float64)
-    count = tl.full((), 0, dtype=tl.int64)
-    for start in range(0, SIZE, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        probabilities = _probabilities(log_probs, columns, SIZE)
-        is_below = (before + tl.cumsum(probabilities, 0) <= threshold) & (columns < SIZE)
-        count += tl.sum(is_below.to(tl.int64), 0)
-        before += tl.sum(probabilities, 0)
-    tl.store(tokens + row, tl.minimum(count, SIZE - 1))
+    chunks = tl.arange(0, PADDED_CHUNKS)
+    ends = tl.cumsum(tl.load(sums + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=0.0), 0)
+    threshold = tl.load(uniform + row) * tl.max(ends, 0)
+    is_below = (ends <= threshold) & (chunks < CHUNKS - 1)
+    before = tl.max(tl.where(is_below, ends, 0.0), 0)
+    first = tl.sum(is_below.to(tl.int64), 0) * CHUNK
+    columns = first + tl.arange(0, CHUNK)
+    cumulative = before + tl.cumsum(_probabilities(log_probs + row * SIZE, columns, SIZE), 0)
+    count = tl.sum(((cumulative <= threshold) & (columns < SIZE)).to(tl.int64), 0)
+    tl.store(tokens + row, tl.minimum(first + tl.minimum(count, CHUNK - 1), SIZE - 1))
+
+
+@triton.jit
+def _shift_right(x: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    return (x >> BITS) & ((1 << (64 - BITS)) - 1)
+
+
+@triton.jit
+def _splitmix64(
+    x: tl.tensor, GAMMA: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+) -> tl.tensor:
+    x = x + GAMMA
+    x = (x ^ _shift_right(x, 30)) * FIRST
+    x = (x ^ _shift_right(x, 27)) * SECOND
+    return x ^ _shift_right(x, 31)
+
+
+@triton.jit
+def _uniform_kernel(
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    numbers: tl.tensor,
+    count: int,
+    GAMMA: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = _splitmix64(tl.load(seeds + rows, mask=rows < count, other=0), GAMMA, FIRST, SECOND)
+    state += tl.load(positions + rows, mask=rows < count, other=0)
+    state = _splitmix64(state, GAMMA, FIRST, SECOND)
+    tl.store(numbers + rows, _shift_right(state, 11).to(tl.float64) / (1 << 53), mask=rows < count)
 
 
 def sample(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """See `Operators.sample`."""
     rows, size = log_probs.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=log_probs.device)
-    if rows:
-        block = min(MAX_BLOCK, next_power_of_2(size))
-        _sample_kernel[(rows,)](
-            whole(log_probs),
-            uniform.contiguous(),
-            tokens,
-            SIZE=size,
+    if not rows:
+        return tokens
+    chunk = min(MAX_CHUNK, next_power_of_2(size))
+    chunks = triton.cdiv(size, chunk)
+    log_probs = whole(log_probs)
+    sums = torch.empty(rows, chunks, dtype=torch.float64, device=log_probs.device)
+    sizes = {"SIZE": size, "CHUNKS": chunks, "CHUNK": chunk, "num_warps": 4, **UNFUSED}
+    _sums_kernel[(rows, chunks)](log_probs, sums, **sizes)
+    padded = next_power_of_2(chunks)
+    _draw_kernel[(rows,)](
+        log_probs, sums, uniform.contiguous(), tokens, PADDED_CHUNKS=padded, **sizes
+    )
+    return tokens
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """See `Operators.uniform`."""
+    numbers = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
+    count, block = seeds.numel(), 256
+    if count:
+        _uniform_kernel[(triton.cdiv(count, block),)](
+            seeds.contiguous(),
+            positions.to(torch.int64).contiguous(),
+            numbers,
+            count,
+            GAMMA=GAMMA,
+            FIRST=FIRST,
+            SECOND=SECOND,
             BLOCK=block,
-            num_warps=4,
             **UNFUSED,
         )
-    return tokens
+    return numbers

@@ -19,12 +19,28 @@ Measure = Callable[[], float]
 def alternate(measures: Mapping[str, Measure], repetitions: int) -> dict[str, Any]:
     """Warm both up, measure in turns, and compare medians: each by its name, and `ratio`."""
     measured = take_turns(list(measures.values()), 1, repetitions)
-    runs = dict(zip(measures, measured, strict=True))
+    return compare(dict(zip(measures, measured, strict=True)))
+
+
+def compare(runs: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians of each, and `ratio`, of the first to the second: the median of neighbours'.
+
+    The first's ratio to each further one is in `ratio_to`, by its name.
+    """
+    first, second, *further = runs.values()
     result: dict[str, Any] = {
-        kind: {"tokens_per_second": median(values), "runs": values} for kind, values in runs.items()
+        kind: {"tokens_per_second": median(values), "runs": list(values)}
+        for kind, values in runs.items()
     }
-    ratios = [first / second for first, second in zip(*measured, strict=True)]
-    return {**result, "ratio": median(ratios)}
+    result["ratio"] = _ratio(first, second)
+    if further:
+        names = list(runs)[2:]
+        result["ratio_to"] = {name: _ratio(first, runs[name]) for name in names}
+    return result
+
+
+def _ratio(first: Sequence[float], second: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(first, second, strict=True))
 
 
 def take_turns(

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from transformers import PretrainedConfig
+
 from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.run.bench.cells import decode_work, fit_decode, require_cells
 from onpolicy.run.bench.schedules import schedules
-from onpolicy.run.bench.setting import backends, make_train_config, setting
-from onpolicy.run.duration import bench_work, say_how_long
-from onpolicy.run.engine_specs import rollout_spec
-from onpolicy.run.input_checks import check_layout
-from onpolicy.run.lengths import fit_bench
-from onpolicy.run.memory import ProcessMemory, RunMemory
-from onpolicy.run.memory_checks import require_cache, require_memory
+from onpolicy.run.bench.setting import backends, kinds, make_train_config, setting
+from onpolicy.run.launch.duration import Work, bench_work, say_how_long
+from onpolicy.run.launch.engine_specs import rollout_spec
+from onpolicy.run.launch.input_checks import check_layout
+from onpolicy.run.launch.lengths import fit_bench
+from onpolicy.run.launch.memory_checks import require_cache, require_memory
+from onpolicy.run.launch.process_memory import ProcessMemory, RunMemory
 
 
 def check_inputs(config: BenchConfig) -> BenchConfig:
     """What is measured. Raises ConfigError for whatever an engine could not run; starts nothing."""
     hf_config = load_config(config.model.hf_checkpoint)
-    config = fit_bench(config, hf_config)
+    fit = fit_decode if config.what == "decode" else fit_bench
+    config = fit(config, hf_config)
     name, sampled = "--max-new-tokens", config.max_new_tokens
     if config.longest_response is not None:
         name, sampled = "--longest-response", config.longest_response
@@ -55,26 +59,35 @@ def check_inputs(config: BenchConfig) -> BenchConfig:
         require_fit(config.model.hf_checkpoint, hf_config)
         if config.what != "step":
             require_cache(spec)
-        ranks = 0 if config.what == "rollout" else config.cluster.num_ranks
+        ranks = 0 if config.what in ("rollout", "decode") else config.cluster.num_ranks
         servers = 0 if config.what == "step" else config.engines.rollout_num_engines
         size = ModelSize.of(hf_config)
         memory = RunMemory(train_config, hf_config, spec, size)
         held = processes(config, memory, ranks, servers)
         require_memory(held, contract.device, ray_address=config.cluster.ray_address)
-        at_once = (spec.cache_tokens or MAX_CONCURRENCY * length) // spec.needed_tokens
-        say_how_long(bench_work(config, num_measured(config), at_once), size, contract.device)
+        say_how_long(_work(config, hf_config, spec), size, contract.device)
         flags.require_passed()
     return config
 
 
-def num_measured(config: BenchConfig) -> int:
+def _work(config: BenchConfig, hf_config: PretrainedConfig, spec: EngineSpec) -> Work:
+    count, context = num_measured(config, spec.contract.device), hf_config.max_position_embeddings
+    if config.what == "decode":
+        return decode_work(config, require_cells(config, context, spec.cache_tokens), count)
+    room = spec.cache_tokens or MAX_CONCURRENCY * spec.longest_sequence
+    return bench_work(config, count, room // spec.needed_tokens)
+
+
+def num_measured(config: BenchConfig, device: str) -> int:
     """Things that are measured side by side: kinds of operators, training engines, or schedules."""
-    return 2 if config.longest_response is None else len(schedules(config))
+    if config.longest_response is not None:
+        return len(schedules(config))
+    return len(kinds(config, device))
 
 
 def processes(
     config: BenchConfig, memory: RunMemory, ranks: int, servers: int
 ) -> list[ProcessMemory]:
     """What so many ranks and servers of each thing that is measured hold: all are there at once."""
-    count = num_measured(config)
+    count = num_measured(config, memory.spec.contract.device)
     return memory.sides(count * ranks, count * servers)

@@ -11,7 +11,7 @@ from onpolicy.run.bench.stopwatch import BACKWARD, FORWARD, ROWS
 TOTAL = "step"
 
 Seconds = Mapping[tuple[str, str], float]
-"""Of the rows of one step, each FORWARD or BACKWARD; see `Stopwatch`."""
+"""Seconds of the rows of one step, each FORWARD or BACKWARD; see `Stopwatch`."""
 
 
 def profile(

@@ -5,7 +5,21 @@ from __future__ import annotations
 import random
 
 from onpolicy.config.tools import BenchConfig
-from onpolicy.types import Prompt, SamplingParams
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.types import Prompt, Request, SamplingParams
+
+
+def random_requests(config: BenchConfig, vocab_size: int) -> list[Request]:
+    """One for each of `random_prompts`, with the seed of its number."""
+    params = sampling_params(config)
+    return [
+        Request(
+            prompt_ids=prompt.prompt_ids,
+            sampling_seed=sampling_seed("bench", prompt.index),
+            params=params,
+        )
+        for prompt in random_prompts(config, vocab_size)
+    ]
 
 
 def random_prompts(config: BenchConfig, vocab_size: int) -> list[Prompt]:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.sglang_flags import max_total_tokens
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.outputs.directory import versions
-from onpolicy.rollout.engine_args import MAX_CONCURRENCY
-from onpolicy.run.contracts import contract_for
-from onpolicy.run.placement import share_of_cores
+from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.host_shares import share_of_cores, token_bytes
 
 KINDS = ("aligned", "stock")
 
+DETERMINISTIC = "deterministic"
+"""SGLang's own --enable-deterministic-inference, which needs attention kernels of a GPU."""
+
+PART_OF_GPU = 0.25
+"""The part of a GPU's memory for the cache of each server that is measured: they share it."""
+
 Backend = groups.TrainBackend
+
+
+def kinds(config: BenchConfig, device: str) -> tuple[str, ...]:
+    """The kinds of the servers that are measured."""
+    compares_deterministic = config.what == "decode" and device == "cuda"
+    return (*KINDS, DETERMINISTIC) if compares_deterministic else KINDS
 
 
 def setting(
@@ -26,13 +40,29 @@ def setting(
 ) -> tuple[TrainConfig, NumericsContract]:
     """What an engine is made from."""
     train_config = make_train_config(config, kind, backend)
-    return train_config, contract_for(train_config, hf_config, aligned=kind == "aligned")
+    contract = contract_for(train_config, hf_config, aligned=kind == "aligned")
+    args = (*train_config.sglang_args, *_cache_flags(config, hf_config, contract))
+    return replace(train_config, sglang_args=args), contract
+
+
+def _cache_flags(
+    config: BenchConfig, hf_config: PretrainedConfig, contract: NumericsContract
+) -> tuple[str, ...]:
+    """On a GPU the cache that the requests need, or its part of the memory; SGLang would take all."""
+    if contract.device != "cuda" or max_total_tokens(config.sglang_args):
+        return ()
+    one = config.prompt_len + config.max_new_tokens + CACHE_MARGIN
+    room = PART_OF_GPU * torch.cuda.get_device_properties(0).total_memory
+    prompts, samples = _batch(config)
+    tokens = min(prompts * samples * one, int(room) // token_bytes(hf_config, contract))
+    return ("--max-total-tokens", str(max(one, tokens)))
 
 
 def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
     """A run on one kind of operators, with this command's flags."""
     is_aligned = kind == "aligned"
     prompts, samples = _batch(config)
+    mode = ("--enable-deterministic-inference",) if kind == DETERMINISTIC else ()
     return TrainConfig(
         model=groups.ModelConfig(
             hf_checkpoint=config.model.hf_checkpoint, dtype=config.model.dtype
@@ -52,7 +82,7 @@ def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp")
         fallback=groups.FallbackConfig(use_tis=config.what == "loop" and not is_aligned),
         parity=groups.ParityConfig(true_on_policy_mode=is_aligned, parity_policy="warn"),
         operators=config.operators if is_aligned else groups.OperatorsConfig(),
-        sglang_args=config.sglang_args,
+        sglang_args=(*config.sglang_args, *mode),
     )
 
 
@@ -60,7 +90,7 @@ def _batch(config: BenchConfig) -> tuple[int, int]:
     """Prompts of a rollout, and samples of each."""
     if config.what == "loop":
         return config.num_prompts, config.n_samples_per_prompt
-    if config.what == "rollout":
+    if config.what in ("rollout", "decode"):
         return config.num_prompts, 1
     return max(1, max(config.num_tokens) // (config.prompt_len + config.max_new_tokens)), 1
 

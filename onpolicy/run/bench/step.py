@@ -15,9 +15,11 @@ from onpolicy.run.bench.alternate import Measure, alternate
 from onpolicy.run.bench.profile import Seconds, profile, table
 from onpolicy.run.bench.setting import KINDS, Backend, backends, setting, settings
 from onpolicy.run.bench.stopwatch import watching
-from onpolicy.run.placement import share_of_cores
-from onpolicy.train import Trainer, make_trainer
-from onpolicy.types import Completion, FinishReason, Prompt, Sample, TrainSample
+from onpolicy.run.launch.host_shares import share_of_cores
+from onpolicy.train import make_trainer
+from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.trajectory import Completion, FinishReason, Trajectory
+from onpolicy.types import Prompt, Sample, TrainSample
 
 
 def bench_step(config: BenchConfig) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
 
 
 def _measured(
-    trainers: Mapping[str, Trainer], num_tokens: int, config: BenchConfig, threads: int
+    trainers: Mapping[str, PolicyTrainer], num_tokens: int, config: BenchConfig, threads: int
 ) -> dict[str, Any]:
     """Both sides in turns on so many tokens; a profile is a measurement of its own."""
     measures = {
@@ -73,7 +75,11 @@ def _measured(
 
 
 def step_measure(
-    trainer: Trainer, num_tokens: int, config: BenchConfig, torch_threads: int, rate: float = 0.0
+    trainer: PolicyTrainer,
+    num_tokens: int,
+    config: BenchConfig,
+    torch_threads: int,
+    rate: float = 0.0,
 ) -> Measure:
     """One optimizer step on made-up samples, at a learning rate that changes nothing by itself."""
     import torch
@@ -84,7 +90,7 @@ def step_measure(
     samples = [
         TrainSample(
             sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config),
-            advantage=rng.uniform(-1, 1),
+            advantages=[rng.uniform(-1, 1)] * config.max_new_tokens,
         )
         for _ in range(num_tokens // length)
     ]
@@ -99,7 +105,7 @@ def step_measure(
     return measure
 
 
-def _watched(trainer: Trainer, measure: Measure, vocab_size: int) -> Callable[[], Seconds]:
+def _watched(trainer: PolicyTrainer, measure: Measure, vocab_size: int) -> Callable[[], Seconds]:
     def watched() -> Seconds:
         with watching(trainer, vocab_size) as watch:
             measure()
@@ -113,8 +119,9 @@ def _made_up(token_ids: list[int], config: BenchConfig) -> Sample:
         response_ids=token_ids[config.prompt_len :],
         rollout_log_probs=[-1.0] * config.max_new_tokens,
         finish_reason=FinishReason.LENGTH,
-        weight_version="0",
+        weight_version=0,
         num_cached_tokens=0,
     )
     prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
-    return Sample(prompt=prompt, sample_index=0, completion=completion)
+    trajectory = Trajectory.begin(prompt.prompt_ids, temperature=1.0).plus(completion)
+    return Sample(prompt=prompt, sample_index=0, trajectory=trajectory)

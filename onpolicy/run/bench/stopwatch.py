@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops import Operators
 from onpolicy.ops.partial import OPERATORS
-from onpolicy.train import Trainer
+from onpolicy.train.policy_trainer import PolicyTrainer
 
 HEAD, MODEL, LOSS, NORM, OPTIMIZER, REST = (
     "head",
@@ -36,7 +36,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """Of a row and FORWARD or BACKWARD."""
+        """Seconds of each row, FORWARD or BACKWARD."""
 
         self._open: list[tuple[str, str]] = []
         self._since = 0.0
@@ -55,7 +55,7 @@ class Stopwatch:
     def timed(
         self, row: str, function: Callable[..., Any], phase: str | None = None
     ) -> Callable[..., Any]:
-        """The same function, as a section."""
+        """The function, whose calls are sections."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             with self.section(row, phase):
@@ -71,36 +71,36 @@ class Stopwatch:
 
 
 @contextmanager
-def watching(trainer: Trainer, vocab_size: int) -> Iterator[Stopwatch]:
+def watching(trainer: PolicyTrainer, vocab_size: int) -> Iterator[Stopwatch]:
     """Time what `trainer` does meanwhile, an engine of this process.
 
     Values stay what they are. Gradients do up to the order in which those of one tensor are added, since
     what an operator adds inside is added first.
     """
-    engine, watch = cast(Any, trainer), Stopwatch()
-    methods = {
-        "_accumulate_gradients": LOSS,
-        "_clip_gradients": NORM,
-        "_step_optimizer": OPTIMIZER,
-        "train": REST,
-    }
+    policy, watch = trainer.policy, Stopwatch()
+    methods = (
+        (policy, "accumulate_gradients", LOSS),
+        (policy, "clip_gradients", NORM),
+        (policy, "take_step", OPTIMIZER),
+        (trainer, "train", REST),
+    )
     with ExitStack() as stack:
-        for name, row in methods.items():
-            stack.callback(delattr, engine, name)
-            setattr(engine, name, watch.timed(row, getattr(engine, name)))
-        forward = engine.model.forward
-        stack.callback(setattr, engine.model, "forward", forward)
-        engine.model.forward = watch.timed(MODEL, forward)
+        for owner, name, row in methods:
+            stack.callback(delattr, owner, name)
+            setattr(owner, name, watch.timed(row, getattr(owner, name)))
+        forward = policy.module.forward
+        stack.callback(setattr, policy.module, "forward", forward)
+        policy.module.forward = watch.timed(MODEL, forward)
         backward = torch.autograd.backward  # what `Tensor.backward` and Megatron's schedules call
         stack.callback(setattr, torch.autograd, "backward", backward)
         torch.autograd.backward = watch.timed(MODEL, backward, BACKWARD)
-        stack.callback(engine._put_operators, engine.operators)
-        engine._put_operators(watched_operators(engine.operators, watch, vocab_size))
+        stack.callback(policy.use, trainer.operators)
+        policy.use(watched_operators(trainer.operators, watch, vocab_size))
         yield watch
 
 
 def watched_operators(operators: Operators, watch: Stopwatch, vocab_size: int) -> Operators:
-    """The same, whose calls and their backward passes are sections."""
+    """Operators whose calls and their backward passes are sections."""
     return cast(Operators, _Timed(operators, watch, vocab_size))
 
 

@@ -40,7 +40,7 @@ class RunState:
     """What `Ladder.state_dict` returned."""
 
     learning_rate: dict[str, Any]
-    """Of `LearningRate.state_dict`."""
+    """What `LearningRate.state_dict` returned."""
 
     prompts: str
     """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
@@ -181,5 +181,5 @@ def _read_record(file: Path) -> dict[str, Any]:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Of a record as its JSON is read back."""
+    """The digest of a record as its JSON is read back."""
     return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())

@@ -5,49 +5,33 @@ Its weights may be gone by the time of a resume, so it is kept and not drawn aga
 
 from __future__ import annotations
 
-import base64
 import json
+import logging
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
-from annotated_types import Ge, Len
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from onpolicy.config import TrainConfig, settings
 from onpolicy.errors import ConfigError
+from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.run.ahead import Drawing
 from onpolicy.run.sampler import Rollout, Sampler
+from onpolicy.run.saving.checkpoint import Checkpoint
 from onpolicy.system.records import CLOSED, checked
-from onpolicy.types import Completion, FinishReason, Prompt, Sample, SampleGroup, Span
+from onpolicy.types import Prompt, Sample, SampleGroup
+
+logger = logging.getLogger(__name__)
 
 FILE = "rollouts.json"
-
-Count = Annotated[int, Ge(0)]
-
-
-@with_config(CLOSED)
-class _Completion(TypedDict):
-    response_ids: str
-    """int32 [R], packed."""
-    rollout_log_probs: str
-    """float64 [R], packed."""
-    finish_reason: str
-    weight_version: str
-    num_cached_tokens: Count
-    routed_experts: Annotated[list[Count | str], Len(3, 3)] | None
-    """Rows, columns, and as many int32 numbers, packed."""
-    spans: list[Annotated[list[str | Count], Len(3, 3)]]
-    """Version, start and end."""
 
 
 @with_config(CLOSED)
 class _Sample(TypedDict):
-    completion: _Completion
+    trajectory: TrajectoryRecord
     response: str
     reward: float
     reward_parts: dict[str, float]
@@ -63,7 +47,7 @@ class _Group(TypedDict):
 @with_config(CLOSED)
 class _OpenGroup(TypedDict):
     number: Count
-    completions: list[_Completion | None]
+    trajectories: list[TrajectoryRecord]
 
 
 @with_config(CLOSED)
@@ -81,6 +65,21 @@ class _Record(TypedDict):
 
 
 _SHAPE = TypeAdapter(_Record)
+
+
+def is_the_same_run(config: TrainConfig, prompts: str, resumed: Checkpoint) -> bool:
+    """Whether what a checkpoint holds of rollouts is what this run would have drawn; says so if not.
+
+    `prompts`: their digest.
+    """
+    if resumed.state.prompts == prompts and not settings.changes(resumed.config, config):
+        return True
+    if (resumed.directory / FILE).exists():
+        logger.warning(
+            "what %s holds of rollouts was drawn under other settings: it is drawn again",
+            resumed.directory,
+        )
+    return False
 
 
 def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
@@ -125,25 +124,26 @@ def _take(record: _Record, sampler: Sampler, rollouts: Drawing) -> None:
 
 
 def _open_group(group: OpenGroup) -> dict[str, Any]:
-    so_far = [None if c is None else _completion(c) for c in group.completions]
-    return {"number": group.number, "completions": so_far}
+    so_far = [write(episode.turns.trajectory) for episode in group.episodes]
+    return {"number": group.number, "trajectories": so_far}
 
 
 def _read_open_group(sampler: Sampler, record: _OpenGroup) -> OpenGroup:
     group = sampler.open_group(record["number"])
-    if len(record["completions"]) != len(group.completions):
+    if len(record["trajectories"]) != len(group.episodes):
         raise ValueError(
-            f"completions of group {record['number']}: {len(record['completions'])}, and a group has "
-            f"{len(group.completions)}"
+            f"trajectories of group {record['number']}: {len(record['trajectories'])}, and a group has "
+            f"{len(group.episodes)}"
         )
-    group.completions = [None if c is None else _read_completion(c) for c in record["completions"]]
+    for episode, trajectory in zip(group.episodes, record["trajectories"], strict=True):
+        episode.resume(read(trajectory))
     return group
 
 
 def _group(group: SampleGroup) -> dict[str, Any]:
     samples = [
         {
-            "completion": _completion(sample.completion),
+            "trajectory": write(sample.trajectory),
             "response": sample.response,
             "reward": sample.reward,
             "reward_parts": sample.reward_parts,
@@ -161,7 +161,7 @@ def _read_group(prompts: Sequence[Prompt], record: _Group) -> SampleGroup:
         Sample(
             prompt=prompt,
             sample_index=i,
-            completion=_read_completion(each["completion"]),
+            trajectory=read(each["trajectory"]),
             response=each["response"],
             reward=each["reward"],
             reward_parts=each["reward_parts"],
@@ -169,59 +169,3 @@ def _read_group(prompts: Sequence[Prompt], record: _Group) -> SampleGroup:
         for i, each in enumerate(record["samples"])
     ]
     return SampleGroup(prompt=prompt, samples=samples, number=record["number"])
-
-
-def _completion(completion: Completion) -> dict[str, Any]:
-    experts = completion.routed_experts
-    return {
-        "response_ids": _packed(np.array(completion.response_ids, dtype="<i4")),
-        "rollout_log_probs": _packed(np.array(completion.rollout_log_probs, dtype="<f8")),
-        "finish_reason": str(completion.finish_reason),
-        "weight_version": completion.weight_version,
-        "num_cached_tokens": completion.num_cached_tokens,
-        "routed_experts": None if experts is None else [*experts.shape, _packed(experts)],
-        "spans": [astuple(span) for span in completion.spans],
-    }
-
-
-def _read_completion(record: _Completion) -> Completion:
-    response_ids = _unpacked(record["response_ids"], "<i4").tolist()
-    rollout_log_probs = _unpacked(record["rollout_log_probs"], "<f8").tolist()
-    if len(response_ids) != len(rollout_log_probs):
-        raise ValueError(
-            f"response_ids are {len(response_ids)} and rollout_log_probs {len(rollout_log_probs)}: a "
-            "token has one"
-        )
-    return Completion(
-        response_ids=response_ids,
-        rollout_log_probs=rollout_log_probs,
-        finish_reason=FinishReason(record["finish_reason"]),
-        weight_version=record["weight_version"],
-        num_cached_tokens=record["num_cached_tokens"],
-        routed_experts=_read_experts(record["routed_experts"]),
-        spans=tuple(_read_span(span, len(response_ids)) for span in record["spans"]),
-    )
-
-
-def _read_experts(record: Sequence[int | str] | None) -> NDArray[np.int32] | None:
-    match record:
-        case None:
-            return None
-        case [int(rows), int(columns), str(packed)]:
-            return _unpacked(packed, "<i4").reshape(rows, columns)
-    raise ValueError(f"routed_experts={str(record)[:60]}: must be rows, columns and their numbers")
-
-
-def _read_span(record: Sequence[str | int], num_tokens: int) -> Span:
-    match record:
-        case [str(version), int(start), int(end)] if start <= end <= num_tokens:
-            return Span(version=version, start=start, end=end)
-    raise ValueError(f"span={record}: must be a version, a start and an end up to {num_tokens}")
-
-
-def _packed(values: NDArray[Any]) -> str:
-    return base64.b64encode(values.tobytes()).decode()
-
-
-def _unpacked(text: str, dtype: str) -> NDArray[Any]:
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)

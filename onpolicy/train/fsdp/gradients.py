@@ -9,7 +9,7 @@ that computes every micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,12 +26,12 @@ NOTHING = -0.0
 
 @dataclass(slots=True)
 class Turn:
-    """Which micro-batch a rank computes."""
-
-    is_first: bool = True
-    """Of an optimizer step."""
+    """The micro-batch that a rank computes, and what those before it have added up to."""
 
     is_filler: bool = False
+
+    sums: dict[object, Tensor] = field(default_factory=dict)
+    """The sums of this optimizer step, by who adds; they are the gradients' memory, and go with them."""
 
 
 def sum_gradients(model: nn.Module, *, in_order: bool) -> Turn:
@@ -53,14 +53,13 @@ def sum_gradients(model: nn.Module, *, in_order: bool) -> Turn:
 
 
 class OrderedReduceScatter(ReduceScatter):
-    """Of the gradients of one `fully_shard`ed module, on ranks that are more than one.
+    """Adds the gradients of one `fully_shard`ed module, on ranks that are more than one.
 
     As many bytes as a ring sends, and a buffer as large as the module's gradients in float32.
     """
 
     def __init__(self, turn: Turn):
         self.turn = turn
-        self._sum = torch.empty(0)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -80,6 +79,5 @@ class OrderedReduceScatter(ReduceScatter):
         if self.turn.is_filler:
             input_tensor.fill_(NOTHING)
         output_tensor.fill_(NOTHING)
-        if self.turn.is_first:
-            self._sum = output_tensor
-        distributed.add_in_order(self._sum, input_tensor, group)
+        total = self.turn.sums.setdefault(self, output_tensor)
+        distributed.add_in_order(total, input_tensor, group)

@@ -35,8 +35,11 @@ def make_optimizer(
 
 
 @torch.no_grad()
-def take_step(optimizer: torch.optim.AdamW, operators: Operators) -> None:
-    """`optimizer.step()`, to the same bits: on a CPU block by block, so that each reads memory once."""
+def take_step(optimizer: torch.optim.AdamW, operators: Operators, rate: float) -> None:
+    """`optimizer.step()` at a learning rate, to the same bits: on a CPU block by block, so that each
+    reads memory once."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     moved = [
         (parameter, group)
         for group in optimizer.param_groups

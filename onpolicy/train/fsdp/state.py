@@ -31,6 +31,6 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {"random_state": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors

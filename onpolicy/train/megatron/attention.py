@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onpolicy.ops import Operators, Scores
+from onpolicy.ops import Operators, ScoreRule
 from onpolicy.ops.base import rotate
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import gather_rows
@@ -58,7 +58,7 @@ class AlignedAttention(nn.Module):
         if self.rotates:
             q, k = rotated(operators, q, k, *local.angles)
         k, v = gather_rows(torch.cat((k, value), -1), self.context_group).chunk(2, -1)
-        scores = Scores(query.shape[-1] ** -0.5, self.window)
+        scores = ScoreRule(query.shape[-1] ** -0.5, self.window)
         parts = zip(q.chunk(len(local.layouts)), local.layouts, strict=True)
         return torch.cat([operators.attention(x, k, v, one, scores) for x, one in parts]).flatten(1)
 

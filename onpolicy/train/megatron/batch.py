@@ -37,7 +37,8 @@ class LocalTokens(PackedSeqParams):
     """int64 [1, T]: within each sequence"""
 
     layouts: tuple[AttentionLayout, ...]
-    """Of equal parts of the rows: one, or one for each chunk under context parallelism."""
+    """One layout for each of equal parts of the rows: one, or one for each chunk under context
+    parallelism."""
 
     angles: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the rotary embedding, [1, T, D]."""
@@ -152,7 +153,7 @@ class _ZigzagPlan:
         )
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """Of every padded token: the rank that holds it, and its row there."""
+        """The rank that holds each padded token, and its row there."""
         owner = torch.empty(self.num_tokens, dtype=torch.int64)
         row = torch.empty(self.num_tokens, dtype=torch.int64)
         for rank in range(self.ranks):
@@ -161,7 +162,8 @@ class _ZigzagPlan:
         return owner, row
 
     def layouts(self, rank: int, device: torch.device) -> tuple[AttentionLayout, AttentionLayout]:
-        """Of a rank's first and second chunks, over the keys of all ranks in the ranks' order."""
+        """The layouts of a rank's first and second chunks, over the keys of all ranks in the ranks'
+        order."""
         owner, row = self.owners()
         stored = owner * (self.num_tokens // self.ranks) + row
         longest = 2 * self.ranks * max(self.chunk_lens)

@@ -49,7 +49,7 @@ class AlignedConfig(TransformerConfig):
     """What every module computes with; another contract's may be put here between rollouts."""
 
     windows: tuple[int | None, ...] = ()
-    """Of every layer: keys that a query sees at most, or None."""
+    """Keys that a query of each layer sees at most, or None."""
 
     row_parallel_blocks: int = 1
     """The contract's."""

@@ -22,19 +22,38 @@ Dispatch = Callable[[Tensor, Tensor, int, Compute, dist.ProcessGroup], Tensor]
 """(x [T, H], experts int64 [T, k], experts per rank, compute, group) -> float32 [T * k, ...]."""
 
 
+class Exchange:
+    """The way of rows to the ranks of their experts, sorted by these, and back; collective."""
+
+    def __init__(self, experts: Tensor, per_rank: int, group: dist.ProcessGroup):
+        """experts: int64 [T, k]; `per_rank` of them are on each rank of `group`."""
+        self.group = group
+        chosen, self.order = experts.reshape(-1).sort(stable=True)
+        counts = torch.bincount(chosen // per_rank, minlength=group.size())
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=group)
+        self._send, self._receive = counts.tolist(), arriving.tolist()
+        self.experts = self.there(chosen % per_rank)
+        """int64 [S]: of the rows that arrive here, which of this rank's experts each wants."""
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Send this rank's rows, in `order`, to the ranks that compute them: [T * k, ...] -> [S,
+        ...]."""
+        return exchange_rows(rows, self._send, self._receive, self.group)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The inverse of `there`."""
+        return exchange_rows(rows, self._receive, self._send, self.group)
+
+
 def all_to_all(
     x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
 ) -> Tensor:
     """Every row goes to the rank of its expert, and to no other."""
-    k = experts.shape[1]
-    chosen, order = experts.reshape(-1).sort(stable=True)
-    counts = torch.bincount(chosen // per_rank, minlength=group.size())
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=group)
-    send, receive = counts.tolist(), arriving.tolist()
-    rows = exchange_rows(x[order // k], send, receive, group)
-    local = exchange_rows(chosen % per_rank, send, receive, group)
-    results = exchange_rows(compute(rows, local), receive, send, group)
+    exchange = Exchange(experts, per_rank, group)
+    order = exchange.order
+    rows = exchange.there(x[order // experts.shape[1]])
+    results = exchange.back(compute(rows, exchange.experts))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=x.device)
     return results[back]

@@ -85,11 +85,12 @@ FAMILIES: dict[str, Family] = {
         shared_expert="shared_experts",
     ),
 }
-"""By the name of the class in transformers."""
+"""The families, by the name of the class in transformers."""
 
 
 def family_of(config: Any) -> Family:
-    """Of a Hugging Face configuration. Raises ConfigError for an architecture not in the table."""
+    """The family of a Hugging Face configuration. Raises ConfigError for one that is not in the
+    table."""
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     if architecture not in FAMILIES:
         raise ConfigError(

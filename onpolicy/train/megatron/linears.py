@@ -73,7 +73,7 @@ class AlignedRowLinear(RowParallelLinear):
 
 
 class WholeLinear(nn.Module):
-    """The same on every tensor-parallel rank, for the tokens that are there."""
+    """A linear that every tensor-parallel rank holds whole, for the tokens that are there."""
 
     def __init__(self, config: AlignedConfig, input_size: int, output_size: int):
         super().__init__()

@@ -1,7 +1,8 @@
-"""From a run's flags to a Megatron trainer: checks first, then groups, then weights."""
+"""From a run's flags to Megatron as a training engine: checks first, then groups."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.version import require_megatron
 
 if TYPE_CHECKING:
-    from onpolicy.train.megatron.trainer import MegatronTrainer
+    from onpolicy.train.engine import TrainingEngine
 
 
 def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract) -> None:
@@ -27,10 +28,8 @@ def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsCo
     _layout(config, hf_config).check(hf_config, contract, config.cluster.num_ranks)
 
 
-def make_megatron_trainer(
-    config: TrainConfig, contract: NumericsContract, num_threads: int
-) -> MegatronTrainer:
-    """Make Megatron's groups of the ranks, once, and load the model into them."""
+def megatron_engine(config: TrainConfig, contract: NumericsContract) -> TrainingEngine:
+    """Make Megatron's groups of the ranks, once; models are loaded into them."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     layout = _layout(config, hf_config)
     layout.check(hf_config, contract, distributed.world_size())
@@ -39,12 +38,12 @@ def make_megatron_trainer(
     from megatron.core import parallel_state
 
     from onpolicy.train.megatron.parallel import initialize
-    from onpolicy.train.megatron.trainer import MegatronTrainer
+    from onpolicy.train.megatron.sharded_model import MegatronModel
 
     if not parallel_state.model_parallel_is_initialized():
         initialize(layout)
     distributed.use_data_group(parallel_state.get_data_parallel_group())
-    return MegatronTrainer(config, contract, num_threads, layout)
+    return partial(MegatronModel, config, contract, layout)
 
 
 def _layout(config: TrainConfig, hf_config: PretrainedConfig) -> MegatronLayout:

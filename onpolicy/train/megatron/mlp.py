@@ -40,7 +40,7 @@ class AlignedMLP(MLP):
 
 
 class WholeMLP(nn.Module):
-    """The same on every tensor-parallel rank, for the tokens that are there."""
+    """An MLP that every tensor-parallel rank holds whole, for the tokens that are there."""
 
     def __init__(self, config: AlignedConfig, size: int):
         super().__init__()

@@ -33,7 +33,7 @@ from transformers import PretrainedConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops.base import Operators
-from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.log_probs import Scores, token_log_probs
 from onpolicy.ops.vocab_parallel import VocabParallel
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.batch import LocalTokens
@@ -48,7 +48,7 @@ from onpolicy.train.megatron.norm import AlignedNorm, JoinedHeadsNorm
 
 
 class PolicyGptModel(GPTModel):
-    """One pipeline stage. The last one returns (log_probs, entropy), the others hidden states."""
+    """One pipeline stage. The last one returns scores, the others hidden states."""
 
     config: AlignedConfig
 
@@ -85,7 +85,7 @@ class PolicyGptModel(GPTModel):
 
     def _postprocess(
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | Scores:
         if not self.post_process:
             return hidden_states
         local, group = packed_seq_params, self.tp_group
@@ -96,7 +96,7 @@ class PolicyGptModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert self.config.operators is not None and self.config.hf_config is not None
-        log_probs, entropy = token_log_probs(
+        scores = token_log_probs(
             self.config.operators,
             hidden[:, 0][local.rows],
             weight,
@@ -106,9 +106,9 @@ class PolicyGptModel(GPTModel):
             VocabParallel(self.config.hf_config.vocab_size, group),
         )
         if local.order is None:
-            return log_probs, entropy
-        both = [share_rows(values, self.cp_group)[local.order] for values in (log_probs, entropy)]
-        return both[0], both[1].detach()
+            return scores
+        log_probs, entropy = (share_rows(x, self.cp_group)[local.order] for x in scores)
+        return Scores(log_probs, entropy.detach())
 
 
 def block_spec(config: AlignedConfig) -> TransformerBlockSubmodules:
@@ -171,16 +171,14 @@ def build_model(
     return model
 
 
-def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | tuple[Tensor, Tensor]:
+def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | Scores:
     """The forward step of one micro-batch, for Megatron's schedules or alone.
 
-    Returns (log_probs float32 [R], entropy float32 [R] without gradient) of the tokens asked for on
-    the last pipeline stage, on every tensor- and context-parallel rank alike; hidden states to send
-    on the other stages. Summed over context-parallel ranks, parameters get the gradient of a loss
-    that every one of them computes. `model` may be wrapped, as by DistributedDataParallel.
+    Returns the scores of the tokens asked for on the last pipeline stage, on every tensor- and
+    context-parallel rank alike; hidden states to send on the other stages. Summed over
+    context-parallel ranks, parameters get the gradient of a loss that every one of them computes.
+    `model` may be wrapped, as by DistributedDataParallel.
     """
     local = get_attr_wrapped_model(model, "localize")(batch)
-    result: Tensor | tuple[Tensor, Tensor] = model(
-        local.tokens, local.positions, None, packed_seq_params=local
-    )
+    result: Tensor | Scores = model(local.tokens, local.positions, None, packed_seq_params=local)
     return result

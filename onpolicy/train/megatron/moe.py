@@ -150,7 +150,7 @@ class AlignedExperts(nn.Module):
         return mix_outputs(self._results(x, chosen), weights, self.row_parallel)
 
     def _results(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
-        """Of every token's k choices: float32 [T * k, H] for each of this rank's blocks."""
+        """The results of every token's k choices: float32 [T * k, H] for each of this rank's blocks."""
         if self.group.size() == 1:
             rows = x[:, None].expand(-1, chosen.shape[1], -1).reshape(-1, x.shape[1])
             return self._outputs(rows, chosen.reshape(-1))

@@ -30,7 +30,8 @@ class AlignedNorm(nn.Module):
 
 
 class JoinedHeadsNorm(AlignedNorm):
-    """Of all `heads` of queries, or of keys, at once; every tensor-parallel rank has some of them."""
+    """A norm of all `heads` of queries, or of keys, at once; every tensor-parallel rank has some of
+    them."""
 
     def __init__(self, config: AlignedConfig, hidden_size: int, eps: float, heads: int):
         super().__init__(config, heads * hidden_size, eps)

@@ -58,7 +58,7 @@ def make_optimizer(
 
 
 def gradient_norm(optimizer: MegatronOptimizer, operators: Operators) -> float:
-    """Of all gradients of all ranks, once they are prepared; as `ChainedOptimizer.get_grad_norm`."""
+    """The norm of all prepared gradients of all ranks, as `ChainedOptimizer.get_grad_norm` has it."""
     shards: defaultdict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for part in optimizer.chained_optimizers:
         shards[part.get_grad_stats_parallel_group()] += part.get_main_grads_for_grad_norm()

@@ -10,7 +10,7 @@ from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.version import require_megatron
 
 SEED = 1234
-"""Of Megatron's generators, which nothing here draws from: there is no dropout."""
+"""The seed of Megatron's generators, which nothing here draws from: there is no dropout."""
 
 
 def initialize(layout: MegatronLayout) -> None:

@@ -15,17 +15,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from onpolicy.models.policy import PackedTokens
+from onpolicy.ops.log_probs import Scores
 from onpolicy.train.megatron.model import packed_forward
 
-Scores = tuple[Tensor, Tensor]
-"""(log_probs, entropy) of a micro-batch, both float32 [R]."""
-
-Loss = Callable[[int, Tensor, Tensor], Tensor]
-"""(number of the micro-batch, log_probs, entropy) -> its part of a sum over all micro-batches."""
+Loss = Callable[[int, Scores], Tensor]
+"""(number of the micro-batch, its scores) -> its part of a sum over all micro-batches."""
 
 
 def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Scores]:
-    """Log-probabilities and entropy of every micro-batch, without gradient, on every rank.
+    """The scores of every micro-batch, without gradient, on every rank.
 
     Ranks of a pipeline, and of tensor and context parallelism, pass the same micro-batches; all
     ranks pass equally many.
@@ -41,7 +39,7 @@ def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Scores]:
         if results:
             torch.stack(results[i], out=both)
         dist.broadcast(both, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        shared.append((both[0], both[1]))
+        shared.append(Scores(*both))
     return shared
 
 
@@ -64,11 +62,11 @@ def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -
         number, batch = next(numbered)
 
         def finish(scores: Scores) -> tuple[Tensor, Tensor, Scores]:
-            log_probs, entropy = scores
-            total = log_probs.new_zeros(()) if loss is None else loss(number, *scores)
+            log_probs = scores.log_probs
+            total = log_probs.new_zeros(()) if loss is None else loss(number, scores)
             # A loss is a sum with its own shares: 0 tokens keep Megatron from dividing it.
             tokens = torch.zeros((), dtype=torch.int, device=log_probs.device)
-            return total, tokens, (log_probs.detach(), entropy)
+            return total, tokens, scores._replace(log_probs=log_probs.detach())
 
         return packed_forward(model, batch), finish
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +51,31 @@ def read_tensors(
 ) -> None:
     """Read back, in place, what `write_tensors` wrote; collective."""
     try:
-        state = dist_checkpointing.load(
-            _state(model, optimizer, is_loading=True),
-            str(directory),
-            sharded_strategy=TorchDistLoadShardedStrategy(),
-            common_strategy=_CommonStrategy(),
-        )
+        with _reading_no_code():
+            state = dist_checkpointing.load(
+                _state(model, optimizer, is_loading=True),
+                str(directory),
+                sharded_strategy=TorchDistLoadShardedStrategy(),
+                common_strategy=_CommonStrategy(),
+            )
     except CheckpointingException as error:
         raise CheckpointError(str(error)) from error
     model.module.load_state_dict(state["model"])
     _load_optimizer(optimizer, state["optimizer"])
 
 
-def _index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
-    return IndexReader(path)
+@contextmanager
+def _reading_no_code() -> Iterator[None]:
+    """Megatron's own reader would run any code in an index, whatever was checked before."""
 
+    def index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
+        return IndexReader(path)
 
-# Megatron's own reader would run any code in an index, whatever was checked before.
-torch_strategy._get_filesystem_reader = _index_reader
+    with ExitStack() as stack:
+        own = torch_strategy._get_filesystem_reader
+        stack.callback(setattr, torch_strategy, "_get_filesystem_reader", own)
+        torch_strategy._get_filesystem_reader = index_reader
+        yield
 
 
 class _CommonStrategy(TorchCommonLoadStrategy):

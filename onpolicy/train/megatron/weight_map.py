@@ -268,7 +268,7 @@ def _mlp_shapes(
 
 
 def _mlp_parts(leaf: str, prefix: str, share: slice) -> Iterator[tuple[str, Block, Block]]:
-    """Of Megatron's MLP, whose first linear makes gate, then up."""
+    """The parts of Megatron's MLP, whose first linear makes gate, then up."""
     gate, up, down = _LINEARS
     size = share.stop - share.start
     if leaf.endswith("linear_fc1.weight"):

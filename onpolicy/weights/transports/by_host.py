@@ -1,4 +1,4 @@
-"""Shared memory to the engines of this host, torch.distributed to those of others, in one push."""
+"""Memory to the engines of this host, torch.distributed to those of others, in one push."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from onpolicy.system.network import is_of_this_host
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.push import Engine, Transport
 from onpolicy.weights.transports.distributed import DistributedTransport
-from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 
 
 def is_near(engine: Engine) -> bool:
@@ -18,27 +17,31 @@ def is_near(engine: Engine) -> bool:
 
 
 class ByHostTransport(Transport):
-    """Each engine's own way; an engine that is not near takes part in one group with the others."""
+    """`near` to the engines that share a host with the trainer; the others take part in one group."""
 
-    def __init__(self, is_near: Callable[[Engine], bool] = is_near):
+    def __init__(self, near: Transport, is_near: Callable[[Engine], bool] = is_near):
         self._is_near = is_near
-        self._near, self._far = SharedMemoryTransport(), DistributedTransport()
+        self._near, self._far = near, DistributedTransport()
 
     def open(self, engines: Sequence[Engine]) -> None:
         for way, theirs in self._ways(engines):
             way.open(theirs)
 
-    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: int) -> None:
         for way, theirs in self._ways(engines):
             way.send(bucket, theirs, version)
 
-    def close(self, engines: Sequence[Engine], version: str) -> None:
+    def close(self, engines: Sequence[Engine], version: int) -> None:
         for way, theirs in self._ways(engines):
             way.close(theirs, version)
 
     def abandon(self) -> None:
         self._near.abandon()
         self._far.abandon()
+
+    def end(self) -> None:
+        self._near.end()
+        self._far.end()
 
     def _ways(self, engines: Sequence[Engine]) -> Iterator[tuple[Transport, list[Engine]]]:
         """The ways that some engines take, each with those engines."""

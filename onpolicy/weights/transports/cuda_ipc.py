@@ -1,8 +1,9 @@
-"""Tensors on the GPUs of the same host: engines open the trainer's own memory (CUDA IPC).
+"""Weights on the GPUs of the same host: engines open the trainer's own memory (CUDA IPC).
 
-Nothing is copied to the host. The pickles are those that SGLang's MultiprocessingSerializer makes: torch
-puts a handle of the memory in the place of each tensor, and SGLang's patch the GPU's own number in the
-place of its index, which is another in a process that sees other GPUs.
+Nothing is copied to the host, and nothing at all for an engine on the GPU that holds the bucket. The
+pickles are those that SGLang's MultiprocessingSerializer makes: torch puts a handle of the memory in the
+place of the tensor, and SGLang's patch the GPU's own number in the place of its index, which is another
+in a process that sees other GPUs.
 Source: sglang/srt/utils/patch_torch.py and Engine.update_weights_from_tensor. No GPU has run this.
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from onpolicy.errors import WeightSyncError
+from onpolicy.weights import flat
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.push import Engine
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
@@ -21,7 +24,7 @@ from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 class CudaIpcTransport(SharedMemoryTransport):
     """SGLang's update_weights_from_tensor. Every rank of an engine opens the same memory."""
 
-    def share(self, bucket: WeightBucket) -> WeightBucket:
+    def share(self, bucket: WeightBucket) -> Tensor:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         for name, tensor in bucket:
@@ -31,9 +34,9 @@ class CudaIpcTransport(SharedMemoryTransport):
                     "shares a GPU's memory. Choose --weight-sync tensor."
                 )
         monkey_patch_torch_reductions()
-        for device in {tensor.device for _, tensor in bucket}:
-            torch.cuda.synchronize(device)  # whoever opens the memory does not wait for our streams
-        return [(name, tensor.contiguous()) for name, tensor in bucket]
+        shared = flat.flatten(bucket)
+        torch.cuda.synchronize(shared.device)  # whoever opens it does not wait for our streams
+        return shared
 
-    def close(self, engines: Sequence[Engine], version: str) -> None:
+    def close(self, engines: Sequence[Engine], version: int) -> None:
         torch.cuda.ipc_collect()  # what no engine holds open any more

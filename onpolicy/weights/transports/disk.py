@@ -12,7 +12,7 @@ from onpolicy.weights.digest import WeightBucket, write_weights
 from onpolicy.weights.push import Engine, Transport, on_all, size_of
 
 PREFIX = ".weights_"
-"""Of the names of directories with weights, which a later run may remove."""
+"""Names of directories with weights begin so; a later run may remove them."""
 
 
 class DiskTransport(Transport):
@@ -36,7 +36,7 @@ class DiskTransport(Transport):
         except OSError as error:
             raise unwritable(self._directory, error) from error
 
-    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: int) -> None:
         assert self._directory is not None
         file = self._directory / f"model-{self._count:05d}.safetensors"
         self._count += 1
@@ -46,8 +46,12 @@ class DiskTransport(Transport):
         except OSError as error:
             raise unwritable(file, error) from error
 
-    def close(self, engines: Sequence[Engine], version: str) -> None:
-        body = {"model_path": str(self._directory), "weight_version": version, "flush_cache": False}
+    def close(self, engines: Sequence[Engine], version: int) -> None:
+        body = {
+            "model_path": str(self._directory),
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
         path, num_bytes = "/update_weights_from_disk", self._num_bytes
         on_all(engines, lambda engine: engine.post(path, body, num_bytes))
         self.abandon()

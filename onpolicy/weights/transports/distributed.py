@@ -1,7 +1,9 @@
-"""torch.distributed broadcast: the trainer's rank 0 and all engines form a group for one push.
+"""torch.distributed broadcast: the trainer's rank 0 and all engines form a group.
 
-For engines on other hosts and for GPUs (NCCL). A group per push, since an engine that was started
-again could not join an old one.
+For engines on other hosts and for GPUs (NCCL). The group is kept from push to push, for as long as its
+engines are the same processes: one that was started again could not join an old group, so there is a new
+one then. What is left of an old group in the other engines stays there: NCCL may wait for ever when not
+all of a group leave it.
 
 A group that lost a member is no use: gloo does not tell every survivor, and cannot be cancelled. So
 what waits for the group here does so in a thread of its own, which is left behind when an engine's
@@ -11,6 +13,7 @@ engines that still wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -25,10 +28,12 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from onpolicy.errors import EngineError
 from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
 from onpolicy.system.rendezvous import open_store
+from onpolicy.weights import flat
 from onpolicy.weights.digest import WeightBucket
-from onpolicy.weights.push import Engine, Transport, on_all, size_of
+from onpolicy.weights.push import Engine, Transport, size_of
 
 
 class DistributedTransport(Transport):
@@ -39,8 +44,24 @@ class DistributedTransport(Transport):
         self._store: dist.TCPStore | None = None
         self._waiting: Future[Any] = Future()
         self._name = ""
+        self._members: list[tuple[str, str]] = []
+        self._engines: Sequence[Engine] = ()
+        self._buffer = flat.Buffer(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
 
     def open(self, engines: Sequence[Engine]) -> None:
+        reports = [engine.report() for engine in engines]
+        members = [
+            (engine.url, report["instance"])
+            for engine, report in zip(engines, reports, strict=True)
+        ]
+        if self._group is not None and members == self._members:
+            return
+        self.abandon()
+        self._group = self._form(engines, [int(report["tp_size"]) for report in reports])
+        self._members, self._engines = members, engines
+
+    def _form(self, engines: Sequence[Engine], ranks: Sequence[int]) -> Any:
+        """A new group, of which each engine has so many ranks."""
         from sglang.srt.utils import init_custom_process_group
 
         # An engine may still know the group of a push, or of a run, that failed.
@@ -49,7 +70,6 @@ class DistributedTransport(Transport):
         # Half of an engine's patience: what survives a dead member is free again before it is judged.
         timeout = timedelta(seconds=engines[0].patience(0) / 2)
         self._store, port = open_store(address, timeout)
-        ranks = [int(engine.report()["tp_size"]) for engine in engines]
         world_size = 1 + sum(ranks)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         offsets = {e.url: 1 + sum(ranks[:i]) for i, e in enumerate(engines)}
@@ -79,38 +99,44 @@ class DistributedTransport(Transport):
             )
 
         _choose_interface(address)
-        self._group = self._while_calling(engines, join_engine, join)
+        return self._while_calling(engines, join_engine, join)
 
-    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
-        group = self._group
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: int) -> None:
+        group, bucket = self._group, flat.in_order(bucket)
         body = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            **described(bucket),
             "group_name": self._name,
+            "load_format": flat.LOAD_FORMAT,
             "flush_cache": False,
-            "weight_version": version,
+            "weight_version": str(version),
         }
 
         def receive(engine: Engine) -> None:
             engine.post("/update_weights_from_distributed", body, size_of(bucket))
 
-        def broadcast() -> None:
-            for _, tensor in bucket:
-                dist.broadcast(tensor, src=0, group=group)
-
-        self._while_calling(engines, receive, broadcast)
-
-    def close(self, engines: Sequence[Engine], version: str) -> None:
-        body = {"group_name": self._name}
-        on_all(engines, lambda engine: engine.post("/destroy_weights_update_group", body))
-        dist.destroy_process_group(self._group)
-        self._group = self._store = None
+        on_host = bucket[0][1].device.type == "cpu"
+        data = self._buffer.fill(bucket) if on_host else flat.flatten(bucket)
+        self._while_calling(engines, receive, lambda: dist.broadcast(data, src=0, group=group))
 
     def abandon(self) -> None:
         group = self._group
         self._group = self._store = None  # without the store, nobody goes on looking for the others
         self._waiting.add_done_callback(lambda done: _destroy(group or _result(done)))
+        self._buffer.free()
+
+    def end(self) -> None:
+        """Leave the group, and have those engines leave it that are there to be asked."""
+        self._buffer.free()
+        if (group := self._group) is None:
+            return
+        body = {"group_name": self._name}
+
+        def leave(engine: Engine) -> None:
+            with contextlib.suppress(EngineError):
+                engine.post("/destroy_weights_update_group", body)
+
+        self._while_calling(self._engines, leave, lambda: dist.destroy_process_group(group))
+        self._group = self._store = None
 
     def _while_calling(
         self, engines: Sequence[Engine], call: Callable[[Engine], Any], here: Callable[[], Any]
@@ -124,6 +150,15 @@ class DistributedTransport(Transport):
         for future in wait([self._waiting, *calls], return_when=FIRST_EXCEPTION).done:
             future.result()
         return self._waiting.result()
+
+
+def described(bucket: WeightBucket) -> dict[str, list[Any]]:
+    """What an engine must know of a bucket that is in order, to make room for it."""
+    return {
+        "names": [name for name, _ in bucket],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+    }
 
 
 def _result(done: Future[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors on the same host: shared memory whose handles travel over HTTP."""
+"""Weights on the same host: a bucket in shared memory, whose handle travels over HTTP."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import io
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch import Tensor
 
 from onpolicy.system import private_directory
+from onpolicy.weights import flat
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.push import Engine, Transport, on_all, size_of
 
@@ -20,24 +23,32 @@ from onpolicy.weights.push import Engine, Transport, on_all, size_of
 class SharedMemoryTransport(Transport):
     """SGLang's update_weights_from_tensor. Every rank of an engine opens the same memory."""
 
-    def share(self, bucket: WeightBucket) -> WeightBucket:
-        """The bucket in memory that other processes can open."""
-        # Handles by name, not by file descriptor: the engine is no child of this process.
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        _start_manager()
-        return [(name, tensor.cpu().share_memory_()) for name, tensor in bucket]
+    def __init__(self) -> None:
+        self._buffer = flat.Buffer(_make_shared)
 
-    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: str) -> None:
-        shared = self.share(bucket)
+    def abandon(self) -> None:
+        self._buffer.free()  # an engine may still read what it was sent
+
+    def end(self) -> None:
+        self._buffer.free()
+
+    def share(self, bucket: WeightBucket) -> Tensor:
+        """The bytes of a bucket that is in order, uint8 [bytes], where other processes can open them."""
+        return self._buffer.fill(bucket)
+
+    def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: int) -> None:
+        bucket = flat.in_order(bucket)
+        shared = {"flattened_tensor": self.share(bucket), "metadata": flat.table(bucket)}
 
         def update(engine: Engine) -> None:
             ranks = int(engine.report()["tp_size"])
             engine.post(
                 "/update_weights_from_tensor",
                 {
-                    "serialized_named_tensors": [_handles(shared) for _ in range(ranks)],
+                    "serialized_named_tensors": [_handle(shared) for _ in range(ranks)],
+                    "load_format": flat.LOAD_FORMAT,
                     "flush_cache": False,
-                    "weight_version": version,
+                    "weight_version": str(version),
                 },
                 size_of(bucket),
             )
@@ -45,8 +56,15 @@ class SharedMemoryTransport(Transport):
         on_all(engines, update)
 
 
-def _handles(shared: WeightBucket) -> str:
-    """Handles for one process to open. Each counts as a reference, which that process gives back."""
+def _make_shared(num_bytes: int) -> Tensor:
+    # Handles by name, not by file descriptor: the engine is no child of this process.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    _start_manager()
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(num_bytes))
+
+
+def _handle(shared: dict[str, Any]) -> str:
+    """A handle for one process to open. It counts as a reference, which that process gives back."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(shared)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -21,27 +21,22 @@ def check(*argv):
         ("--actor-num-gpus-per-node", "2"),
         (*TWO_RANKS, "--train-backend", "megatron"),
         (*TWO_RANKS, "--train-backend", "megatron", "--megatron-pp", "2"),
+        (*TWO_RANKS, "--train-backend", "megatron", "--megatron-tp", "2"),
+        (*TWO_RANKS, "--train-backend", "megatron", "--megatron-cp", "2"),
+        (*TWO_RANKS, "--train-backend", "megatron", "--megatron-ep", "2"),
         ("--ray-address", "10.0.0.1:6379", "--actor-num-nodes", "2"),
     ],
-    ids=["ranks", "GPUs", "megatron", "pipeline", "cluster"],
+    ids=["ranks", "GPUs", "megatron", "pipeline", "tensor", "context", "expert", "cluster"],
 )
-def test_ranks_that_compute_whole_rows_are_taken_on_any_hosts(argv):
+def test_ranks_are_taken_however_they_share_the_model_and_on_any_hosts(argv):
     check(*argv)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ("--attribution", "kinds", "--ray-address", "h:1"),
-            "--ray-address=h:1 with --attribution: ",
-        ),
-        (("--attribution", "kinds", "--actor-num-nodes", "2"), "nodes=2 with --attribution: its"),
-        ((*TWO_RANKS, "--attribution", "layers"), "node=2 with --attribution: its trainer has one"),
-        (("--train-backend", "megatron", "--megatron-tp", "2"), "--megatron-tp=2: .* whole rows"),
-    ],
-    ids=["cluster", "nodes", "attribution", "tensor-parallel"],
-)
-def test_what_is_not_recorded_is_refused(argv, message):
-    with pytest.raises(ConfigError, match=message):
-        check(*argv)
+@pytest.mark.parametrize("attribution", ["kinds", "layers"])
+def test_an_attribution_is_made_on_any_hosts_too(attribution):
+    check("--attribution", attribution, "--ray-address", "10.0.0.1:6379", "--actor-num-nodes", "2")
+
+
+def test_an_attribution_of_what_cannot_be_aligned_in_part_is_refused():
+    with pytest.raises(ConfigError, match=r"--train-backend=megatron with --attribution: only"):
+        check("--attribution", "kinds", "--train-backend", "megatron")

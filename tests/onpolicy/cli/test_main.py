@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 
@@ -68,3 +69,12 @@ def test_a_dry_run_finds_what_the_data_and_the_model_do_not_allow(dry_run, argv,
 def test_the_installed_command_runs():
     done = subprocess.run([sys.executable, "-m", "onpolicy.cli", "--help"], capture_output=True)
     assert done.returncode == 0
+
+
+def test_help_may_be_read_in_part():
+    """Nothing is said when the reader has gone."""
+    command = [sys.executable, "-m", "onpolicy.cli", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() in (0, -signal.SIGPIPE)

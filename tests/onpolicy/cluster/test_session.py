@@ -14,7 +14,7 @@ import pytest
 from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.session import when_it_fits
 from onpolicy.config.groups import ClusterConfig
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, EngineError
 from tests.support.footprint import Footprint
 from tests.support.processes import listening_addresses
 
@@ -43,12 +43,12 @@ import dataclasses, os, sys
 from pathlib import Path
 from onpolicy.cluster.session import free_memory_on, gpus_on, session, told_by
 from onpolicy.config.groups import ClusterConfig
-from onpolicy.errors import ConfigError
-from onpolicy.run.shared import require_shared
+from onpolicy.errors import ConfigError, EngineError
+from onpolicy.run.launch.shared_directories import require_shared
 from onpolicy.system.gpus import Gpu, gpus
 
 def two():
-    return (Gpu("H100", (9, 0), 5), Gpu("H100", (9, 0), 6))
+    return (Gpu("H100", (9, 0), 5, 8), Gpu("H100", (9, 0), 6, 8))
 
 if __name__ == "__main__":
     with session(ClusterConfig()) as (here,):
@@ -188,3 +188,18 @@ def test_hosts_of_a_joined_cluster_are_waited_for_until_the_timeout(
             when_it_fits(place, cluster)
     else:
         assert when_it_fits(place, cluster) == 1 and len(seen) == looks
+
+
+def test_after_a_loss_hosts_that_are_not_enough_are_not_waited_for(monkeypatch):
+    """A host that is lost does not join again by itself."""
+    from onpolicy.cluster import session
+
+    def place(hosts):
+        raise ConfigError("1 host and 2 ranks")
+
+    monkeypatch.setattr(session, "alive_hosts", list)
+    monkeypatch.setattr(session, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(session, "_SECONDS_AFTER_A_LOSS", 0.05)
+    cluster = ClusterConfig(ray_address="h:1", placement_timeout=1e6)
+    with pytest.raises(EngineError, match=r"what is left .* is not enough\. 1 host and 2 ranks"):
+        when_it_fits(place, cluster, after_a_loss=True)

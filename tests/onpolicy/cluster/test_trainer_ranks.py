@@ -12,7 +12,7 @@ from onpolicy.config.groups import ClusterConfig
 from onpolicy.errors import CheckpointError, ParityError, TrainerLostError
 from onpolicy.explain.source import count_sites
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.contracts import contract_for
+from onpolicy.run.launch.contracts import contract_for
 from onpolicy.taps.recording import Recording
 from onpolicy.train import make_trainer
 from onpolicy.train.recording import Wanted
@@ -84,14 +84,14 @@ def test_ranks_check_and_score_as_a_trainer_in_this_process(ranks, alone):
 def test_ranks_record_what_a_trainer_in_this_process_does(ranks, alone):
     theirs, ours = (t.recorded_log_probs(Wanted(), SEQUENCES, PROMPTS, 1.0) for t in (ranks, alone))
     assert all(torch.equal(x, y) for x, y in zip(theirs[0], ours[0], strict=True))
-    rollout, train = Recording.of(theirs[1].passes), Recording.of(ours[1].passes)
-    found = {counts.site: counts for counts in count_sites(rollout, train)}
+    (rollout,), (train,) = theirs[1].recordings(), ours[1].recordings()
+    found = {counts.site: counts for counts in count_sites(rollout, [train])}
     assert found.keys() == train.keys()
     assert all(c.inputs_differ == c.outputs_differ == 0 for c in found.values())
     assert all(c.rows == len(train[site][0].keys) for site, c in found.items())
     # One rank has a part of the rows.
-    part = Recording.of(theirs[1].passes[:1])
-    assert all(counts.rows < len(train[counts.site][0].keys) for counts in count_sites(part, train))
+    part = list(count_sites(Recording.of(theirs[1].passes[0][:1]), [train]))
+    assert all(counts.rows < len(train[counts.site][0].keys) for counts in part)
 
 
 def test_a_mismatch_is_raised_as_what_it_was_with_its_traceback_and_whose_it_was(ranks, alone):
@@ -100,16 +100,18 @@ def test_a_mismatch_is_raised_as_what_it_was_with_its_traceback_and_whose_it_was
     with pytest.raises(ParityError, match=r"26 of \d+ tokens") as refused:
         ranks.train(samples_of(log_probs), step=0, rates=[1e-3])
     assert "train_share" in str(refused.value.__cause__)
-    assert ranks.mismatched_tokens[3] == 26
-    assert set(ranks.mismatched_tokens) <= {0, 26, None}
+    found = refused.value.findings.mismatched_tokens
+    assert found[3] == 26 and set(found) <= {0, 26, None}
+    assert refused.value.findings.apart[0] == 3
 
 
 def test_a_rollout_is_trained_on_by_the_ranks_that_hold_its_samples(ranks, alone):
     samples = samples_of(alone.log_probs(SEQUENCES, PROMPTS, 1.0))
-    metrics = ranks.train(samples, step=0, rates=RATES)
+    outcome = ranks.train(samples, step=0, rates=RATES)
+    metrics = outcome.metrics
     assert metrics["parity/num_mismatched_tokens"] == 0
     assert metrics["parity/num_compared_tokens"] == 3 * 26  # those of the first optimizer step
-    assert ranks.mismatched_tokens == [0, 0, 0, None, None]
+    assert outcome.findings.mismatched_tokens == [0, 0, 0, None, None]
     moved = zip(
         ranks.log_probs(SEQUENCES, PROMPTS, 1.0),
         alone.log_probs(SEQUENCES, PROMPTS, 1.0),

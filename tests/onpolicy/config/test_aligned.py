@@ -111,7 +111,7 @@ def test_filters_go_with_sglangs_own_sampler_alone():
 def test_a_part_promises_nothing_so_corrections_and_warnings_are_the_stock_runs():
     config = parse(TrainConfig, [*GOOD, *ALIGN, "--use-tis"], "onpolicy train")
     validate(config)
-    assert not config.may_align and config.parity_policy == "warn"
+    assert not config.plan.may_align and config.plan.on_aligned_mismatch == "warn"
 
 
 def test_bench_reads_no_list():

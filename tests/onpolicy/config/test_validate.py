@@ -182,7 +182,7 @@ def test_the_batch_equation_says_all_four_sizes():
     ],
 )
 def test_a_mismatch_stops_the_run_by_default_in_true_on_policy_mode(argv, policy):
-    assert parse(TrainConfig, argv, "x").parity_policy == policy
+    assert parse(TrainConfig, argv, "x").plan.on_aligned_mismatch == policy
 
 
 FALLBACK = [*MODE, "--parity-policy", "fallback"]

@@ -68,9 +68,9 @@ class Pair:
             for side in SIDES
         }
         rollout, train = recordings["rollout"], recordings["trainer"]
-        sources = [first_source(rollout, train, prefix_keys(s)[:-1]) for s in SEQUENCES]
+        sources = [first_source(rollout, [train], prefix_keys(s)[:-1]) for s in SEQUENCES]
         if not any(sources):
-            counts = list(count_sites(rollout, train))
+            counts = list(count_sites(rollout, [train]))
             assert all(c.inputs_differ == c.outputs_differ == 0 < c.rows for c in counts)
         return next((source for source in sources if source is not None), None)
 
@@ -146,7 +146,7 @@ def test_a_router_that_chooses_otherwise_is_told_from_one_that_weighs_otherwise(
         with monkeypatch.context() as broken:
             replace_in(broken, pair.policies["trainer"], "layers.1.mlp", "topk", fault)
             train = pair.record("trainer")
-        counts = {c.site: asdict(c) for c in count_sites(pair.whole_recording("rollout"), train)}
+        counts = {c.site: asdict(c) for c in count_sites(pair.whole_recording("rollout"), [train])}
         flips.append(counts[site]["outputs_differ"])
         assert counts["layers.1.mlp.gate", "topk", 0]["own"] > 0
     assert flips == [0, 1]
@@ -220,5 +220,5 @@ def test_a_row_that_was_never_computed_under_its_prefix_is_found(pair):
     others = [[5, *SEQUENCES[0][1:]], *SEQUENCES[1:]]
     rollout = record_rollout(pair.policies["rollout"], pair.operators, others)
     train = pair.whole_recording("trainer")
-    source = first_source(rollout, train, prefix_keys(SEQUENCES[0])[:-1])
+    source = first_source(rollout, [train], prefix_keys(SEQUENCES[0])[:-1])
     assert (source.cause, source.position) == ("not computed", 0)

@@ -15,7 +15,7 @@ SEQUENCES = random_sequences([30, 21])
 
 
 def recorded(trainer, recorder):
-    with trainer.recording(recorder) as passes:
+    with trainer.policy.recording(recorder) as passes:
         trainer.log_probs(SEQUENCES, [3, 3], 1.0)
     return Recording.of(passes)
 

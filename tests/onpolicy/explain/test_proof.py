@@ -3,7 +3,7 @@
 import torch
 
 from onpolicy.explain import proof
-from onpolicy.ops import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.taps.evidence import Evidence, read_evidence, write_evidence
 from tests.support.faults import one_ulp_in_three_rows
@@ -80,7 +80,7 @@ def attention(operators, counts, sequence, k, paged=False, attend=None):
         layout, rows = AttentionLayout.packed(counts), sum(counts)
         q, k, v = q[:rows], k[:rows], v[:rows]
     name = "paged_attention" if paged else "attention"
-    args = (q, k, v, layout, Scores(0.25), None)
+    args = (q, k, v, layout, ScoreRule(0.25), None)
     out = (attend or getattr(operators, name))(*args)
     return Evidence.of(name, args, out, [0 if paged else ends[0] - 1], rows)
 

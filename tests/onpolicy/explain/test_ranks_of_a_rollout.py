@@ -52,7 +52,7 @@ class Engines:
         """Where a broken rollout and the trainer part."""
         rollout = record_ranks(self.path, SEQUENCES, **how)
         assert rollout.shares() == self.rollout.shares()
-        sources = [first_source(rollout, self.train, prefix_keys(s)[:-1]) for s in SEQUENCES]
+        sources = [first_source(rollout, [self.train], prefix_keys(s)[:-1]) for s in SEQUENCES]
         return next((source for source in sources if source is not None), None)
 
 
@@ -70,7 +70,7 @@ def found(source):
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe"])
 def test_between_whole_sides_nothing_differs_and_all_is_compared(engines, architecture):
     pair = engines[architecture]
-    counts = list(count_sites(pair.rollout, pair.train))
+    counts = list(count_sites(pair.rollout, [pair.train]))
     assert [c.site for c in counts] == list(pair.train) and set(pair.train) == set(pair.rollout)
     assert all(c.inputs_differ == c.outputs_differ == 0 for c in counts)
     assert {c.rows for c in counts} == {ROWS}

@@ -20,6 +20,8 @@ from tests.support.decode_loop import decode_log_probs
 from tests.support.tiny import ALL_ARCHITECTURES, REFUSED, make_checkpoint
 from tests.support.violations import break_operator
 
+pytestmark = pytest.mark.long
+
 CONTEXT = 256
 TEMPERATURE = 0.7
 LENS = (113, 20, 9, 2)
@@ -53,7 +55,7 @@ def sequences():
 
 
 def packed_log_probs(policy):
-    return policy(PackedTokens.pack(sequences(), [1] * len(LENS), TEMPERATURE))[0]
+    return policy(PackedTokens.after_prompts(sequences(), [1] * len(LENS), TEMPERATURE))[0]
 
 
 def both(policy, operators=None):

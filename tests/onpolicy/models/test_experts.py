@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from onpolicy.errors import ConfigError, ContractError
+from onpolicy.models import stored
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import AlignedExperts, route_by_operators
@@ -112,14 +113,28 @@ def test_routing_by_groups_that_transformers_cannot_run_is_run():
 
 def test_a_checkpoint_is_made_of_views_of_the_model_under_its_own_names(path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    stored = {}
+    views = {}
     for name, tensor in model.state_dict().items():
         for key, view in stored_tensors(model, name, tensor).items():
             assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            stored[key] = view
+            views[key] = view
     on_disk = load_file(path / "model.safetensors")
-    assert stored.keys() == on_disk.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in on_disk.items())
+    assert views.keys() == on_disk.keys()
+    assert all(torch.equal(views[name], tensor) for name, tensor in on_disk.items())
+
+
+def test_a_later_tensor_is_cut_as_the_first_of_its_layout_was(path, monkeypatch):
+    """Without transformers, which goes through all of the model for each; as in a second push."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    first = [stored_tensors(model, *item) for item in model.state_dict().items()]
+    monkeypatch.delattr(stored, "revert_weight_conversion")
+    for before, (name, tensor) in zip(first, model.state_dict().items(), strict=True):
+        gathered = torch.cat([torch.zeros_like(tensor), 2 * tensor])[len(tensor) :]
+        again = stored_tensors(model, name, gathered)
+        assert again.keys() == before.keys()
+        assert all(torch.equal(again[key], 2 * before[key]) for key in before)
+    with pytest.raises(NameError):
+        stored_tensors(model, name, torch.zeros(3, 5))
 
 
 def test_shapes_for_the_self_check_are_the_models(path):

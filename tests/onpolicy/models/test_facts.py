@@ -1,7 +1,11 @@
 """What is learnt about a model from its configuration alone."""
 
+import dataclasses
+
+import pytest
 from transformers import BloomConfig
 
+from onpolicy.errors import ContractError
 from onpolicy.models import facts as facts_module
 from onpolicy.models import norms
 from onpolicy.models.facts import ModelFacts
@@ -9,7 +13,11 @@ from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.routing_replay import can_be_replayed
 from onpolicy.models.tensor_parallel import require_shardable
+from onpolicy.ops.checks.rowwise_check import check_rowwise
+from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import ALL_ARCHITECTURES, SIZES
+from tests.support.tiny_contract import CONTRACT
+from tests.support.violations import few, next_up
 
 
 def facts_of(architecture):
@@ -45,3 +53,27 @@ def test_a_model_that_calls_no_attention_function_has_the_usual_attention():
     assert facts.attention == []
     (usual,) = operator_shapes(facts).attention
     assert (usual.heads, usual.kv_heads, usual.head_dim, usual.value_dim) == (2, 2, 16, 16)
+
+
+class BrokenAt(CpuOperators):
+    """Its RMS norm of one size alone is not row-invariant."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def rms_norm(self, x, weight, eps, round_last=False):
+        out = super().rms_norm(x, weight, eps, round_last)
+        return next_up(out) if x.shape[-1] == self.size and few(len(x)) else out
+
+
+def test_an_operator_that_breaks_at_the_size_of_a_norm_without_weight_alone_is_found():
+    """Llama-4's norm of queries and keys says no size: it is called with heads of 16."""
+    facts = facts_of("llama4")
+    assert {norms.norm_size(norm) for norm in facts.norms} == {96, None}
+    assert facts.norm_sizes(centered=False) == (16, 96)
+    contract = dataclasses.replace(CONTRACT, shapes=operator_shapes(facts))
+    list(check_rowwise(CpuOperators(), contract))
+    list(check_rowwise(BrokenAt(24), contract))  # no norm of the model has this size
+    with pytest.raises(ContractError, match=r"operator=rms_norm, shape=\(16,\).*not row-invariant"):
+        list(check_rowwise(BrokenAt(16), contract))

@@ -52,7 +52,7 @@ def here(policy):
 
 def score(policy):
     with torch.no_grad():
-        return policy(PackedTokens.pack(SEQUENCES, [1, 1], 0.7))[0]
+        return policy(PackedTokens.after_prompts(SEQUENCES, [1, 1], 0.7))[0]
 
 
 @pytest.mark.parametrize("layers", [("0",), ("1",), (OUTSIDE,), ("0", OUTSIDE), LAYERS])

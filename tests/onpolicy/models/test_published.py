@@ -37,7 +37,7 @@ def both(path, config):
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(2, 137, (n,), generator=generator).tolist() for n in LENS]
     with torch.no_grad():
-        packed = policy(PackedTokens.pack(sequences, [1] * len(LENS), 1.0))[0]
+        packed = policy(PackedTokens.after_prompts(sequences, [1] * len(LENS), 1.0))[0]
     replace_operators(policy, policy.operators)
     return packed, torch.cat(decode_log_probs(policy, policy.operators, sequences, temperature=1.0))
 

@@ -56,7 +56,7 @@ def make_model(config_class, sizes):
 
 
 def log_probs(model, operators):
-    tokens = PackedTokens.pack([[5, 9, 3, 40, 7], [8, 2]], [1, 1], 1.0)
+    tokens = PackedTokens.after_prompts([[5, 9, 3, 40, 7], [8, 2]], [1, 1], 1.0)
     with torch.no_grad():
         return PolicyModel(model, operators)(tokens)[0]
 

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout, Scores
-from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.cpu import attention_tiles as module
+from onpolicy.ops import AttentionLayout, ScoreRule
+from onpolicy.ops.cpu import CpuOperators, attention
+from onpolicy.ops.cpu import attention_batches as module
+from onpolicy.ops.cpu.attention_tiles import Shape
 from onpolicy.ops.stock import StockOperators
 from tests.support.violations import break_gradient
 
@@ -45,7 +46,7 @@ def how(q, kind=PLAIN):
     """The scores of a kind and its sinks."""
     window, softcap, has_sinks = kind
     sinks = torch.linspace(-2, 3, q.shape[1]).to(q.dtype) if has_sinks else None
-    return Scores(q.shape[-1] ** -0.5, window, softcap), sinks
+    return ScoreRule(q.shape[-1] ** -0.5, window, softcap), sinks
 
 
 def attend(q, k, v, layout, operators=OPERATORS, kind=PLAIN):
@@ -71,16 +72,14 @@ def test_a_sequence_does_not_depend_on_the_others(lens, shape, dtype, kind, data
         assert torch.equal(alone, together[i])
 
 
-@given(lens, heads, dtypes, kinds, st.data())
-def test_chunks_with_a_cached_prefix_and_decode_steps_equal_the_whole(
-    lens, shape, dtype, kind, data
-):
-    """Any last part of each sequence as queries, keys scattered over a paged store."""
-    q, k, v = packed_inputs(lens, shape, dtype)
-    attend = partial(attend_as, kind=kind)
+def require_parts_equal_the_whole(lens, counts, inputs, kind=PLAIN, seed=0):
+    """The last `counts` queries of each sequence, keys scattered over a paged store."""
+    q, k, v = inputs
+    attend, dtype = partial(attend_as, kind=kind), k.dtype
     whole = attend(q, k, v, AttentionLayout.packed(tuple(lens))).split(lens)
-    counts = [data.draw(st.sampled_from([1, n, data.draw(st.integers(1, n))])) for n in lens]
-    pages = torch.tensor(data.draw(st.permutations(range(sum(lens) + 5))))
+    pages = torch.arange(sum(lens) + 5)
+    if seed is not None:  # else they lie together
+        pages = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
     store_k = torch.zeros(sum(lens) + 5, *k.shape[1:], dtype=dtype)
     store_v = torch.zeros_like(store_k)
     store_k[pages[: sum(lens)]], store_v[pages[: sum(lens)]] = k, v
@@ -92,6 +91,95 @@ def test_chunks_with_a_cached_prefix_and_decode_steps_equal_the_whole(
     got = attend(queries, store_k, store_v, layout).split(counts)
     for ours, full, count in zip(got, whole, counts, strict=True):
         assert torch.equal(ours, full[-count:])
+
+
+def draw_counts(lens, data):
+    return [data.draw(st.sampled_from([1, n, data.draw(st.integers(1, n))])) for n in lens]
+
+
+seeds = st.none() | st.integers(0, 999)
+
+
+@given(lens, heads, dtypes, kinds, seeds, st.data())
+def test_chunks_with_a_cached_prefix_and_decode_steps_equal_the_whole(
+    lens, shape, dtype, kind, seed, data
+):
+    inputs = packed_inputs(lens, shape, dtype)
+    require_parts_equal_the_whole(lens, draw_counts(lens, data), inputs, kind, seed)
+
+
+long_lens = st.lists(
+    st.sampled_from([1, 90, 511, 512, 513, 700, 1100, 1537, 2048]), min_size=1, max_size=3
+)
+long_kinds = st.sampled_from(
+    [PLAIN, (None, 2.0, True), (600, None, False), (512, 3.0, True), (40, None, True)]
+)
+small_heads = st.sampled_from([(1, 1, 16), (4, 2, 16), (6, 2, 24), (8, 1, 32)])
+
+
+@settings(max_examples=30)
+@given(long_lens, small_heads, dtypes, long_kinds, seeds, st.data())
+def test_decode_prefill_and_training_put_chunks_of_keys_together_alike(
+    lens, shape, dtype, kind, seed, data
+):
+    counts = [data.draw(st.sampled_from([1, min(n, 70)])) for n in lens]
+    require_parts_equal_the_whole(lens, counts, packed_inputs(lens, shape, dtype), kind, seed)
+
+
+@settings(max_examples=5)
+@given(st.sampled_from([[700], [1100, 90], [513, 1, 512]]), small_heads, long_kinds)
+def test_threads_that_share_out_heads_change_no_bit_and_no_gradient(lens, shape, kind):
+    inputs = packed_inputs(lens, shape, torch.float32)
+    layout = AttentionLayout.packed(tuple(lens))
+    grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onpolicy.ops.cpu.threads.MIN_PARALLEL_FLOPS", 0)
+        three = attend(*inputs, AttentionLayout.packed(tuple(lens)), CpuOperators(3), kind)
+        of_three = gradients(inputs, grad, lens, CpuOperators(3), kind)
+    assert torch.equal(attend(*inputs, layout, kind=kind), three)
+    for got, want in zip(of_three, gradients(inputs, grad, lens, kind=kind), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_long_sequence_is_shared_out_by_its_heads():
+    layout = AttentionLayout(query_lens=(1,), key_lens=(5000,), key_rows=torch.arange(5000)[None])
+    batches = module.batches_of(layout, Shape(8, 4, 32, 32, None), 2)
+    assert [batch.query_heads for batch in batches] == [slice(0, 4), slice(4, 8)]
+
+
+def test_chunks_counted_from_the_window_are_found():
+    lens, kind = [1300], (700, None, False)
+    inputs = packed_inputs(lens, (4, 2, 16), torch.float32)
+    require_parts_equal_the_whole(lens, [1], inputs, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        first_seen = module.first_seen
+        patch.setattr(module, "first_seen", lambda x, window, _: first_seen(x, window, 64))
+        with pytest.raises(AssertionError):
+            require_parts_equal_the_whole(lens, [1], inputs, kind)
+
+
+def test_chunks_put_together_in_another_order_are_found():
+    """Those of a decode step, which are multiplied together and so could be added in any order."""
+    lens = [1700]
+    inputs = packed_inputs(lens, (4, 2, 16), torch.float32)
+    require_parts_equal_the_whole(lens, [1], inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        in_order = attention.attend
+        patch.setattr(attention, "attend", lambda *args: in_order(*args)[::-1])
+        with pytest.raises(AssertionError):
+            require_parts_equal_the_whole(lens, [1], inputs)
+
+
+@pytest.mark.parametrize("length", [512, 900])
+def test_a_sequence_of_one_chunk_has_the_bits_of_a_sum_without_chunks(length):
+    q, k, v = packed_inputs([length], (4, 2, 16), torch.float32)
+    found = attend(q, k, v, AttentionLayout.packed((length,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "KEY_CHUNK", 1024)
+        patch.setattr("onpolicy.ops.cpu.attention_tiles.KEY_CHUNK", 1024)
+        without = attend(q, k, v, AttentionLayout.packed((length,)))
+    assert torch.equal(found[:512], without[:512])
+    assert torch.equal(found, without) == (length == 512)
 
 
 @given(
@@ -129,7 +217,7 @@ def test_the_memory_bound_does_not_change_bits(lens, shape):
     q, k, v = packed_inputs(lens, shape, torch.float32)
     whole = attend(q, k, v, AttentionLayout.packed(tuple(lens)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_FLOATS", 1)
+        patch.setattr(module, "BATCH_FLOATS", 1)
         assert torch.equal(attend(q, k, v, AttentionLayout.packed(tuple(lens))), whole)
 
 
@@ -194,8 +282,8 @@ def test_keys_before_the_window_are_not_read():
     k[:832], v[:832] = float("nan"), float("nan")
     layout = AttentionLayout(query_lens=(20,), key_lens=(1000,), key_rows=torch.arange(1000)[None])
     assert torch.equal(attend(q[-20:], k, v, layout, kind=(100, None, False)), whole[-20:])
-    (chunk,) = next(iter(layout.plans.values()))
-    assert chunk.num_blocks == 3
+    (batch,) = next(iter(layout.plans.values()))
+    assert batch.blocks.stop - batch.blocks.start == 3
 
 
 def gradients(inputs, grad, lens, operators=OPERATORS, kind=PLAIN):

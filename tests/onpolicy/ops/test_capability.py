@@ -20,14 +20,16 @@ from onpolicy.contract import (
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops import make_operators
 from onpolicy.ops.backends import BACKENDS, CPU_BACKENDS, GPU_BACKENDS, Demand, backend_of
-from onpolicy.ops.capability import choose_backend
+from onpolicy.ops.capability import choose_backend, require_servable
+from onpolicy.ops.cuda_toolkit import CudaToolkit
 from onpolicy.ops.machine import ONEDNN_LIMITS, Machine
 
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
 CPU = Machine(capability=None, packages={"triton": "3.6.0"})
 CPU_BFLOAT16 = dataclasses.replace(CPU, bfloat16_products=True)
 CPU_PORTABLE = dataclasses.replace(CPU, cpu_kernels="AVX2", asked_kernels=PORTABLE_KERNELS)
-H200 = Machine(capability=(9, 0), packages=PACKAGES, cuda_toolkit="/usr/local/cuda")
+H200 = Machine(capability=(9, 0), packages=PACKAGES, cuda_toolkit=CudaToolkit("/usr/local/cuda"))
+RUNTIME_ONLY = CudaToolkit(None, "/cuda has no executable bin/nvcc")
 A100 = Machine(capability=(8, 0), packages=PACKAGES)
 L40 = Machine(capability=(8, 9), packages=PACKAGES)
 B200 = Machine(capability=(10, 0), packages=PACKAGES)
@@ -121,8 +123,10 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("auto", "bfloat16", 128, without(H200, "deep_gemm"), r"deep_gemm .*sgl-deep-gemm.*\[gpu\]"),
         ("auto", "bfloat16", 128, without(H200, "sgl_kernel"), r"sgl_kernel .*package sglang-kernel"),
         (
-            "auto", "bfloat16", 128, dataclasses.replace(H200, cuda_toolkit=None),
-            r"--operators=auto: no CUDA toolkit \(nvcc\).*deep_gemm.*CUDA_HOME.*--operators triton",
+            "auto", "bfloat16", 128,
+            dataclasses.replace(H200, cuda_toolkit=RUNTIME_ONLY),
+            r"--operators=auto: .*no CUDA toolkit.*deep_gemm.*\(/cuda has no executable bin/nvcc\).*"
+            r"\[gpu\].*CUDA_HOME.*--operators triton",
         ),
         ("auto", "bfloat16", 128, without(A100, "triton"), r"triton is missing.*pip install"),
         (
@@ -209,7 +213,7 @@ def test_the_registry_imports_no_library_of_a_device():
         import sys
         from onpolicy.contract import NumericsContract, OperatorShapes
         from onpolicy.ops import make_operators
-        from onpolicy.ops.capability import choose_backend
+        from onpolicy.ops.capability import choose_backend, require_servable
         shapes = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=9)
         make_operators(NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=shapes))
         print(*{"triton", "sgl_kernel", "deep_gemm", "sglang", "transformers"} & {*sys.modules})
@@ -218,3 +222,24 @@ def test_the_registry_imports_no_library_of_a_device():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+def test_operators_of_another_chunk_of_keys_are_refused():
+    contract = NumericsContract(
+        backend="cpu", device="cpu", dtype="float32", shapes=shapes(), attention_chunk=1024
+    )
+    with pytest.raises(ContractError, match=r"attention_chunk=1024.*512"):
+        make_operators(contract)
+
+
+def test_a_server_of_triton_operators_is_refused_where_sglang_lacks_a_package():
+    """The operators themselves run without it, in a trainer whose servers are elsewhere."""
+    lacking = without(A100, "sgl_kernel")
+    assert choose_backend("triton", "bfloat16", shapes(), 1, lacking) == "triton"
+    with pytest.raises(
+        ConfigError,
+        match=r"operators=triton: sgl_kernel is missing.*package sglang-kernel.*\[gpu\]",
+    ):
+        require_servable("triton", lacking)
+    for backend, machine in (("triton", A100), ("cpu", CPU), ("stock", CPU)):
+        require_servable(backend, machine)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout, PagedLayout, Scores
+from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.layouts import LAYOUTS, whole
 
@@ -84,7 +84,7 @@ DIFFERENTIABLE = {
         lambda m, n, k: ((m, k), (3, n, k)),
     ),
     "attention": (
-        lambda q, k, v: OPERATORS.attention(q, k, v, split_in_three(len(q)), Scores(0.3)),
+        lambda q, k, v: OPERATORS.attention(q, k, v, split_in_three(len(q)), ScoreRule(0.3)),
         heads,
     ),
     "rms_norm": (lambda x, w: OPERATORS.rms_norm(x, w, 1e-6), lambda m, n, k: ((m, k), (k,))),
@@ -101,7 +101,7 @@ DIFFERENTIABLE = {
 }
 OTHERS = {
     "paged_attention": (
-        lambda q, k, v: OPERATORS.paged_attention(q, k, v, two_to_a_page(len(q)), Scores(0.3)),
+        lambda q, k, v: OPERATORS.paged_attention(q, k, v, two_to_a_page(len(q)), ScoreRule(0.3)),
         lambda m, n, k: tuple((m, 2, *s[1:]) if i else s for i, s in enumerate(heads(m, n, k))),
     ),
     "gather_log_probs": (
@@ -122,7 +122,7 @@ OTHERS = {
 def test_every_operator_is_here():
     public = {name for name in dir(CpuOperators) if not name.startswith("_")}
     of_others = {"row_parallel_linear", "linear_gradients"}  # one of the linears, and sums
-    others = {"column_tile", "logits_per_chunk", "rows_per_chunk", "run_pieces"}
+    others = {"column_tile", "logits_per_chunk", "rows_per_chunk", "run_pieces", "uniform"}
     assert public - of_others - others == {*DIFFERENTIABLE, *OTHERS}
 
 
@@ -177,7 +177,7 @@ def test_results_do_not_depend_on_the_layout(name, m, k):
 def test_no_rows_give_no_rows(name):
     call, shapes = (DIFFERENTIABLE | OTHERS)[name]
     if name == "attention":
-        call = lambda *x: OPERATORS.attention(*x, AttentionLayout.packed(()), Scores(0.3))  # noqa: E731
+        call = lambda *x: OPERATORS.attention(*x, AttentionLayout.packed(()), ScoreRule(0.3))  # noqa: E731
     tensors = [torch.randn(shape) for shape in shapes(0, 7, 9)]
     assert call(*tensors).numel() == 0
     if name in DIFFERENTIABLE:

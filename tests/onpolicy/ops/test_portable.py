@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.errors import ContractError
 from onpolicy.ops.checks.probe import probe
-from onpolicy.ops.cpu.linear import Gemms, tiled_linear
+from onpolicy.ops.cpu.gemms import Gemms
+from onpolicy.ops.cpu.linear import tiled_linear
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.portable import order_check, products
 from onpolicy.train.fsdp.optimizer import make_optimizer

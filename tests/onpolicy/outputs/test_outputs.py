@@ -18,7 +18,7 @@ from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import JsonlSink, read_jsonl
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.types import Prompt, Sample, SampleGroup
-from tests.support.samples import make_completion
+from tests.support.samples import answered, make_completion
 
 CONTRACT = NumericsContract(
     backend="cpu",
@@ -157,7 +157,7 @@ def group(tokens=(5, 6), log_probs=(-0.5, -0.25), reward=1.0):
     sample = Sample(
         prompt=prompt,
         sample_index=0,
-        completion=make_completion(tokens, log_probs),
+        trajectory=answered(prompt, make_completion(tokens, log_probs)),
         reward=reward,
     )
     return SampleGroup(prompt=prompt, samples=[sample])

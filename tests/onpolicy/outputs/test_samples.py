@@ -6,7 +6,7 @@ import pytest
 
 from onpolicy.outputs.samples import MOST_CHARACTERS, MOST_OF_A_PROMPT, SampleLog
 from onpolicy.types import Prompt, Sample, SampleGroup
-from tests.support.samples import make_completion
+from tests.support.samples import answered, make_completion
 
 
 def decode(token_ids):
@@ -17,7 +17,9 @@ def group(index, size=8, prompt="1+1=", response="2", **changes):
     asked = Prompt(index=index, prompt_ids=[ord(c) for c in prompt], label="2", text=prompt)
     values = {
         "prompt": asked,
-        "completion": make_completion([*map(ord, response), 1], [-0.5] * (len(response) + 1)),
+        "trajectory": answered(
+            asked, make_completion([*map(ord, response), 1], [-0.5] * (len(response) + 1))
+        ),
         **changes,
     }
     return SampleGroup(

@@ -9,8 +9,9 @@ import pytest
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.types import Completion, FinishReason, Prompt, Sample
-from tests.support.samples import make_completion
+from onpolicy.trajectory import FinishReason
+from onpolicy.types import Prompt, Sample
+from tests.support.samples import answered, make_completion
 
 TEXT = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
@@ -20,7 +21,7 @@ def sample(response, finish_reason):
     return Sample(
         prompt=prompt,
         sample_index=0,
-        completion=make_completion([2], [-1.0], finish_reason=finish_reason),
+        trajectory=answered(prompt, make_completion([2], [-1.0], finish_reason=finish_reason)),
         response=response,
     )
 
@@ -43,9 +44,10 @@ def test_the_example_scores(tmp_path):
 
 def test_the_table_names_all_fields():
     named = set(re.findall(r"^\| `([\w.]+)`", TEXT, flags=re.MULTILINE))
-    of_sample = {f.name for record in (Sample, Completion) for f in dataclasses.fields(record)}
+    read = {name for name, value in vars(Sample).items() if isinstance(value, property)}
+    of_sample = {field.name for field in dataclasses.fields(Sample)} | read
     of_prompt = {f"prompt.{f.name}" for f in dataclasses.fields(Prompt)}
-    not_read = {"prompt", "completion", "routed_experts", "spans"}
+    not_read = {"prompt", "name"}
     later = {"reward", "reward_parts", "mismatched_tokens"}
     assert named == (of_prompt | of_sample) - later - not_read
 

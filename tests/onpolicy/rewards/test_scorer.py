@@ -11,7 +11,7 @@ from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import scorer as scorer_module
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.types import Prompt, Sample
-from tests.support.samples import make_completion
+from tests.support.samples import answered, make_completion
 
 
 def sample(response, label="42", **metadata):
@@ -19,7 +19,7 @@ def sample(response, label="42", **metadata):
     return Sample(
         prompt=prompt,
         sample_index=0,
-        completion=make_completion([2], [-1.0]),
+        trajectory=answered(prompt, make_completion([2], [-1.0])),
         response=response,
     )
 

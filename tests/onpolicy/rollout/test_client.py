@@ -9,7 +9,9 @@ import pytest
 
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.client import _completion
-from onpolicy.types import FinishReason, Request, SamplingParams, Span
+from onpolicy.rollout.sampling import require_version
+from onpolicy.trajectory import UNPUSHED, FinishReason, Span
+from onpolicy.types import Request, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2, stop_token_ids=())
 REQUEST = Request(prompt_ids=[7], sampling_seed=1, params=PARAMS)
@@ -38,7 +40,18 @@ def answer(pairs, **meta):
 def test_tokens_come_with_their_log_probabilities_and_weight_version():
     completion = _completion(answer([(-0.5, 5, None), (-1.5, 6, None)]), 200, REQUEST, "http://e")
     assert (completion.response_ids, completion.rollout_log_probs) == ([5, 6], [-0.5, -1.5])
-    assert completion.weight_version == "3"
+    assert completion.weight_version == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "version"), [("0", 0), ("12", 12), ("default", UNPUSHED), (None, UNPUSHED)]
+)
+def test_a_version_is_the_number_of_a_push_and_weights_from_elsewhere_are_of_none(said, version):
+    """And so no policy's: an engine that has them is refused."""
+    completion = _completion(answer(PAIRS, weight_version=said), 200, REQUEST, "http://e")
+    assert completion.weight_version == version
+    with pytest.raises(EngineError, match=f"weight_version={version} on a response"):
+        require_version(completion, 1)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +100,7 @@ def test_what_an_abort_leaves_goes_on_after_its_last_token_but_one():
     meta = {**ABORTED, **ROUTED, "weight_versions": spans}
     part = _completion(answer(PAIRS, **meta), 200, REPLAYED, "http://e")
     assert (part.response_ids, part.rollout_log_probs) == ([5], [-0.5])
-    assert part.spans == (Span(version="3", start=0, end=1),)
+    assert part.spans == (Span(version=3, start=0, end=1),)
     assert part.finish_reason == FinishReason.ABORT
     assert np.array_equal(part.routed_experts, EXPERTS[:1])
 

@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.rollout.free_groups import FreeGroups, Staleness
-from onpolicy.types import FinishReason, Span
-from tests.support.groups import LONGEST, open_group
+from onpolicy.trajectory import FinishReason, Span
+from tests.support.groups import open_group
 from tests.support.samples import make_completion
 
 
 def answer(version, tokens, reason):
-    spans = (Span(version=str(version), start=0, end=tokens),) if tokens else ()
+    spans = (Span(version=version, start=0, end=tokens),) if tokens else ()
     return make_completion(
         [100] * tokens,
         [-1.0] * tokens,
         finish_reason=reason,
-        weight_version=str(version),
+        weight_version=version,
         spans=spans,
     )
 
@@ -37,8 +37,8 @@ class Clock:
             self.pass_until_taken()
             for _ in range(self.chance.randrange(8)):  # while the trainer learns
                 self.let_one_end()
-            for slot in list(self.drawn):  # the push
-                self.answer(slot, self.chance.randrange(3), FinishReason.ABORT)
+            for episode in list(self.drawn):  # the push
+                self.answer(episode, self.chance.randrange(3), FinishReason.ABORT)
         return self.batches
 
     def pass_until_taken(self):
@@ -49,27 +49,34 @@ class Clock:
 
     def let_one_end(self):
         if self.drawn:
-            slot = self.chance.choice(self.drawn)
-            group, i = slot
-            done = len(group.completions[i].response_ids) if group.completions[i] else 0
-            left = LONGEST - done
-            tokens = self.chance.randrange(1, left + 1)
-            self.answer(slot, tokens, FinishReason.STOP)
+            episode = self.chance.choice(self.drawn)
+            tokens = self.chance.randrange(1, episode.turns.num_left + 1)
+            self.answer(episode, tokens, FinishReason.STOP)
 
-    def answer(self, slot, tokens, reason):
-        group, i = slot
-        done = len(group.completions[i].response_ids) if group.completions[i] else 0
-        tokens = min(tokens, LONGEST - 1 - done) if reason == FinishReason.ABORT else tokens
-        self.drawn.remove(slot)
-        more = self.groups.answer(slot, answer(self.version, tokens, reason))
+    def answer(self, episode, tokens, reason):
+        group = group_of(episode, self.groups)
+        if reason == FinishReason.ABORT:
+            tokens = min(tokens, episode.turns.num_left - 1)
+        self.drawn.remove(episode)
+        more = self.groups.answer(episode, answer(self.version, tokens, reason))
         if not group.unfinished:
             self.complete.append(group.number)
         if reason != FinishReason.ABORT:
             self.drawn += more
 
 
+def group_of(episode, groups):
+    return next(group for group in groups.groups if episode in group.episodes)
+
+
+def places(episodes, groups):
+    """(number of the group, place in it) of each."""
+    of = [(group_of(episode, groups), episode) for episode in episodes]
+    return [(group.number, group.episodes.index(episode)) for group, episode in of]
+
+
 def oldest(group):
-    return min(int(c.spans[0].version) for c in group.completions)
+    return min(int(e.turns.trajectory.spans[0].version) for e in group.episodes)
 
 
 runs = st.tuples(
@@ -81,7 +88,7 @@ runs = st.tuples(
 def test_every_group_is_trained_on_once_whole_and_in_time(run):
     most, size, width, steps, chance = run
     staleness = Staleness(most=most, batch=size)
-    groups = FreeGroups(open_group, width, LONGEST, staleness, steps * size)
+    groups = FreeGroups(open_group, width, staleness, steps * size)
     clock = Clock(groups, chance)
     batches = clock.run(steps)
     assert [len(batch) for batch in batches] == [size] * steps
@@ -100,12 +107,12 @@ def test_no_more_responses_are_drawn_at_a_time_than_asked_for(run):
     staleness = Staleness(most=most, batch=size)
 
     class Counts(FreeGroups):
-        def _next_slots(self):
-            slots = super()._next_slots()
+        def _next_episodes(self):
+            episodes = super()._next_episodes()
             assert self._num_drawn <= width
-            return slots
+            return episodes
 
-    Clock(Counts(open_group, width, LONGEST, staleness, steps * size), chance).run(steps)
+    Clock(Counts(open_group, width, staleness, steps * size), chance).run(steps)
 
 
 def in_time(began, step, staleness):
@@ -123,21 +130,24 @@ def test_groups_are_late_if_no_order_of_training_is_in_time():
 
 
 def test_what_is_complete_first_is_trained_on_first_unless_another_would_be_late():
-    groups = FreeGroups(open_group, 8, LONGEST, Staleness(most=1, batch=1), 9)
+    groups = FreeGroups(open_group, 8, Staleness(most=1, batch=1), 9)
     drawn = groups.begin(0)
-    assert [(group.number, i) for group, i in drawn] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for slot in drawn[2:]:
-        groups.answer(slot, answer(0, 3, FinishReason.STOP))
+    assert places(drawn, groups) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for episode in drawn[2:]:
+        groups.answer(episode, answer(0, 3, FinishReason.STOP))
     assert [group.number for group in groups.batch()] == [1]
-    for slot in drawn[:2]:
-        groups.answer(slot, answer(0, 2, FinishReason.ABORT))
+    for episode in drawn[:2]:
+        groups.answer(episode, answer(0, 2, FinishReason.ABORT))
     drawn = groups.begin(1)
-    assert [(group.number, i) for group, i in drawn] == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    for slot in drawn[2:]:
-        groups.answer(slot, answer(1, 3, FinishReason.STOP))
+    assert places(drawn, groups) == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    for episode in drawn[2:]:
+        groups.answer(episode, answer(1, 3, FinishReason.STOP))
     assert groups.batch() is None  # 0 began under version 0, and is to be trained on now
-    for slot in drawn[:2]:
-        groups.answer(slot, answer(1, 1, FinishReason.STOP))
+    for episode in drawn[:2]:
+        groups.answer(episode, answer(1, 1, FinishReason.STOP))
     (batch,) = groups.batch()
     assert batch.number == 0
-    assert [(span.version, span.end) for span in batch.completions[0].spans] == [("0", 2), ("1", 3)]
+    assert [(span.version, span.end) for span in batch.episodes[0].turns.trajectory.spans] == [
+        (0, 2),
+        (1, 3),
+    ]

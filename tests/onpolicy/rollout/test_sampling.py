@@ -3,15 +3,24 @@ import dataclasses
 import pytest
 
 from onpolicy.errors import EngineError
-from onpolicy.rollout.sampling import group_samples, make_requests, require_version
+from onpolicy.rollout.episodes import SingleTurn
+from onpolicy.rollout.sampling import (
+    make_group,
+    make_requests,
+    open_group,
+    require_version,
+    sample_groups,
+)
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
-from onpolicy.types import Completion, FinishReason, Prompt, SamplingParams, Span
+from onpolicy.trajectory import Completion, FinishReason, Span
+from onpolicy.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, stop_token_ids=(1,))
+LONG = dataclasses.replace(PARAMS, max_new_tokens=9)
 PROMPTS = [Prompt(index=i, prompt_ids=[7, i], label=str(i), text="") for i in (5, 5, 6)]
 
 
-def completions(version="2"):
+def completions(version=2):
     reasons = [FinishReason.STOP, FinishReason.LENGTH] * 3
     return [
         Completion(
@@ -23,6 +32,21 @@ def completions(version="2"):
         )
         for i, reason in enumerate(reasons)
     ]
+
+
+def groups_of(texts):
+    """The completions as samples: two of each prompt, with these texts."""
+    drawn = []
+    for i, prompt in enumerate(PROMPTS):
+        group = open_group(i, prompt, make_group(prompt, 2, LONG, i), SingleTurn())
+        for episode, completion in zip(group.episodes, completions()[2 * i :], strict=False):
+            ended = dataclasses.replace(completion, finish_reason=FinishReason.STOP)
+            episode.add(ended)
+            (trajectory,) = episode.episode.trajectories
+            reason = completion.finish_reason
+            episode.episode.trajectories[0] = dataclasses.replace(trajectory, finish_reason=reason)
+        drawn.append(group)
+    return sample_groups(drawn, lambda token_ids: texts)
 
 
 def test_every_request_has_a_seed_of_its_own_even_for_a_prompt_that_comes_twice():
@@ -38,7 +62,7 @@ def test_another_run_step_or_purpose_has_other_seeds(key):
 
 
 def test_completions_come_back_by_prompt_in_order():
-    groups = group_samples(PROMPTS, completions(), list("abcdef"))
+    groups = groups_of("abcdef")
     assert [[s.response for s in g.samples] for g in groups] == [["a", "b"], ["c", "d"], ["e", "f"]]
     assert groups[1].samples[1].token_ids == [7, 5, 3, 3, 3, 3]
     assert [s.sample_index for s in groups[2].samples] == [0, 1]
@@ -46,14 +70,14 @@ def test_completions_come_back_by_prompt_in_order():
 
 def test_a_response_from_other_weights_is_refused():
     with pytest.raises(EngineError, match="weight_version=1 on a response, but the policy's is 2"):
-        require_version(completions("1")[0], "2")
+        require_version(completions(1)[0], 2)
 
 
 def spans(*ends):
     """Of version 1, then of version 2 up to the last end."""
     starts = [0, *ends[:-1]]
     return tuple(
-        Span(version=str(i + 3 - len(ends)), start=start, end=end)
+        Span(version=i + 3 - len(ends), start=start, end=end)
         for i, (start, end) in enumerate(zip(starts, ends, strict=True))
     )
 
@@ -62,19 +86,19 @@ def spans(*ends):
 @pytest.mark.parametrize("found", [spans(2, 4), spans(3), spans(5)])
 def test_a_response_with_tokens_from_other_weights_is_refused_token_by_token(found, by_token):
     good = dataclasses.replace(completions()[3], spans=spans(4))
-    require_version(good, "2", by_token=by_token)
+    require_version(good, 2, by_token=by_token)
     with pytest.raises(EngineError, match="weight_versions="):
-        require_version(dataclasses.replace(good, spans=found), "2", by_token=by_token)
+        require_version(dataclasses.replace(good, spans=found), 2, by_token=by_token)
 
 
 def test_an_engine_that_does_not_say_it_of_tokens_will_do_where_nothing_lags():
-    require_version(completions()[3], "2")
+    require_version(completions()[3], 2)
     with pytest.raises(EngineError, match="does not say which weights"):
-        require_version(completions()[3], "2", by_token=True)
+        require_version(completions()[3], 2, by_token=True)
 
 
 def test_metrics_of_a_rollout():
-    groups = group_samples(PROMPTS, completions(), list("abcdef"))
+    groups = groups_of("abcdef")
     for reward, sample in enumerate(s for g in groups for s in g.samples):
         sample.reward, sample.reward_parts = float(reward), {"answered": 1.0}
     metrics = rollout_metrics(groups)
@@ -88,7 +112,7 @@ def test_metrics_of_a_rollout():
 
 
 def test_avg_and_pass_at_k():
-    groups = group_samples(PROMPTS, completions(), list("abcdef"))
+    groups = groups_of("abcdef")
     for sample, reward in zip(
         (s for g in groups for s in g.samples), [1, -1, -1, -1, 1, 1], strict=True
     ):

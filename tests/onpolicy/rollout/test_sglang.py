@@ -13,8 +13,8 @@ from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import EndlessJob, EnginesRestartedError, SamplingJob
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import CACHE_MARGIN
-from onpolicy.rollout.open_groups import joined
 from onpolicy.rollout.server import EngineServer
+from onpolicy.trajectory import Trajectory
 from tests.support.engines_in_memory import (
     CACHE_TOKENS,
     SELF_CHECK,
@@ -75,7 +75,7 @@ def test_a_job_that_is_interrupted_has_parts_which_other_requests_continue():
             ids = request.prompt_ids + done
             more = dataclasses.replace(request, prompt_ids=ids, params=left)
             (rest,) = sampled(group, [more])
-            part = joined(part, rest)
+            part = Trajectory.begin(request.prompt_ids, 1.0).plus(part).plus(rest)
         assert part.response_ids == whole.response_ids
         assert part.rollout_log_probs == whole.rollout_log_probs
 

@@ -14,7 +14,7 @@ from onpolicy.rollout.statistics import idle_shares
 def test_a_side_is_idle_while_it_neither_computes_nor_takes_part_in_a_push(
     seconds, rollout, trainer
 ):
-    metrics = {"step_time": 10.0, "weight_sync_time": 2.0, **seconds}
+    metrics = {"step_time": 10.0, "weight_sync_time": 1.5, "probe_time": 0.5, **seconds}
     shares = idle_shares({f"perf/{name}": value for name, value in metrics.items()})
     assert shares == {
         "perf/rollout_idle_share": pytest.approx(rollout),

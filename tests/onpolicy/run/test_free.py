@@ -135,7 +135,7 @@ def test_every_token_is_of_the_weights_that_its_span_says(tmp_path):
     Clock(3, Keeps).run(tmp_path, max_staleness=3)
     kept = Keeps.last
     for sample in kept.trained:
-        spans, prompt = sample.completion.spans, sample.prompt.prompt_ids
+        spans, prompt = sample.trajectory.spans, sample.prompt.prompt_ids
         assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
         assert spans[-1].end == len(sample.response_ids)
         for span in spans:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import EngineError, HostLostError, ParityError, TrainerLostError
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.outputs.trajectories import read
 from onpolicy.run.cases import read_case
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.run import Run
@@ -60,28 +61,29 @@ def plain(tmp_path_factory):
     return directory, run_in_memory(directory, reward=samples), samples
 
 
-VERBS = (
-    "push_weights", "evaluate_if_due", "roll_out", "train", "govern", "record", "save_if_due",
-    "summary",
-)  # fmt: skip
+def test_every_rollout_is_sampled_trained_on_and_followed_by_a_push(tmp_path, monkeypatch):
+    done = []
 
+    def noting(owner, name, what):
+        method = getattr(owner, name)
 
-def test_the_order_of_the_verbs(tmp_path):
-    said = []
+        def noted(self, *args, **kwargs):
+            done.append(what(*args))
+            return method(self, *args, **kwargs)
 
-    class Traced(Run):
-        def __getattribute__(self, name):
-            if name in VERBS:
-                said.append(name)
-            return super().__getattribute__(name)
+        monkeypatch.setattr(owner, name, noted)
 
-    run_in_memory(tmp_path, make_run=Traced)
-    step = ["evaluate_if_due", "roll_out", "train", "govern", "push_weights", "record"]
-    assert said == [
-        "push_weights",
-        *[*step, "save_if_due"] * ROLLOUTS,
-        "evaluate_if_due",
-        "summary",
+    noting(EnginePair, "push_weights", lambda version: f"push {version}")
+    noting(EnginePair, "work", lambda job, *_: f"sample {len(job.requests)}")
+    noting(TrainerInMemory, "train", lambda samples, step, rates: f"train {step}")
+    run_in_memory(tmp_path, eval_sets={}, eval_interval=0)
+    assert done == [
+        "push 0",
+        *(
+            what
+            for step in range(ROLLOUTS)
+            for what in (f"sample {PER_ROLLOUT}", f"train {step}", f"push {step + 1}")
+        ),
     ]
 
 
@@ -92,7 +94,7 @@ def test_samples_come_from_the_weights_of_all_rollouts_before_the_first_from_the
         scores = log_probs_of(make_weights(), s.prompt.prompt_ids, s.response_ids, 1.0)
         assert s.rollout_log_probs == scores.tolist()
     for step in range(ROLLOUTS):
-        assert {sample.weight_version for sample in samples.of(step)} == {str(step)}
+        assert {sample.weight_version for sample in samples.of(step)} == {step}
 
 
 def test_a_rollouts_metrics_are_those_of_its_samples_and_of_the_training_on_them(plain):
@@ -269,7 +271,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, mode, step, save_inter
     assert records_of(broken) == records_of(whole)
     first = step // save_interval * save_interval
     assert len(samples) == (straight.rollouts - first) * PER_ROLLOUT
-    assert {sample.weight_version for sample in samples.of(0)} == {str(first)}
+    assert {sample.weight_version for sample in samples.of(0)} == {first}
 
 
 class LosesParts(Run):
@@ -348,13 +350,11 @@ def test_samples_are_written_though_training_on_them_fails(tmp_path):
     # What `onpolicy explain --case` reads: the sample, and the request that it answers.
     case = read_case(Path(OutputConfig(run_dir=str(tmp_path / "run")).case_file(2)))
     sample = samples.of(2)[1]
-    assert case["response_ids"] == sample.response_ids
-    assert case["rollout_log_probs"] == sample.rollout_log_probs
-    differ = [
-        a != b for a, b in zip(case["rollout_log_probs"], case["train_log_probs"], strict=True)
-    ]
+    assert read(case["trajectory"]) == sample.trajectory
+    pairs = zip(sample.rollout_log_probs, case["train_log_probs"], strict=True)
+    differ = [rollout != train for rollout, train in pairs]
     assert differ == [False, True, *[False] * (len(differ) - 2)]
-    assert case["weight_version"] == "2"
+    assert case["trajectory"]["weight_version"] == 2
 
 
 TAKE_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -391,7 +391,7 @@ def test_a_move_of_the_governor_changes_what_both_engines_run_on(tmp_path):
     assert min(mismatched[:4]) > 0 and mismatched[4:] == [0, 0]
     stock, aligned = host.engines
     assert (stock.spec.contract, aligned.spec.contract) == (STOCK, ALIGNED)
-    assert [{s.weight_version for s in samples.of(step)} for step in (3, 4)] == [{"3"}, {"4"}]
+    assert [{s.weight_version for s in samples.of(step)} for step in (3, 4)] == [{3}, {4}]
 
 
 def test_corrections_of_a_rung_are_the_trainers_from_the_next_rollout_on(tmp_path):

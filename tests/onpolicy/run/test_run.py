@@ -10,7 +10,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.inputs import read_inputs
+from onpolicy.run.launch.inputs import read_inputs
 from onpolicy.run.run import Run
 from onpolicy.train import distributed
 from tests.support.unstarted_run import make_run, state_after

@@ -144,7 +144,7 @@ class Lies(PlacedEngine):
     async def generate(self, session, request, takes_parts=False):
         self.asked += 1
         is_probe = self.asked <= PROMPTS
-        if self.has_lied or is_probe or self.memory.version == "0":
+        if self.has_lied or is_probe or self.memory.version == 0:
             return await super().generate(session, request, takes_parts)
         memory = self.memory
         now = memory.weights, memory.prefixes

@@ -4,15 +4,19 @@ import pytest
 
 from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.run.train_samples import make_train_samples, worth_training
-from onpolicy.types import Prompt, Sample, SampleGroup, Span
-from tests.support.samples import make_completion
+from onpolicy.trajectory import Span
+from onpolicy.types import Prompt, Sample, SampleGroup
+from tests.support.samples import answered, make_completion
 
 
 def group(index, rewards):
     prompt = Prompt(index=index, prompt_ids=[3], label="", text="")
     samples = [
         Sample(
-            prompt=prompt, sample_index=i, completion=make_completion([5], [-1.0]), reward=reward
+            prompt=prompt,
+            sample_index=i,
+            trajectory=answered(prompt, make_completion([5], [-1.0])),
+            reward=reward,
         )
         for i, reward in enumerate(rewards)
     ]
@@ -31,7 +35,7 @@ def test_groups_of_equal_rewards_are_left_out_only_if_that_is_asked_for(filters,
 def test_samples_keep_their_order_and_each_gets_its_own_advantage():
     algorithm = AlgorithmConfig(advantage_estimator="dr_grpo")  # the reward less its group's mean
     made = make_train_samples(GROUPS, algorithm)
-    assert [(m.sample.name, m.advantage) for m in made] == [
+    assert [(m.sample.name, *m.advantages) for m in made] == [
         ("prompt 0, sample 0", 0.0),
         ("prompt 0, sample 1", 0.0),
         ("prompt 1, sample 0", -1.0),
@@ -43,11 +47,12 @@ def test_samples_keep_their_order_and_each_gets_its_own_advantage():
 
 
 def test_a_token_lags_by_the_pushes_between_its_weights_and_those_that_learn():
-    spans = (Span(version="3", start=0, end=2), Span(version="5", start=2, end=3))
+    spans = (Span(version=3, start=0, end=2), Span(version=5, start=2, end=3))
     prompt = Prompt(index=0, prompt_ids=[3], label="", text="")
     completion = make_completion([5, 6, 7], [-1.0] * 3, spans=spans)
     group = SampleGroup(
-        prompt=prompt, samples=[Sample(prompt=prompt, sample_index=0, completion=completion)]
+        prompt=prompt,
+        samples=[Sample(prompt=prompt, sample_index=0, trajectory=answered(prompt, completion))],
     )
     algorithm = AlgorithmConfig(advantage_estimator="reinforce")
     (made,) = make_train_samples([group], algorithm, 5)

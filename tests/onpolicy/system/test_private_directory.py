@@ -41,6 +41,19 @@ def test_all_that_carries_the_name_goes_with_the_directory(temporary):
     assert list(temporary.iterdir()) == []
 
 
+def test_what_a_directory_inside_records_goes_with_it(temporary, monkeypatch):
+    """As of a trainer's rank, whose temporary directory is Ray's: killed, it removes nothing."""
+    with PrivateDirectory() as outer:
+        monkeypatch.setattr("tempfile.tempdir", str(outer.path))
+        inner = PrivateDirectory(PATTERNS).path
+        monkeypatch.setattr("tempfile.tempdir", str(temporary))
+        files = shared_memory_of(inner)
+        for file in files:
+            file.touch()
+    assert not any(file.exists() for file in files)
+    assert list(temporary.iterdir()) == []
+
+
 OWNER = """
 import os, sys
 import onpolicy.system.private_directory as it

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.taps.parts import Part, cut
-from onpolicy.taps.recorder import Recorder, Scope
+from onpolicy.taps.recorder import Recorder
+from onpolicy.taps.scope import Scope
 
 
 def taken(width, whole, ranks, **how):

@@ -15,7 +15,7 @@ SEQUENCES = random_sequences([20, 7])
 
 def scored(policy):
     with torch.no_grad():
-        return policy(PackedTokens.pack(SEQUENCES, [1, 1], 1.0))[0]
+        return policy(PackedTokens.after_prompts(SEQUENCES, [1, 1], 1.0))[0]
 
 
 def test_recording_changes_no_bit_and_leaves_nothing_behind(checkpoint):
@@ -52,7 +52,7 @@ def test_rows_of_a_shared_prefix_are_one(tmp_path):
     path = make_checkpoint(tmp_path / "model", "qwen3-moe")
     policy, sequence = load_policy(path), SEQUENCES[0]
     with recording(policy, Recorder()) as passes, torch.no_grad():
-        policy(PackedTokens.pack([sequence, [*sequence[:12], 5, 6]], [1, 1], 1.0))
+        policy(PackedTokens.after_prompts([sequence, [*sequence[:12], 5, 6]], [1, 1], 1.0))
     sites = Recording.of(passes).items()
     counts = {len(by_rank[0].keys) for site, by_rank in sites if site[0] != "lm_head"}
     assert counts == {len(sequence) + 2}
@@ -71,5 +71,6 @@ def test_every_operator_is_recorded_or_is_part_of_another():
         "logits_per_chunk",
         "column_tile",
         "run_pieces",
+        "uniform",
     }
     assert operators - others == set(INPUTS)

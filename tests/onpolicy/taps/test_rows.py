@@ -50,4 +50,6 @@ def test_rows_are_found_on_whichever_axis_they_are():
     assert torch.equal(by_row(x, 6).reshape(6, -1), by_row(by_head, 6).reshape(6, -1))
     square = torch.randn(1, 4, 4, 5)  # as many heads as tokens
     assert torch.equal(by_row(square, 4), by_row(square.transpose(1, 2), 4))
+    by_head = torch.randn(4, 4, 5).transpose(0, 1)  # [T, H, D], heads first in memory
+    assert torch.equal(by_row(by_head, 4), by_head)
     assert by_row(torch.randn(1, 1, 9), 1).shape == (1, 9)

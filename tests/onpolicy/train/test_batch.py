@@ -2,20 +2,21 @@ import pytest
 import torch
 
 from tests.support.onpolicy_batches import make_micro_batches
-from tests.support.samples import make_train_sample
+from tests.support.samples import make_train_sample, with_trajectory
 
 SAMPLES = [
-    make_train_sample(
-        range(10 * i, 10 * i + prompt + response), prompt, [-float(i)] * response, float(i), i
+    with_trajectory(
+        make_train_sample(
+            range(10 * i, 10 * i + prompt + response), prompt, [-float(i)] * response, float(i), i
+        ),
+        temperature=0.7 + i,
     )
     for i, (prompt, response) in enumerate([(2, 3), (1, 1), (4, 2), (3, 4)])
 ]
 
 
 def micro_batches(rank=0, num_ranks=1, max_tokens=8):
-    return make_micro_batches(
-        SAMPLES, rank=rank, num_ranks=num_ranks, max_tokens=max_tokens, temperature=0.7
-    )
+    return make_micro_batches(SAMPLES, rank=rank, num_ranks=num_ranks, max_tokens=max_tokens)
 
 
 def test_targets_are_the_response_tokens_and_rows_the_ones_before_them():
@@ -23,7 +24,10 @@ def test_targets_are_the_response_tokens_and_rows_the_ones_before_them():
         expected = [t for s in batch.samples for t in s.sample.response_ids]
         assert batch.packed.targets.tolist() == expected
         assert (batch.packed.tokens[batch.packed.rows] == batch.packed.targets - 1).all()
-        assert torch.equal(batch.packed.temperature, torch.full((len(expected),), 0.7))
+        temperatures = [
+            s.sample.trajectory.temperature for s in batch.samples for _ in s.advantages
+        ]
+        assert torch.equal(batch.packed.temperature, torch.tensor(temperatures))
 
 
 def test_positions_restart_with_every_sequence():
@@ -38,7 +42,7 @@ def test_values_stand_beside_their_tokens():
         for row in range(len(batch.packed.targets)):
             sample, position = batch.locate(row)
             assert batch.packed.targets[row] == sample.sample.response_ids[position]
-            assert batch.advantages[row] == sample.advantage
+            assert batch.advantages[row] == sample.advantages[0]
             assert batch.rollout_log_probs[row] == sample.sample.rollout_log_probs[position]
 
 

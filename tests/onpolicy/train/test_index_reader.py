@@ -45,7 +45,8 @@ def test_code_runs_in_dcps_own_reader(trainer, crafted, tmp_path, attack):
     """So the test above would notice."""
     attack(crafted / "sharded", tmp_path / "trace")
     tensors = {
-        name: tensor.clone() for name, tensor in _tensors(trainer.model, trainer.optimizer).items()
+        name: tensor.clone()
+        for name, tensor in _tensors(trainer.policy.module, trainer.policy.optimizer).items()
     }
     with suppress(Exception, dcp.api.CheckpointException):  # what the code returns is no tensor
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(crafted / "sharded"))

@@ -8,7 +8,7 @@ import torch
 from fallback_correction.tokens import TokenBatch
 from onpolicy.train.batch import packed_batch, with_scores, with_weights
 from onpolicy.train.lag_metrics import lag_metrics
-from onpolicy.types import Span
+from onpolicy.trajectory import Span
 from tests.onpolicy.train.test_parity_gate import lagging
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample
@@ -16,9 +16,9 @@ from tests.support.samples import make_train_sample
 
 def test_each_lag_has_the_numbers_of_its_own_tokens():
     rollout, train = [-1.0, -1.0, -2.0, -0.5], [-0.5, -2.0, -2.0, -0.5]
-    spans = (Span(version="1", start=0, end=2), Span(version="3", start=2, end=4))
+    spans = (Span(version=1, start=0, end=2), Span(version=3, start=2, end=4))
     sample = lagging(make_train_sample([2] * 5, 1, rollout, advantage=1.0), spans)
-    batch = packed_batch([sample], 1.0, torch.device("cpu"))
+    batch = packed_batch([sample], torch.device("cpu"))
     assert batch.lags.tolist() == [2, 2, 0, 0]
     kept = torch.tensor([True, False, True, True])
     weighed = with_weights(

@@ -13,9 +13,9 @@ from onpolicy.errors import ParityError
 from onpolicy.train.batch import packed_batch
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.shares import make_shares
-from onpolicy.types import Span
+from onpolicy.trajectory import Span
 from tests.support.ranks import on_ranks
-from tests.support.samples import make_train_sample
+from tests.support.samples import make_train_sample, with_trajectory
 
 LENGTHS = [3, 1, 4, 2, 5]
 NUM_TOKENS = sum(LENGTHS)
@@ -49,25 +49,25 @@ def neighbour(value):
     return torch.nextafter(torch.tensor(value), torch.tensor(-math.inf)).item()
 
 
-def check_on(num_ranks, train, rollout=ROLLOUT, *, max_tokens=5, fails=True, warns=True):
+def check_on(num_ranks, train, rollout=ROLLOUT, *, max_tokens=5, on_mismatch="fail"):
     """What each rank has of a gate: (counts of all, mismatched tokens by sample, error or None)."""
 
     def check(rank):
         samples = make_samples(rollout)
-        gate = ParityGate(7, fails=fails, warns=warns, remedy="Look at it.")
+        gate = ParityGate(7, on_mismatch, "Look at it.")
         row_of = {id(sample): row for sample, row in zip(samples, train, strict=True)}
         error = None
         share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
         try:
             for part in share.micro_batches(0):
-                batch = packed_batch(part, 1.0, torch.device("cpu"))
+                batch = packed_batch(part, torch.device("cpu"))
                 junk = [math.nan] * len(batch.rollout_log_probs)
                 rows = [junk] if batch.is_filler else [row_of[id(s)] for s in batch.samples]
                 log_probs = [x for row in rows for x in row]
                 gate.check(torch.tensor(log_probs, requires_grad=True), batch)
         except ParityError as refused:
             error = str(refused)
-        return gate.reduce(), gate.mismatched_tokens(share), error
+        return gate.reduce(), gate.findings(share, None).mismatched_tokens, error
 
     return on_ranks(num_ranks, check)
 
@@ -120,9 +120,7 @@ def test_one_bit_of_one_token_fails_on_every_rank_and_is_named(ranks, max_tokens
 )
 def test_values_are_the_same_if_they_are_one_finite_number(train, rollout, ulp):
     """Both zeros are one; what is not finite never is, even if both sides have it."""
-    outcomes = check_on(
-        2, changed(ROLLOUT, 3, 1, train), changed(ROLLOUT, 3, 1, rollout), fails=True
-    )
+    outcomes = check_on(2, changed(ROLLOUT, 3, 1, train), changed(ROLLOUT, 3, 1, rollout))
     for counts, _, error in outcomes:
         assert counts.num_mismatched == (ulp is not None)
         assert counts.max_ulp == (ulp or 0)
@@ -144,7 +142,9 @@ def test_a_gate_that_does_not_fail_counts_every_sample_of_every_rank(ranks, max_
         sum(position < length for position in wrong)
         for length, wrong in zip(LENGTHS, differ, strict=True)
     ]
-    for counts, by_sample, error in check_on(ranks, train, max_tokens=max_tokens, fails=False):
+    for counts, by_sample, error in check_on(
+        ranks, train, max_tokens=max_tokens, on_mismatch="measure"
+    ):
         assert error is None and by_sample == expected
         assert (counts.num_compared, counts.num_mismatched) == (NUM_TOKENS, sum(expected))
 
@@ -157,22 +157,22 @@ def test_what_comes_after_the_micro_batch_that_failed_was_not_compared():
     assert counts.num_compared == LENGTHS[4]
 
 
-@pytest.mark.parametrize(("warns", "said"), [(True, 1), (False, 0)])
-def test_a_gate_that_warns_says_how_many_tokens_differ_and_goes_on(caplog, warns, said):
+@pytest.mark.parametrize(("policy", "said"), [("warn", 1), ("measure", 0)])
+def test_a_gate_that_warns_says_how_many_tokens_differ_and_goes_on(caplog, policy, said):
     wrong = changed(ROLLOUT, 0, 1, -9.0)
-    ((_, _, error),) = check_on(1, wrong, fails=False, warns=warns)
+    ((_, _, error),) = check_on(1, wrong, on_mismatch=policy)
     message = f"step 7: 1 of {NUM_TOKENS} tokens have another log-probability in training"
     assert error is None and caplog.messages.count(message) == said
     caplog.clear()
-    check_on(1, ROLLOUT, fails=False, warns=warns)
+    check_on(1, ROLLOUT, on_mismatch=policy)
     assert not caplog.messages
 
 
 def test_only_tokens_of_the_policy_that_learns_are_compared():
     """Those of earlier weights may have any log-probability."""
-    spans = (Span(version="1", start=0, end=2), Span(version="3", start=2, end=5))
+    spans = (Span(version=1, start=0, end=2), Span(version=3, start=2, end=5))
     samples = [
-        lagging(make_samples()[0], (Span(version="2", start=0, end=3),)),
+        lagging(make_samples()[0], (Span(version=2, start=0, end=3),)),
         lagging(make_samples()[4], spans),
     ]
     share = make_shares(samples, 1, 1, 100)[0]
@@ -180,9 +180,9 @@ def test_only_tokens_of_the_policy_that_learns_are_compared():
     old = [x - 0.5 for x in ROLLOUT[0] + ROLLOUT[4][:2]]
 
     def check(train):
-        gate = ParityGate(3, fails=True, warns=True, remedy="Look at it.")
-        gate.check(torch.tensor(train), packed_batch(samples, 1.0, torch.device("cpu")))
-        return gate.mismatched_tokens(share), gate.reduce().num_compared
+        gate = ParityGate(3, "fail", "Look at it.")
+        gate.check(torch.tensor(train), packed_batch(samples, torch.device("cpu")))
+        return gate.findings(share, None).mismatched_tokens, gate.reduce().num_compared
 
     off = [*old, ROLLOUT[4][2], neighbour(ROLLOUT[4][3]), ROLLOUT[4][4]]
     (same,) = on_ranks(1, lambda rank: check([*old, *ROLLOUT[4][2:]]))
@@ -192,6 +192,4 @@ def test_only_tokens_of_the_policy_that_learns_are_compared():
 
 
 def lagging(trained, spans):
-    completion = dataclasses.replace(trained.sample.completion, spans=spans)
-    sample = dataclasses.replace(trained.sample, completion=completion)
-    return dataclasses.replace(trained, sample=sample, policy_version=3)
+    return dataclasses.replace(with_trajectory(trained, spans=spans), policy_version=3)

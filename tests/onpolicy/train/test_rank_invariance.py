@@ -6,6 +6,8 @@ from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, train
 from tests.support.tiny import make_checkpoint
 
+pytestmark = pytest.mark.long
+
 COUNTS = (1, 2, 3)
 UPDATES = 3
 """Of 8 samples: the last is of two, which leaves the third of three ranks without any."""

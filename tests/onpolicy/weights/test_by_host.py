@@ -30,6 +30,9 @@ class Recorded(Transport):
     def abandon(self):
         self.calls.append(("abandon", []))
 
+    def end(self):
+        self.calls.append(("end", []))
+
 
 @pytest.mark.parametrize(
     ("url", "expected"),
@@ -47,8 +50,9 @@ def test_an_engine_is_near_if_its_address_is_one_of_this_host(url, expected):
 @pytest.mark.parametrize("places", ["nn", "nf", "ff", "fnf"])
 def test_each_engine_is_sent_everything_by_one_way(places):
     engines = [Engine(place) for place in places]
-    transport = ByHostTransport(is_near=lambda engine: engine.url == "n")
-    near, far = transport._near, transport._far = Recorded(), Recorded()
+    near, far = Recorded(), Recorded()
+    transport = ByHostTransport(near, is_near=lambda engine: engine.url == "n")
+    transport._far = far
     transport.open(engines)
     transport.send(BUCKET, engines, "1")
     transport.close(engines, "1")
@@ -58,3 +62,5 @@ def test_each_engine_is_sent_everything_by_one_way(places):
         assert way.calls == [(verb, theirs) for verb in verbs]
     transport.abandon()
     assert near.calls[-1] == far.calls[-1] == ("abandon", [])
+    transport.end()
+    assert near.calls[-1] == far.calls[-1] == ("end", [])

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onpolicy.ops import AttentionLayout, Operators, Scores
+from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _by_triton(
         batch.cache_seqlens,
         batch.cu_seqlens_q,
         batch.max_seqlen_q,
-        Scores(scale),
+        ScoreRule(scale),
         batch.page_size,
     )
 
@@ -113,7 +113,7 @@ def over_rows(operators: Operators) -> PagedAttention:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
     ) -> tuple[Tensor, None]:
-        return operators.attention(q, k, v, _layout(batch), Scores(scale)), None
+        return operators.attention(q, k, v, _layout(batch), ScoreRule(scale)), None
 
     return attend
 
@@ -138,6 +138,6 @@ def _on_cpu(
 
     lse = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
     out = blockwise_attention(
-        PiecePool(1), q.contiguous(), k, v, None, _layout(batch), Scores(scale), lse
+        PiecePool(1), q.contiguous(), k, v, None, _layout(batch), ScoreRule(scale), lse
     )
     return out, lse[..., 0]

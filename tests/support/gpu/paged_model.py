@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from onpolicy.models.align import align_modules
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.policy import PolicyModel
-from onpolicy.ops import Operators, Scores
+from onpolicy.ops import Operators, ScoreRule
 from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
 
 
@@ -71,7 +71,7 @@ class PagedModel:
         """Hidden states of a batch's tokens, all int64 [T] -> [T, K]; `rows` receive their keys."""
         layers = iter(self.stores)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, _: Tensor | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, _: Tensor | None) -> Tensor:
             keys, values = next(layers)
             keys[rows], values[rows] = k, v
             return self.attention(q, keys, values, batch, scores.scale)[0]

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.ops.base import Operators
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.cpu.elementwise import exponentiate_, whole_vectors
 from onpolicy.ops.cpu.rows import NUMBERS
 
 ROWS, SIZE = 70, 20011
@@ -72,3 +73,13 @@ def test_only_the_result_is_as_large_as_the_logits(name):
         getattr(CpuOperators(), name)(*inputs)
     results = {"log_softmax": 1, "grad_logits": 1}.get(name, 0)
     assert sum(size > NUMBERS for size in made.sizes) == results
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 20011, 128 * 157])
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_an_exponential_in_place_has_the_bits_of_one_elsewhere(size, offset):
+    x = 4 * torch.randn(size + offset, generator=torch.Generator().manual_seed(1))
+    want = whole_vectors(torch.exp, x[offset:].clone())
+    got = exponentiate_(x[offset:])
+    assert torch.equal(got, want)
+    assert got.data_ptr() == x[offset:].data_ptr()

@@ -8,7 +8,7 @@ from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.hopper import HopperOperators, flash_attention, flash_backward
 from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.layouts import AttentionLayout, Scores
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from tests.support.recorded_kernels import attend, flash_attn
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.25
@@ -61,9 +61,9 @@ def test_it_is_called_like_sglang_calls_it_and_means_the_same(
 ):
     q, k, v = inputs(queries, keys)
     with torch.no_grad():
-        got = operators.attention(q, k, v, layout, Scores(SCALE))
-        again = operators.attention(q, k, v, layout, Scores(SCALE))
-        want = CpuOperators().attention(q, k, v, layout, Scores(SCALE))
+        got = operators.attention(q, k, v, layout, ScoreRule(SCALE))
+        again = operators.attention(q, k, v, layout, ScoreRule(SCALE))
+        want = CpuOperators().attention(q, k, v, layout, ScoreRule(SCALE))
     torch.testing.assert_close(got, want)
     assert torch.equal(got, again)
     assert calls[0].num_splits == 1 and calls[0].causal and calls[0].k_cache.shape[1] == 1
@@ -75,7 +75,7 @@ def test_gradients_reach_the_rows_that_keys_came_from(calls, operators, name):
     layout, queries, keys = LAYOUTS[name]
     ours = [x.requires_grad_() for x in inputs(queries, keys)]
     grad = random(queries, HEADS, DIM)
-    operators.attention(*ours, layout, Scores(SCALE)).backward(grad)
+    operators.attention(*ours, layout, ScoreRule(SCALE)).backward(grad)
     q, k, v = (x.detach().clone().requires_grad_() for x in ours)
     pages = Pages.of(layout)
     rows = pages.key_rows
@@ -86,7 +86,7 @@ def test_gradients_reach_the_rows_that_keys_came_from(calls, operators, name):
 
 
 @pytest.mark.parametrize(
-    "scores", [Scores(SCALE, window=5), Scores(SCALE, softcap=1.0), Scores(SCALE, 8, 2.0)]
+    "scores", [ScoreRule(SCALE, window=5), ScoreRule(SCALE, softcap=1.0), ScoreRule(SCALE, 8, 2.0)]
 )
 def test_windows_and_soft_caps_mean_what_they_mean_on_a_cpu(calls, operators, scores):
     layout, queries, keys = LAYOUTS["packed"]
@@ -107,11 +107,11 @@ def test_windows_and_soft_caps_mean_what_they_mean_on_a_cpu(calls, operators, sc
 @pytest.mark.parametrize(
     ("dim", "value_dim", "scores", "sinks", "fits"),
     [
-        (192, 192, Scores(1.0, window=8), None, True),
-        (256, 256, Scores(1.0, softcap=8.0), None, True),
-        (256, 256, Scores(1.0, window=8), None, False),
-        (128, 128, Scores(1.0), torch.zeros(1), False),
-        (192, 128, Scores(1.0), None, False),
+        (192, 192, ScoreRule(1.0, window=8), None, True),
+        (256, 256, ScoreRule(1.0, softcap=8.0), None, True),
+        (256, 256, ScoreRule(1.0, window=8), None, False),
+        (128, 128, ScoreRule(1.0), torch.zeros(1), False),
+        (192, 128, ScoreRule(1.0), None, False),
     ],
 )
 def test_what_its_kernels_might_sum_in_two_ways_is_left_to_triton(
@@ -137,7 +137,7 @@ def test_pytorchs_backward_takes_our_call_and_runs_deterministically():
     lse = torch.empty(HEADS, queries, device="meta")
     with _Watch() as watch:
         grads = flash_backward.flash_attention_2(
-            q, q, k, v, q, lse, Pages.of(layout), Scores(SCALE)
+            q, q, k, v, q, lse, Pages.of(layout), ScoreRule(SCALE)
         )
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert watch.seen["aten._flash_attention_backward.default"]
@@ -155,7 +155,7 @@ def test_the_backward_is_upstreams_where_it_is_installed_and_can_be_deterministi
         monkeypatch.setattr(flash_backward, f"flash_attention_{version}", lambda *_, v=version: v)
     q = torch.empty(1, 1, dim)
     pages = Pages.of(AttentionLayout.packed((1,)))
-    assert flash_backward.backward(q, (q, q, q), q, q, pages, Scores(1.0)) == chosen
+    assert flash_backward.backward(q, (q, q, q), q, q, pages, ScoreRule(1.0)) == chosen
 
 
 def test_pages_hold_int32_tables_and_the_rows_of_keys_end_to_end():

@@ -1,11 +1,13 @@
 """Products by DeepGEMM: how it is called, which layouts it is given, how a bias is rounded."""
 
+import sys
+
 import pytest
 import torch
 
 from onpolicy.errors import ContractError
+from onpolicy.ops.cuda_toolkit import CudaToolkit
 from onpolicy.ops.hopper import HopperOperators, gemm, linear
-from onpolicy.ops.machine import find_cuda_toolkit
 from onpolicy.ops.triton import TritonOperators
 from tests.support.recorded_kernels import BF16_GEMM_NT, deep_gemm
 
@@ -144,29 +146,26 @@ def test_a_library_that_asserts_a_toolkit_is_refused_in_plain_words(monkeypatch,
     package = tmp_path / "deep_gemm.py"
     package.write_text("cuda_home = None\nassert cuda_home is not None\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: None)
+    monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: CudaToolkit(None, "none is at PATH"))
     library = gemm.loaded.__wrapped__
     with pytest.raises(
-        ContractError, match=r"CUDA toolkit, and none .*CUDA_HOME.*operators triton"
+        ContractError, match=r"CUDA toolkit, and none is at PATH\).*CUDA_HOME.*operators triton"
     ):
         library()
     package.write_text("assert 1 == 2, 'another assertion'\n")
-    monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: "/usr/local/cuda")
+    monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: CudaToolkit("/usr/local/cuda"))
+    monkeypatch.setenv("CUDA_HOME", "")
     with pytest.raises(
         ContractError, match=r"\(another assertion\)\. Install the version of sgl-deep"
     ):
         library()
 
 
-def test_a_toolkit_is_looked_for_where_deep_gemm_does(monkeypatch, tmp_path):
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    compiler = tmp_path / "cuda" / "bin" / "nvcc"
-    compiler.parent.mkdir(parents=True)
-    compiler.touch(0o755)
-    monkeypatch.setenv("PATH", str(compiler.parent))
-    assert find_cuda_toolkit() == str(tmp_path / "cuda")
-    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
-    assert find_cuda_toolkit() == str(tmp_path)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    assert find_cuda_toolkit() is None
+def test_deep_gemm_is_given_the_toolkit_that_was_found_when_it_is_imported(monkeypatch, tmp_path):
+    (tmp_path / "deep_gemm.py").write_text("import os\nhome = os.environ['CUDA_HOME']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    monkeypatch.setenv("CUDA_HOME", "")
+    monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: CudaToolkit("/packages/nvidia/cu13"))
+    assert gemm.loaded.__wrapped__().home == "/packages/nvidia/cu13"
+    monkeypatch.delitem(sys.modules, "deep_gemm")

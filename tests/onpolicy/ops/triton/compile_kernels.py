@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -23,16 +25,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
 import torch.nn.functional as F
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from onpolicy.ops import AttentionLayout, Scores
+from onpolicy.ops import AttentionLayout, ScoreRule
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
 
 OPERATORS = TritonOperators()
-MMA = re.compile(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n\d+k(\d+)")
+MMA = re.compile(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n\d+k(\d+)|(tcgen05\.mma)\.cta")
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 class AbsentGPU:
@@ -61,7 +65,11 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
         kernels[kernel.hash] = {
             "name": kernel.name,
             "shared": kernel.metadata.shared,
-            "instructions": sorted({"x".join(m) for m in MMA.findall(kernel.asm["ptx"])}),
+            **usage(kernel.asm["cubin"]),
+            "options": {k: str(v) for k, v in options.items()},
+            "instructions": sorted(
+                {"x".join(filter(None, m)) for m in MMA.findall(kernel.asm["ptx"])}
+            ),
             "fused": kernel.metadata.enable_fp_fusion,
             "copies_ahead": "cp.async." in kernel.asm["ptx"],
         }
@@ -71,6 +79,18 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
     jit.JITFunction.run = compiled
     linear.capability = attention.capability = lambda _: arch
     return kernels
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, to which the compiler spills what has none."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = USAGE.search(said)
+    assert found is not None, said
+    return dict(zip(("registers", "stack"), map(int, found.groups()), strict=True))
 
 
 def launch_all(dtype: torch.dtype) -> None:
@@ -108,13 +128,13 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
     # In float32 the widest alone: its kernels take long to compile, and the most memory.
     for dim in (64, 128, 256) if dtype != torch.float32 else (256,):
         q, k, v = training(200, 32, dim), training(200, 8, dim), training(200, 8, dim)
-        OPERATORS.attention(q, k, v, layout, Scores(0.1)).sum().backward()
+        OPERATORS.attention(q, k, v, layout, ScoreRule(0.1)).sum().backward()
         if dim == 128:
-            special = Scores(0.1, window=33, softcap=20.0)
+            special = ScoreRule(0.1, window=33, softcap=20.0)
             OPERATORS.attention(q, k, v, layout, special, training(32)).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
         attention.paged_attention(
-            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, Scores(0.1), page_size=64
+            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, ScoreRule(0.1), page_size=64
         )
 
 
@@ -138,7 +158,7 @@ def launch_elementwise(tensor: Any, training: Any) -> None:
     hidden, weight = training(100, 1024), training(151936, 1024)
     token_log_probs(OPERATORS, hidden, weight, None, targets, temperature)[0].sum().backward()
     log_probs = OPERATORS.log_softmax(tensor(100, 151936), temperature[:, None])
-    OPERATORS.sample(log_probs, torch.empty(100, dtype=torch.float64, device="meta"))
+    OPERATORS.sample(log_probs, OPERATORS.uniform(targets, targets))
 
 
 def kernels_for(arch: int) -> list[dict[str, Any]]:

@@ -1,14 +1,16 @@
 """The attention kernels in Triton's interpreter."""
 
+from contextlib import contextmanager
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout, Scores
+from onpolicy.ops import AttentionLayout, ScoreRule
 from onpolicy.ops.stock import StockOperators
-from onpolicy.ops.triton import TritonOperators
+from onpolicy.ops.triton import TritonOperators, attention_split, attention_tiles
 from onpolicy.ops.triton.attention import blockwise_attention, paged_attention
 from onpolicy.ops.triton.attention_tiles import Sequences
 
@@ -38,7 +40,7 @@ PLAIN = (None, None, False)
 
 
 def scores_of(q, special):
-    return Scores(q.shape[-1] ** -0.5, *special[:2])
+    return ScoreRule(q.shape[-1] ** -0.5, *special[:2])
 
 
 def sinks_of(q, special):
@@ -165,7 +167,7 @@ def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequence
     inputs = [x.requires_grad_() for x in packed_inputs(lens, (4, 2, 16, 16), torch.float32)]
     grad = torch.randn(sum(lens), 4, 16, generator=torch.Generator().manual_seed(0))
     packed, scale = AttentionLayout.packed(lens), 0.25
-    whole = OPERATORS.attention(*inputs, packed, Scores(scale))
+    whole = OPERATORS.attention(*inputs, packed, ScoreRule(scale))
     q, k, v = inputs
     total = torch.zeros(())
     for ends, starts in ((first, (0, 0)), (lens, first)):
@@ -179,7 +181,7 @@ def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequence
         )
         query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
         layout = AttentionLayout(query_lens=query_lens, key_lens=ends, key_rows=packed.key_rows)
-        out = OPERATORS.attention(q[rows], k, v, layout, Scores(scale))
+        out = OPERATORS.attention(q[rows], k, v, layout, ScoreRule(scale))
         assert torch.equal(out, whole[rows])
         total = total + (out * grad[rows]).sum()
     parts = torch.autograd.grad(total, inputs)
@@ -202,3 +204,88 @@ def test_splitting_the_keys_of_a_decode_step_is_found():
     torch.testing.assert_close(merged[0], whole[-1], rtol=1e-4, atol=1e-5)
     assert not torch.equal(merged[0], whole[-1])
     assert torch.equal(part(torch.arange(130))[0][0], whole[-1])
+
+
+CHUNK = 64
+
+
+@contextmanager
+def in_chunks(size=CHUNK, programs=attention_split.FEW_PROGRAMS):
+    """Small chunks, so that a few tokens have several; 0 programs: a decode step is never split."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_tiles, "ATTENTION_CHUNK", size)
+        patch.setattr(attention_split, "FEW_PROGRAMS", programs)
+        yield patch
+
+
+def decode(inputs, lens, page_size, special, order):
+    """The last query of every sequence, from pages amid NaN; out and lse."""
+    q, k, v = inputs
+    ends = torch.tensor(lens).cumsum(0)[order] - 1
+    (store_k, table), (store_v, _) = paged(k, lens, page_size), paged(v, lens, page_size)
+    return ends, paged_attention(
+        q[ends],
+        store_k.view(-1, page_size, *k.shape[1:]),
+        store_v.view(-1, page_size, *v.shape[1:]),
+        table[order],
+        torch.tensor(lens, dtype=torch.int32)[order],
+        torch.arange(len(lens) + 1, dtype=torch.int32),
+        1,
+        scores_of(q, special),
+        page_size,
+        sinks_of(q, special),
+    )
+
+
+@few
+@given(
+    st.lists(st.sampled_from([1, 63, 64, 65, 128, 150, 200]), min_size=1, max_size=3),
+    heads, dtypes, st.sampled_from([1, 16]), kinds, st.data(),
+)  # fmt: skip
+def test_a_split_decode_step_equals_one_that_is_not_and_training(
+    lens, shape, dtype, page_size, special, data
+):
+    inputs = packed_inputs(lens, shape, dtype)
+    order = data.draw(st.permutations(range(len(lens))))
+    with in_chunks():
+        whole = attend(*inputs, AttentionLayout.packed(tuple(lens)), special)
+        rows, split = decode(inputs, lens, page_size, special, order)
+    with in_chunks(programs=0):
+        _, in_one_program = decode(inputs, lens, page_size, special, order)
+    for ours, alone, full in zip(split, in_one_program, whole, strict=True):
+        assert torch.equal(ours, full[rows])
+        assert torch.equal(alone, full[rows])
+
+
+def test_another_chunk_is_another_sum():
+    inputs = packed_inputs([200], (4, 2, 16, 16), torch.float32)
+    found = {}
+    for size in (64, 128, 256):
+        with in_chunks(size):
+            found[size] = decode(inputs, [200], 1, PLAIN, [0])[1][0]
+    torch.testing.assert_close(found[64], found[256], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found[64], found[128])
+    assert not torch.equal(found[64], found[256])
+
+
+def test_chunks_put_together_in_another_order_are_found():
+    """The second kernel goes up the chunks; here it is given them turned round."""
+    inputs = packed_inputs([192], (4, 2, 16, 16), torch.float32)
+    turned, reduce = [], attention_split._reduce_kernel
+
+    class Turned:
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                sums = [x.flip(2) if isinstance(x, torch.Tensor) else x for x in args[4:7]]
+                turned.append(grid)
+                return reduce[grid](*args[:4], *sums, *args[7:], **options)
+
+            return launch
+
+    with in_chunks() as patch:
+        _, (right, _) = decode(inputs, [192], 1, PLAIN, [0])
+        patch.setattr(attention_split, "_reduce_kernel", Turned())
+        _, (wrong, _) = decode(inputs, [192], 1, PLAIN, [0])
+    assert turned
+    torch.testing.assert_close(wrong, right, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(wrong, right)

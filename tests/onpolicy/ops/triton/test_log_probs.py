@@ -113,6 +113,27 @@ def test_the_smallest_and_the_largest_uniform_number_draw_a_possible_token():
     assert OPERATORS.sample(log_probs, uniform).tolist() == [0, 3]
 
 
+@few
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=300), st.integers(0, 2**40))
+def test_uniform_numbers_are_those_of_the_default(seeds, position):
+    seeds = torch.tensor(seeds)
+    positions = position + torch.arange(len(seeds))
+    got, want = OPERATORS.uniform(seeds, positions), CpuOperators().uniform(seeds, positions)
+    assert torch.equal(got, want) and got.min() >= 0 and got.max() < 1
+    assert not torch.equal(got, OPERATORS.uniform(seeds, positions + 1))
+
+
+def test_a_token_is_drawn_wherever_its_chunk_and_next_to_a_border():
+    """One probable token in all of a vocabulary of 3 chunks."""
+    size = 2 * 1024 + 100
+    columns = torch.tensor([0, 1023, 1024, 2047, 2048, size - 1])
+    log_probs = torch.full((len(columns), size), -80.0)
+    log_probs[torch.arange(len(columns)), columns] = 0.0
+    for number in (1e-6, 0.5, 1 - 1e-6):
+        uniform = torch.full((len(columns),), number, dtype=torch.float64)
+        assert torch.equal(OPERATORS.sample(log_probs, uniform), columns)
+
+
 def test_a_chunk_on_a_gpu_has_full_tiles_and_enough_rows_for_its_gemms():
     assert [OPERATORS.rows_per_chunk(v) for v in (151936, 32000, 137, 1 << 22)] == [
         832, 4160, 979648, 64,

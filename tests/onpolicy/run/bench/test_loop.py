@@ -7,7 +7,7 @@ from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.bench.input_checks import check_inputs
-from onpolicy.run.bench.loop import started_loop
+from onpolicy.run.bench.loop import started_run
 
 
 def loop(checkpoint, backend):
@@ -30,7 +30,7 @@ def test_the_asked_engine_trains(checkpoint, backend, kind):
     hf_config = load_config(str(checkpoint))
     with (
         pytest.raises(Started),
-        started_loop(loop(checkpoint, backend), hf_config, kind, make_engines),
+        started_run(loop(checkpoint, backend), hf_config, kind, make_engines),
     ):
         pass
 

@@ -77,12 +77,12 @@ def test_a_table_has_each_row_of_either_side_and_the_ratio_of_neighbours():
 def test_every_operator_of_the_model_is_found_and_computes_what_it_does_unwatched(config, kind):
     hf_config = load_config(config.model.hf_checkpoint)
     trainer = make_trainer(*setting(config, hf_config, kind), 1)
-    operators = trainer.model.operators
+    operators = trainer.policy.module.operators
     plain = trainer.log_probs([[5, 6, 7, 8]], [2], 1.0)
     with watching(trainer, hf_config.vocab_size) as watch:
         watched = trainer.log_probs([[5, 6, 7, 8]], [2], 1.0)
         step_measure(trainer, 64, config, 1)()
-    assert torch.equal(plain[0], watched[0]) and trainer.model.operators is operators
+    assert torch.equal(plain[0], watched[0]) and trainer.policy.module.operators is operators
     expected = {*OPERATORS, HEAD} - {"experts"}
     assert {row for row, phase in watch.seconds if phase == BACKWARD} >= expected
     assert {row for row, phase in watch.seconds if phase == FORWARD} >= expected | {OPTIMIZER}

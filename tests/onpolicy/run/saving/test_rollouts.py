@@ -54,30 +54,31 @@ def test_another_shape_is_refused_by_name_with_the_remedy(drawn, data):
         read(drawn, record)
 
 
-def of_first_completion(record, **fields):
+def of_first_trajectory(record, **fields):
     record = json.loads(json.dumps(record))
     groups = [g for each in record["drawn"].values() for g in each["groups"]] + record["ready"]
-    completions = [s["completion"] for g in groups for s in g["samples"]]
-    completions += [c for g in record["open"] for c in g["completions"] if c]
-    completions[0].update(fields)
+    trajectories = [s["trajectory"] for g in groups for s in g["samples"]]
+    trajectories += [t for g in record["open"] for t in g["trajectories"] if t["sampled"]]
+    trajectories[0].update(fields)
     return record
 
 
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"response_ids": "!"}, "Only base64 data"),
-        ({"response_ids": "AAAA"}, "buffer size must be a multiple"),
-        ({"rollout_log_probs": ""}, "rollout_log_probs 0: a token has one"),
+        ({"sampled": [[0, 1]]}, "sampled=[0, 1]: must start after 0"),
+        ({"sampled": [[2, 99]]}, "sampled=[2, 99]: must start after 0 and end by"),
+        ({"rollout_log_probs": []}, "rollout_log_probs 0: a token has one"),
+        ({"routed_experts": [1, 1, "!"]}, "Only base64 data"),
         ({"finish_reason": "bored"}, "'bored' is not a valid FinishReason"),
-        ({"spans": [["0", 0, 99]]}, r"span=['0', 0, 99]: must be a version"),
-        ({"spans": [[0, 0, 1]]}, r"span=[0, 0, 1]: must be a version"),
+        ({"spans": [[0, 0, 99]]}, r"span=[0, 0, 99]: must be a version"),
+        ({"spans": [["0", 0, 1]]}, "spans.0.0='0': should be a valid integer"),
         ({"routed_experts": ["a", 1, ""]}, "routed_experts=['a', 1, '']: must be rows"),
     ],
 )
 def test_what_no_run_has_drawn_is_refused(drawn, fields, fault):
     with pytest.raises(ConfigError, match=re.escape(fault)):
-        read(drawn, of_first_completion(drawn[1], **fields))
+        read(drawn, of_first_trajectory(drawn[1], **fields))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '"x"'])

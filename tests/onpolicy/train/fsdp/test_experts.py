@@ -12,7 +12,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
-from onpolicy.run.contracts import contract_for
+from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from onpolicy.train.fsdp import sharding
 from tests.support.samples import make_train_sample
@@ -50,7 +50,11 @@ def make_samples(trainer, seed):
 
 
 def pushed(trainer, max_bytes=1 << 30):
-    return {name: tensor for bucket in trainer.weight_buckets(max_bytes) for name, tensor in bucket}
+    return {
+        name: tensor
+        for bucket in trainer.policy.weight_buckets(max_bytes)
+        for name, tensor in bucket
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,7 +70,7 @@ def test_what_is_pushed_is_the_checkpoint_name_by_name(path, dtype):
 
 def test_buckets_are_as_small_as_asked_and_hold_everything(path):
     trainer = make(path)
-    buckets = list(trainer.weight_buckets(40_000))
+    buckets = list(trainer.policy.weight_buckets(40_000))
     assert len(buckets) > 10
     assert all(len(b) == 1 or sum(t.nbytes for _, t in b) <= 40_000 for b in buckets)
     whole = pushed(trainer)
@@ -78,7 +82,7 @@ def test_steps_in_a_row_match_and_move_experts_and_routers(path):
     trainer = make(path)
     before = pushed(trainer)
     for step in range(3):
-        metrics = trainer.train(make_samples(trainer, step), step, RATES)
+        metrics = trainer.train(make_samples(trainer, step), step, RATES).metrics
         assert metrics["parity/num_mismatched_tokens"] == 0
         assert metrics["parity/num_compared_tokens"] > 100
         assert metrics["train/grad_norm"] > 0
@@ -105,8 +109,8 @@ def test_recomputed_activations_are_the_default_and_give_the_same_gradients(path
 
 def test_experts_that_no_token_chose_have_gradients_of_zero(path):
     trainer = make(path)
-    trainer.model(PackedTokens.pack([[5, 7]], [1], 1.0))[0].sum().backward()
-    for name, parameter in trainer.model.named_parameters():
+    trainer.policy.module(PackedTokens.after_prompts([[5, 7]], [1], 1.0))[0].sum().backward()
+    for name, parameter in trainer.policy.module.named_parameters():
         assert isinstance(parameter.grad, DTensor)
         if ".experts." in name:
             is_used = parameter.grad.full_tensor().flatten(1).any(1)
@@ -116,7 +120,7 @@ def test_experts_that_no_token_chose_have_gradients_of_zero(path):
 def test_the_export_loads_as_the_same_bits(path, tmp_path):
     trainer = make(path, "bfloat16")
     trainer.train(make_samples(trainer, 0), 0, RATES)
-    export_checkpoint(trainer.weight_buckets(60_000), tmp_path / "hf", path, "bfloat16")
+    export_checkpoint(trainer.policy.weight_buckets(60_000), tmp_path / "hf", path, "bfloat16")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     loaded.save_pretrained(tmp_path / "again")
     want, got = pushed(trainer), load_file(tmp_path / "again" / "model.safetensors")

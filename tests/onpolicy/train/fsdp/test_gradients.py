@@ -1,5 +1,6 @@
 """The exchange of gradients, rank by rank; whole trainers are in ../test_rank_invariance.py."""
 
+import weakref
 from functools import reduce
 from operator import add
 
@@ -33,7 +34,7 @@ def on_three_ranks(make):
         turn = Turn()
         reduce_scatter = make(turn)
         for number in range(2):
-            turn.is_first, turn.is_filler = number == 0, 3 * number + rank >= len(GRADIENTS)
+            turn.is_filler = 3 * number + rank >= len(GRADIENTS)
             filler = torch.zeros(3 * SHARD)
             ours = filler if turn.is_filler else GRADIENTS[3 * number + rank].clone()
             output = torch.empty(SHARD)
@@ -67,6 +68,22 @@ def test_other_parameters_than_in_the_first_micro_batch_are_no_sum(monkeypatch):
         reduce_scatter = OrderedReduceScatter(turn)
         for size in (4, 6):
             reduce_scatter(torch.empty(size // 2), torch.ones(size), dist.group.WORLD, None)
-            turn.is_first = False
 
     assert all(isinstance(error, RuntimeError) for error in on_ranks(2, run))
+
+
+def test_a_step_leaves_no_memory_of_its_sums_and_the_next_one_starts_anew():
+    def run(rank):
+        turn, found = Turn(), []
+        reduce_scatter = OrderedReduceScatter(turn)
+        for _ in range(2):
+            output = torch.empty(SHARD)
+            reduce_scatter(output, torch.ones(2 * SHARD), dist.group.WORLD, dist.ReduceOp.SUM)
+            found += output.tolist()
+            memory = weakref.ref(output)
+            turn.sums.clear()
+            del output
+            found.append(memory() is None)
+        return found
+
+    assert on_ranks(2, run) == [[2.0, 2.0, True] * 2] * 2

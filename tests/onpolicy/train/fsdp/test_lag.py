@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from onpolicy.types import Span
+from onpolicy.trajectory import Span
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, weights
+from tests.support.samples import with_trajectory
 
 __all__ = ["make"]
 
@@ -20,19 +21,17 @@ def of_version(trained, *versions, learns=5):
     length = len(trained.sample.response_ids)
     ends = [length * (i + 1) // len(versions) for i in range(len(versions))]
     spans = tuple(
-        Span(version=str(version), start=start, end=end)
+        Span(version=version, start=start, end=end)
         for version, start, end in zip(versions, [0, *ends[:-1]], ends, strict=True)
     )
-    completion = dataclasses.replace(trained.sample.completion, spans=spans)
-    sample = dataclasses.replace(trained.sample, completion=completion)
-    return dataclasses.replace(trained, sample=sample, policy_version=learns)
+    return dataclasses.replace(with_trajectory(trained, spans=spans), policy_version=learns)
 
 
 def test_fresh_samples_train_to_the_same_bits_whether_they_might_have_lagged_or_not(make):
     plain, lagged = make(), make(rollout=LAG, fallback=WEIGHED)
     samples = make_samples(plain)
-    expected = plain.train(samples, 5, RATES)
-    found = lagged.train([of_version(s, 5) for s in samples], 5, RATES)
+    expected = plain.train(samples, 5, RATES).metrics
+    found = lagged.train([of_version(s, 5) for s in samples], 5, RATES).metrics
     assert found["train/loss"] == expected["train/loss"]
     assert found["parity/num_compared_tokens"] == expected["parity/num_compared_tokens"]
     for name, tensor in weights(plain).items():
@@ -56,7 +55,7 @@ def test_stale_tokens_are_weighed_by_how_far_the_policy_went_and_are_not_compare
     )
     before = torch.cat([torch.tensor(s.rollout_log_probs) for s in sampled])
     ratios = (torch.cat(now) - before).exp()
-    metrics = trainer.train(old, 5, RATES)
+    metrics = trainer.train(old, 5, RATES).metrics
     assert metrics["parity/num_compared_tokens"] == 0
     assert metrics["lag/mean"] == 2 and metrics["lag/2/share"] == 1
     assert metrics["lag/2/k3"] > 0 and metrics["train/ppo_kl"] == 0  # the ratio is to pi_old
@@ -67,10 +66,14 @@ def test_stale_tokens_are_weighed_by_how_far_the_policy_went_and_are_not_compare
 def test_one_step_on_stale_tokens_needs_no_pass_that_scores_them(make, monkeypatch):
     """With one and without it every weight and every metric has the same bits."""
     (scored, old), (plain, same) = (stale(make, fallback=WEIGHED) for _ in range(2))
-    monkeypatch.setattr(scored.corrections, "needs_scores", lambda num_steps: True)
-    monkeypatch.setattr(plain, "_score", None)
+    monkeypatch.setattr(scored.learner.corrections, "needs_scores", lambda num_steps: True)
+    monkeypatch.setattr(plain.policy, "score", None)
     expected, found = (
-        {k: v for k, v in trainer.train(samples, 5, RATES).items() if not k.startswith("perf/")}
+        {
+            k: v
+            for k, v in trainer.train(samples, 5, RATES).metrics.items()
+            if not k.startswith("perf/")
+        }
         for trainer, samples in ((scored, old), (plain, same))
     )
     assert found == expected and found["correction/weight_mean"] != 1
@@ -81,7 +84,7 @@ def test_one_step_on_stale_tokens_needs_no_pass_that_scores_them(make, monkeypat
 def test_without_a_correction_stale_tokens_are_learnt_from_as_they_are(make):
     trainer, old = stale(make)
     weighed, same = stale(make, fallback=WEIGHED)
-    metrics = trainer.train(old, 5, RATES)
+    metrics = trainer.train(old, 5, RATES).metrics
     assert metrics["lag/2/k3"] > 0 and metrics["train/ppo_kl"] == 0
     assert "correction/weight_mean" not in metrics
     weighed.train(same, 5, RATES)
@@ -91,7 +94,7 @@ def test_without_a_correction_stale_tokens_are_learnt_from_as_they_are(make):
 
 def test_in_bypass_the_ratio_is_to_the_policy_that_sampled(make):
     trainer, old = stale(make, fallback={"use_rollout_logprobs": True})
-    metrics = trainer.train(old, 5, RATES)
+    metrics = trainer.train(old, 5, RATES).metrics
     assert metrics["train/ppo_kl"] != 0 and metrics["lag/2/k3"] > 0
     assert "correction/weight_mean" not in metrics
 
@@ -100,7 +103,7 @@ def test_of_a_response_of_two_versions_the_fresh_stretch_is_compared(make):
     trainer = make(rollout=LAG, fallback=WEIGHED)
     samples = [of_version(s, 3, 5) for s in make_samples(trainer)]
     fresh = sum(lag == 0 for s in samples for lag in s.lags)
-    metrics = trainer.train(samples, 5, RATES)
+    metrics = trainer.train(samples, 5, RATES).metrics
     assert metrics["parity/num_compared_tokens"] == fresh > 0
     assert metrics["parity/num_mismatched_tokens"] == 0
     assert math.isclose(metrics["lag/0/share"] + metrics["lag/2/share"], 1)

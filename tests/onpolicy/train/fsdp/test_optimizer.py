@@ -35,8 +35,7 @@ def stepped(step, how_many=3, scale=1.0):
     for number in range(how_many):
         for parameter, gradient in zip(ours, gradients(number), strict=False):
             parameter.grad = gradient * scale
-        optimizer.param_groups[0]["lr"] = 1e-3 * (number + 1)
-        step(optimizer)
+        step(optimizer, 1e-3 * (number + 1))
     states = [optimizer.state[p] for p in ours[:-1]]
     return [*ours, *(s[key] for s in states for key in ("step", "exp_avg", "exp_avg_sq"))]
 
@@ -47,9 +46,13 @@ def equal(ours, theirs):
 
 @pytest.mark.parametrize("operators", OPERATORS, ids=["one thread", "three"])
 def test_a_step_in_blocks_has_the_bits_of_a_whole_one(operators):
-    whole = stepped(lambda optimizer: optimizer.step())
-    assert equal(stepped(lambda optimizer: take_step(optimizer, operators)), whole)
-    assert not equal(stepped(lambda optimizer: optimizer.step(), scale=1.5), whole)
+    def whole_step(optimizer, rate):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+
+    whole = stepped(whole_step)
+    assert equal(stepped(lambda optimizer, rate: take_step(optimizer, operators, rate)), whole)
+    assert not equal(stepped(whole_step, scale=1.5), whole)
 
 
 @given(st.floats(0.1, 50), st.sampled_from(OPERATORS))

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.flags import with_flags
 from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingError
-from onpolicy.models.align import replace_operators
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.contracts import contract_for
+from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from tests.support.samples import make_train_sample, with_log_probs
 
@@ -63,7 +62,9 @@ def make_samples(trainer, count=8, seed=0):
 
 
 def weights(trainer):
-    return {name: tensor for bucket in trainer.weight_buckets(1 << 30) for name, tensor in bucket}
+    return {
+        name: tensor for bucket in trainer.policy.weight_buckets(1 << 30) for name, tensor in bucket
+    }
 
 
 def with_log_prob(sample, position, value):
@@ -75,7 +76,8 @@ def with_log_prob(sample, position, value):
 def test_master_weights_are_sharded_float32_and_the_checkpoints_bits(make, checkpoint):
     trainer = make(dtype="bfloat16")
     assert all(
-        isinstance(p, DTensor) and p.dtype == torch.float32 for p in trainer.model.parameters()
+        isinstance(p, DTensor) and p.dtype == torch.float32
+        for p in trainer.policy.module.parameters()
     )
     original = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     for name, tensor in original.named_parameters():
@@ -91,7 +93,7 @@ def test_log_probs_do_not_depend_on_packing(make, dtype):
 
 def test_on_policy_samples_match_and_the_ratio_is_one(make):
     trainer = make()
-    metrics = trainer.train(make_samples(trainer), 0, RATES)
+    metrics = trainer.train(make_samples(trainer), 0, RATES).metrics
     assert metrics["parity/num_mismatched_tokens"] == metrics["parity/max_ulp"] == 0
     assert metrics["parity/num_compared_tokens"] > 100
     assert metrics["train/train_rollout_logprob_abs_diff"] == metrics["train/k3_kl"] == 0
@@ -110,20 +112,30 @@ def test_training_makes_good_samples_likelier(make):
         [s.token_ids for s in sampled], [len(s.prompt.prompt_ids) for s in sampled], 1.0
     )
     gain = sum(
-        s.advantage * (new - torch.tensor(s.sample.rollout_log_probs)).sum().item()
+        s.advantages[0] * (new - torch.tensor(s.sample.rollout_log_probs)).sum().item()
         for s, new in zip(samples, after, strict=True)
     )
     assert gain > 0
 
 
+def test_gradients_and_their_sums_go_with_the_step(make):
+    """Else they would stay beside the weights while the engines sample: 4 bytes for each parameter."""
+    trainer = make()
+    trainer.policy.turn.sums["of a module"] = torch.ones(2)
+    trainer.train(make_samples(trainer), 0, RATES)
+    assert not trainer.policy.turn.sums
+    assert all(parameter.grad is None for parameter in trainer.policy.module.parameters())
+
+
 def test_with_several_optimizer_steps_only_the_first_is_compared(make):
     trainer = make()
     samples = make_samples(trainer)
-    metrics = trainer.train(samples, 0, 4 * RATES)
+    outcome = trainer.train(samples, 0, 4 * RATES)
+    metrics = outcome.metrics
     first = sum(len(s.sample.rollout_log_probs) for s in samples[:2])
     assert metrics["parity/num_compared_tokens"] == first
     assert metrics["parity/num_mismatched_tokens"] == 0
-    assert trainer.mismatched_tokens == [0, 0, *[None] * 6]
+    assert outcome.findings.mismatched_tokens == [0, 0, *[None] * 6]
     assert metrics["train/ppo_kl"] != 0
 
 
@@ -131,9 +143,9 @@ def test_every_optimizer_step_has_its_own_rate(make):
     trainer = make()
     before = weights(trainer)
     samples = make_samples(trainer)
-    assert trainer.train(samples, 0, [0.0, 0.0])["train/lr"] == 0
+    assert trainer.train(samples, 0, [0.0, 0.0]).metrics["train/lr"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
-    assert trainer.train(samples, 1, [0.0, 1e-3])["train/lr"] == 5e-4
+    assert trainer.train(samples, 1, [0.0, 1e-3]).metrics["train/lr"] == 5e-4
     assert not all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
@@ -149,12 +161,13 @@ def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
         ParityError,
         match=r"1 of \d+ tokens .*step=7, prompt 3, sample 0, response position=2: rollout=.*train="
         r".*ulp=\d+. No step was taken.*onpolicy explain --case .*/rollout_000007.json --hf-checkpoint",
-    ):
+    ) as refused:
         trainer.train(samples, 7, RATES)
-    assert trainer.mismatched_tokens[3] == 1
-    number, log_probs = trainer.apart
+    findings = refused.value.findings
+    assert findings.mismatched_tokens[3] == 1
+    number, log_probs = findings.apart
     assert (number, len(log_probs)) == (3, len(samples[3].sample.response_ids))
-    assert set(trainer.mismatched_tokens) <= {0, 1, None}
+    assert set(findings.mismatched_tokens) <= {0, 1, None}
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
@@ -163,9 +176,9 @@ def test_a_mismatch_is_counted_and_logged_if_the_policy_is_to_warn(make, caplog)
     samples = make_samples(trainer)
     samples[0] = with_log_prob(samples[0], 0, -1.0)
     samples[5] = with_log_prob(with_log_prob(samples[5], 0, -1.0), 1, -1.0)
-    metrics = trainer.train(samples, 0, RATES)
-    assert metrics["parity/num_mismatched_tokens"] == 3
-    assert trainer.mismatched_tokens == [1, 0, 0, 0, 0, 2, 0, 0]
+    outcome = trainer.train(samples, 0, RATES)
+    assert outcome.metrics["parity/num_mismatched_tokens"] == 3
+    assert outcome.findings.mismatched_tokens == [1, 0, 0, 0, 0, 2, 0, 0]
     assert "3 of" in caplog.text
 
 
@@ -177,9 +190,9 @@ def test_under_a_stock_contract_old_log_probs_are_the_trainers_own(make, rates, 
     samples = [
         with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)
     ]
-    score = trainer._score
-    monkeypatch.setattr(trainer, "_score", lambda *args: passes.append(args) or score(*args))
-    metrics = trainer.train(samples, 0, rates)
+    score = trainer.policy.score
+    monkeypatch.setattr(trainer.policy, "score", lambda *args: passes.append(args) or score(*args))
+    metrics = trainer.train(samples, 0, rates).metrics
     assert len(passes) == len(rates) - 1
     assert metrics["parity/num_mismatched_tokens"] * len(rates) >= len(samples)
     assert (metrics["train/ppo_kl"] == 0) == (rates == RATES)
@@ -194,8 +207,8 @@ def test_bypass_takes_the_rollouts_log_probs_and_computes_none(make, monkeypatch
         with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)
     ]
     scored = []
-    monkeypatch.setattr(trainer, "_score", lambda *args: scored.append(args))
-    metrics = trainer.train(samples, 0, RATES)
+    monkeypatch.setattr(trainer.policy, "score", lambda *args: scored.append(args))
+    metrics = trainer.train(samples, 0, RATES).metrics
     assert scored == []
     assert metrics["train/ppo_kl"] < -1e-3  # the ratio is the one between the engines
     assert metrics["mismatch/k1"] < -1e-3  # measured all the same
@@ -214,7 +227,7 @@ def test_corrections_do_not_depend_on_the_micro_batches(make):
             with_log_probs(s, [x + rng.uniform(-0.1, 0.1) for x in s.sample.rollout_log_probs])
             for s in samples
         ]
-        metrics = trainer.train(samples, 0, RATES)
+        metrics = trainer.train(samples, 0, RATES).metrics
         corrected = ("mismatch/", "correction/", "estimator/")
         results.append({k: v for k, v in metrics.items() if k.startswith(corrected)})
     few, many = results
@@ -235,7 +248,7 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_in_plain_words_or_is_reject
         TrainingError, match=r"--tis-nonfinite=error: rollout_log_probs\[\d+\]=-inf"
     ):
         stops.train(samples, 0, RATES)
-    metrics = rejects.train(samples, 0, RATES)
+    metrics = rejects.train(samples, 0, RATES).metrics
     total = sum(len(s.sample.rollout_log_probs) for s in samples)
     for name in ("mismatch/nonfinite_fraction", "correction/nonfinite_fraction"):
         assert metrics[name] == pytest.approx(1 / total)
@@ -249,14 +262,14 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
     falls, follows = make(**flags), make(aligned=False, fallback=MIS)
     samples = make_samples(falls)
     samples[-1] = with_log_prob(samples[-1], 0, samples[-1].sample.rollout_log_probs[0] - 0.2)
-    metrics = falls.train(samples, 0, RATES)
+    metrics = falls.train(samples, 0, RATES).metrics
     assert "Going on with the fallback correction" in caplog.text
     assert metrics["parity/num_fallbacks"] == 1
     assert metrics["parity/num_mismatched_tokens"] == 1
     assert metrics["correction/rejected_fraction"] > 0
     # The same as a correction from the start, on the same operators.
     follows.operators = falls.operators
-    replace_operators(follows.model, falls.operators)
+    follows.policy.use(falls.operators)
     follows.train(samples, 0, RATES)
     for name, tensor in weights(follows).items():
         assert torch.equal(weights(falls)[name], tensor)
@@ -269,10 +282,10 @@ def test_a_multiplier_is_in_the_checkpoint(make, tmp_path):
         with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 1.0) for s in make_samples(first)
     ]
     first.train(samples, 0, RATES)
-    assert first.corrections.penalty.lam != 0.1
+    assert first.learner.corrections.penalty.lam != 0.1
     first.save(tmp_path)
     second.load(tmp_path)
-    assert second.corrections.penalty.lam == first.corrections.penalty.lam
+    assert second.learner.corrections.penalty.lam == first.learner.corrections.penalty.lam
 
 
 def test_activation_checkpointing_changes_no_bit(make):
@@ -284,8 +297,8 @@ def test_activation_checkpointing_changes_no_bit(make):
 
 def test_the_reference_model_stays_and_its_kl_starts_at_zero(make):
     trainer = make(algorithm={"use_kl_loss": True, "kl_loss_coef": 0.5})
-    first = trainer.train(make_samples(trainer), 0, RATES)
-    second = trainer.train(make_samples(trainer), 1, RATES)
+    first = trainer.train(make_samples(trainer), 0, RATES).metrics
+    second = trainer.train(make_samples(trainer), 1, RATES).metrics
     assert first["train/kl_loss"] == 0
     assert second["train/kl_loss"] > 0
 
@@ -293,7 +306,7 @@ def test_the_reference_model_stays_and_its_kl_starts_at_zero(make):
 def test_gradients_that_are_not_finite_stop_the_run(make):
     trainer = make()
     samples = make_samples(trainer)
-    samples[0] = dataclasses.replace(samples[0], advantage=math.inf)
+    samples[0] = dataclasses.replace(samples[0], advantages=[math.inf] * len(samples[0].advantages))
     before = weights(trainer)
     with pytest.raises(TrainingError, match=r"grad_norm=.*no optimizer step was taken"):
         trainer.train(samples, 0, RATES)
@@ -301,7 +314,7 @@ def test_gradients_that_are_not_finite_stop_the_run(make):
 
 
 def test_weights_come_in_buckets_of_bounded_size(make):
-    buckets = list(make().weight_buckets(60_000))
+    buckets = list(make().policy.weight_buckets(60_000))
     assert len(buckets) > 3
     for bucket in buckets:
         assert sum(tensor.nbytes for _, tensor in bucket) <= 60_000 or len(bucket) == 1
@@ -314,7 +327,7 @@ def test_a_loaded_trainer_goes_on_with_the_same_bits(make, tmp_path):
     resumed = make()
     resumed.load(tmp_path)
     for one in (trainer, resumed):
-        one.metrics = one.train(make_samples(one, seed=1), 1, [2e-3])
+        one.metrics = one.train(make_samples(one, seed=1), 1, [2e-3]).metrics
     assert all(torch.equal(weights(trainer)[n], t) for n, t in weights(resumed).items())
     for name in ("train/loss", "train/grad_norm", "train/lr"):
         assert trainer.metrics[name] == resumed.metrics[name]
@@ -343,7 +356,9 @@ def test_code_hidden_in_a_checkpoints_index_is_not_run(make, tmp_path):
 def test_the_export_is_a_checkpoint_that_transformers_loads(make, checkpoint, tmp_path):
     trainer = make(dtype="bfloat16")
     trainer.train(make_samples(trainer), 0, RATES)
-    export_checkpoint(trainer.weight_buckets(60_000), tmp_path / "hf", checkpoint, "bfloat16")
+    export_checkpoint(
+        trainer.policy.weight_buckets(60_000), tmp_path / "hf", checkpoint, "bfloat16"
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     exported = dict(loaded.named_parameters())
@@ -372,7 +387,7 @@ def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
         for path in ("", hook)
     )
     samples = [with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
-    expected, got = ours.train(samples, 0, RATES), hooked.train(samples, 0, RATES)
+    expected, got = ours.train(samples, 0, RATES).metrics, hooked.train(samples, 0, RATES).metrics
     assert got["tis/mis_tis_truncate_fraction"] > 0
     assert got["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], rel=1e-5)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)

@@ -19,6 +19,7 @@ from tests.support.megatron_training import (
 )
 
 pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.long
 
 LAYOUTS = {
     "data": {},

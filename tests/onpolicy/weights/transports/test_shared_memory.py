@@ -12,9 +12,12 @@ from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 
 OPEN = """
 import base64, pickle, sys
-named = pickle.loads(base64.b64decode(sys.stdin.read()))
-print(*(f"{name}={tensor.sum().item()}" for name, tensor in named))
-del named  # and with it this process's references
+bucket = pickle.loads(base64.b64decode(sys.stdin.read()))
+data = bucket.pop("flattened_tensor")
+for row in bucket["metadata"]:
+    tensor = data[row.start_idx : row.end_idx].view(row.dtype).view(row.shape)
+    print(f"{row.name}={tensor.sum().item()}", end=" ")
+del data, tensor  # and with them this process's reference
 """
 
 
@@ -38,6 +41,7 @@ class Engine:
 
     def post(self, path, body, num_bytes):
         assert num_bytes == 16 * 4  # float32
+        assert body["load_format"] == "flattened_bucket"
         for payload in body["serialized_named_tensors"]:
             done = subprocess.run(
                 [sys.executable, "-c", OPEN], input=payload, capture_output=True, text=True

@@ -1,0 +1,139 @@
+"""What a push to a real server costs, by its way; beside another commit's, if one is named.
+
+    python -m benchmarks.push --hf-checkpoint DIR --json OUT.json [--ways tensor,disk] [--before COMMIT]
+
+Both send the same tensors, in turns, each from a process of its own to a server of its own, which proves
+every push. Without a checkpoint only what needs none is measured: the seconds of CPU that go into names,
+shapes and places of the tensors of Qwen3-30B-A3B (`benchmarks/push_metadata.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import push_metadata
+from onpolicy.run.bench.alternate import take_turns
+from tests.support.gpu.machine import describe_machine, write_json
+
+ROOT = Path(__file__).parents[1]
+
+
+class Pusher:
+    """A process with a server, to which it pushes when it is told to, by the code under `root`."""
+
+    def __init__(self, root: Path, settings: dict[str, Any]):
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / "push_worker.py")],
+            env={**os.environ, "PYTHONPATH": str(root)}, cwd=root,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._versions = 0
+        self._tell(settings)
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+    def push(self, way: str, bucket_mib: int) -> dict[str, Any]:
+        """Seconds and CPU seconds of the pusher. Raises RuntimeError if it failed."""
+        self._versions += 1
+        self._tell({"way": way, "bucket_mib": bucket_mib, "version": str(self._versions)})
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"way={way}: the push failed; the reason stands above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextmanager
+def pushers(args: argparse.Namespace, settings: dict[str, Any]) -> Iterator[dict[str, Pusher]]:
+    """Of this code, and of the commit that is named."""
+    with ExitStack() as on_exit:
+        roots = {"now": ROOT}
+        if args.before:
+            before = Path(on_exit.enter_context(tempfile.TemporaryDirectory()))
+            archive = subprocess.run(
+                ["git", "archive", args.before], cwd=ROOT, check=True, capture_output=True
+            )
+            subprocess.run(["tar", "-x", "-C", before], input=archive.stdout, check=True)
+            roots["before"] = before
+        found = {}
+        for kind, root in roots.items():
+            directory = str(Path(settings["directory"]) / kind)
+            found[kind] = Pusher(root, {**settings, "directory": directory})
+            on_exit.callback(found[kind].close)
+        yield found
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each way and size of bucket: medians, and the ratios of neighbours."""
+    directory = args.json.with_suffix("").absolute()
+    settings = {"checkpoint": str(Path(args.hf_checkpoint).absolute()), "directory": str(directory)}
+    cells = []
+    with pushers(args, settings) as kinds:
+        for way in args.ways.split(","):
+            for mib in args.bucket_mib:
+                of = [partial(pusher.push, way, mib) for pusher in kinds.values()]
+                runs = dict(zip(kinds, take_turns(of, 1, args.repetitions), strict=True))
+                cells.append({"way": way, "bucket_mib": mib, **_compared(runs)})
+                print(json.dumps(cells[-1]), file=sys.stderr)
+    return cells
+
+
+def _compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    sent = ("tensors", "bytes", "digest")
+    (same,) = {tuple(run[name] for name in sent) for of_kind in runs.values() for run in of_kind}
+    compared: dict[str, Any] = dict(zip(sent, same, strict=True))
+    for kind, of_kind in runs.items():
+        compared[kind] = {
+            name: median(run[name] for run in of_kind) for name in ("seconds", "cpu_seconds")
+        } | {"runs": [run["seconds"] for run in of_kind]}
+    if "before" in runs:
+        pairs = zip(runs["before"], runs["now"], strict=True)
+        compared["times_as_fast"] = median(b["seconds"] / n["seconds"] for b, n in pairs)
+    return compared
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hf-checkpoint", default="")
+    parser.add_argument("--json", type=Path, required=True)
+    ways = "auto,tensor" if torch.cuda.is_available() else "tensor,distributed"
+    parser.add_argument("--ways", default=ways, help="commas between")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512])
+    parser.add_argument("--before", default="", help="a commit")
+    parser.add_argument("--repetitions", type=int, default=5)
+    args = parser.parse_args(argv)
+    record: dict[str, Any] = {
+        "machine": describe_machine() | {"cores": len(os.sched_getaffinity(0))},
+        "before": args.before,
+        "metadata": push_metadata.measure(),
+    }
+    write_json(args.json, record)
+    if args.hf_checkpoint:
+        record["pushes"] = measure(args)
+        write_json(args.json, record)
+
+
+if __name__ == "__main__":
+    main()

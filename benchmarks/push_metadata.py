@@ -1,0 +1,116 @@
+"""The seconds of CPU that a push takes for names, shapes and places: Qwen3-30B-A3B on the meta device.
+
+There are no bytes, so nothing is copied or hashed: what is left is what grows with the number of tensors
+(18,867), on the sending and on the receiving side, by the functions that a push calls.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from onpolicy.models.stored import stored_tensors
+from onpolicy.system.garbage import collect_rarely
+from onpolicy.weights import flat
+from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.transports.distributed import described
+from sglang_patches.experts import _destinations
+
+T = TypeVar("T")
+
+BUCKET = 512 << 20
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1, "norm_topk_prob": True, "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+"""Of Qwen/Qwen3-30B-A3B."""
+
+
+def measure() -> dict[str, Any]:
+    """Seconds of CPU by part and in all, and what the first push takes besides; for a push through
+    memory, which makes a handle of each bucket, beside what a broadcast would take in its place."""
+    collect_rarely()  # as ranks and servers do
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES), dtype=torch.bfloat16)
+    first = {
+        "trainer": _timed(lambda: list(_buckets(model)))[0],
+        "engine": _timed(lambda: _destinations(model))[0],
+    }
+    gathering, cuts = _timed(lambda: list(_buckets(model)))
+    sharing, handles = _timed(lambda: [_handle(flat.in_order(bucket)) for bucket in cuts])
+    reading, read = _timed(lambda: [_read(handle) for handle in handles])
+    seconds = {
+        "cut out": gathering,
+        "laid out, and a handle made": sharing,
+        "read by the engine": reading,
+        "found in its model": _timed(lambda: [_find(model, bucket) for bucket in read])[0],
+    }
+    return {
+        "model": "Qwen3-30B-A3B",
+        "tensors": sum(map(len, cuts)),
+        "buckets": len(cuts),
+        "cpu_seconds": seconds,
+        "cpu_seconds_in_all": sum(seconds.values()),
+        "of_a_broadcast": _timed(lambda: [_body(bucket) for bucket in cuts])[0],
+        "of_the_first_push": first,
+    }
+
+
+def _timed(work: Callable[[], T]) -> tuple[float, T]:
+    started = time.process_time()
+    made = work()
+    return time.process_time() - started, made
+
+
+def _buckets(model: Any) -> Iterator[WeightBucket]:
+    bucket: WeightBucket = []
+    size = 0
+    for name, parameter in model.named_parameters():
+        for stored in stored_tensors(model, name, parameter.detach()).items():
+            if bucket and size + stored[1].nbytes > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(stored)
+            size += stored[1].nbytes
+    yield bucket
+
+
+def _handle(bucket: WeightBucket) -> str:
+    flat.as_bytes(bucket)
+    return base64.b64encode(pickle.dumps(flat.table(bucket))).decode()
+
+
+def _body(bucket: WeightBucket) -> str:
+    return json.dumps(described(flat.in_order(bucket)))
+
+
+def _read(handle: str) -> WeightBucket:
+    rows = pickle.loads(base64.b64decode(handle))
+    data = torch.empty(rows[-1].end_idx, dtype=torch.uint8, device="meta")
+    return [
+        (row.name, data[row.start_idx : row.end_idx].view(row.dtype).reshape(row.shape))
+        for row in rows
+    ]
+
+
+def _find(model: Any, bucket: WeightBucket) -> None:
+    """As the engine does to load it, and again to compare what it stored."""
+    names, parts, _ = _destinations(model)
+    for name, tensor in bucket:
+        if (key := f"model.{name}") in parts:
+            parts[key].copy_(tensor.view_as(parts[key]))
+        else:
+            assert key in names
+    held = _destinations(model).held
+    assert all(held[f"model.{name}"].shape == tensor.shape for name, tensor in bucket)

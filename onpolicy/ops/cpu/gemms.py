@@ -1,0 +1,60 @@
+"""The products that linears on a CPU are made of, and where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.ops.cpu.threads import PiecePool
+
+ROW_MULTIPLE, MAX_ROWS = 16, 1024
+COLUMNS, BFLOAT16_COLUMNS, COLUMN_MULTIPLE = 512, 256, 16
+
+AMX_ROWS = 64
+"""oneDNN's AMX kernels cut K by the number of rows; so all of their products have equally many. With
+more, 16 rows of a decode step are slower than without AMX (128: 1.3 times 64's time), with fewer the
+others are (32: 0.7 times 64's speed); one thread of an Intel Xeon with AMX, K = 1,024."""
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Gemms:
+    """Where GEMMs run, and what they multiply."""
+
+    pool: PiecePool
+
+    multiplied: torch.dtype = torch.float32
+    """bfloat16: operands of that dtype are not widened where the result is bfloat16 as well."""
+
+    product: Product = F.linear
+    """`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
+
+    columns: int = COLUMNS
+    """Columns of a float32 tile."""
+
+    has_amx: bool = False
+    """Whether bfloat16 is multiplied by AMX instructions."""
+
+    def operand(self, x: Tensor, out_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which `x` is multiplied for a result in `out_dtype`."""
+        return self.multiplied if x.dtype == out_dtype == self.multiplied else torch.float32
+
+    def row_limits(self, operand: torch.dtype) -> tuple[int, int]:
+        """What the rows of a product are a multiple of, and how many they are at most."""
+        if self.has_amx and operand == torch.bfloat16:
+            return AMX_ROWS, AMX_ROWS
+        return ROW_MULTIPLE, MAX_ROWS
+
+    def multiply_into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """`product`; that of PyTorch is one of two functions, which need no copy of its result."""
+        if self.product is not F.linear:
+            out.copy_(self.product(x, weight, bias))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)

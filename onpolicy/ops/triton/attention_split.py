@@ -1,0 +1,199 @@
+"""Attention of decode steps over long contexts: chunks of keys side by side, then put together.
+
+One program would walk through all keys of a sequence while most of the device waits. Here programs share
+out the chunks, and a second kernel puts these together in the order of positions. The arithmetic is that
+of `attention.py`, function by function, so which of the two ways a step takes decides no bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onpolicy.ops.triton.attention_chunks import (
+    before_all_chunks,
+    chunk_sums,
+    store_rows,
+    with_next,
+)
+from onpolicy.ops.triton.attention_tiles import Sequences, first_block, row_positions
+
+FEW_PROGRAMS = 264
+"""Two for each multiprocessor of an H100; a step that has as many without splitting is not split."""
+
+MAX_PARTS = 64
+"""Programs that share out the chunks of one sequence and head."""
+
+REDUCED = (
+    *("HEADS", "GROUP", "VALUE_DIM", "ROWS", "KEYS", "CHUNK", "VALUE_BLOCK", "WINDOW", "HAS_SINKS"),
+    *("num_warps", "enable_fp_fusion"),
+)
+"""The options of the second kernel."""
+
+
+def is_split(sequences: Sequences, programs: int) -> bool:
+    """Whether a call of so many programs a sequence leaves most of a device idle for long.
+
+    Nothing here depends on what a tensor holds, so a CUDA graph can hold the answer.
+    """
+    is_decode, is_small = sequences.max_query_len == 1, programs * len(sequences) < FEW_PROGRAMS
+    return is_decode and is_small and sequences.max_chunks > 1
+
+
+def attend_split(
+    sequences: Sequences,
+    tensors: tuple[Tensor, ...],
+    scale: float,
+    strides: tuple[int, ...],
+    options: dict[str, Any],
+) -> None:
+    """Write `out` and `lse` of a decode step, from what `attention.py` hands to its own kernel.
+
+    tensors: q, k, v, out [T, H, D_v], lse float32 [T, H], sinks.
+    """
+    q, k, v, out, lse, sinks = tensors
+    chunks, parts = sequences.max_chunks, min(sequences.max_chunks, MAX_PARTS)
+    largest, total = lse.new_empty(2, *lse.shape, chunks)
+    mixed = out.new_empty(*out.shape[:2], chunks, out.shape[2], dtype=torch.float32)
+    sums = largest, total, mixed, chunks
+    tiles = triton.cdiv(options["GROUP"], options["ROWS"])
+    shape = options["HEADS"] // options["GROUP"], len(sequences)
+    _chunks_kernel[(parts * tiles, *shape)](
+        *sequences.arguments(), q, k, v, *sums, scale, *strides, TILES=tiles,
+        **{name: value for name, value in options.items() if name != "HAS_SINKS"},
+    )  # fmt: skip
+    _reduce_kernel[(tiles, *shape)](
+        *sequences.arguments(), *sums, out, lse, sinks, **{name: options[name] for name in REDUCED}
+    )
+
+
+@triton.jit(do_not_specialize=["stride_table", "max_chunks"])
+def _chunks_kernel(
+    page_table: tl.tensor,
+    key_lens: tl.tensor,
+    query_starts: tl.tensor,
+    stride_table: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    max_chunks: tl.tensor,
+    scale: tl.float32,
+    stride_qt: tl.tensor,
+    stride_qh: tl.tensor,
+    stride_kr: tl.tensor,
+    stride_kh: tl.tensor,
+    stride_vr: tl.tensor,
+    stride_vh: tl.tensor,
+    TILES: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:
+    """Sums over every `parts`-th chunk of a sequence, each by itself."""
+    sequence, kv_head = tl.program_id(2), tl.program_id(1)
+    tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    first_query = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - first_query
+    key_len = tl.load(key_lens + sequence)
+    if tile * ROWS >= query_len * GROUP:
+        return
+    tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
+    heads = kv_head * GROUP + group
+    query_rows = (first_query + tokens).to(tl.int64)
+    dims, value_dims = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
+    queries = tl.load(
+        q + (query_rows * stride_qt + heads * stride_qh)[:, None] + dims[None, :],
+        mask=(dims < DIM)[None, :],
+        other=0.0,
+    )
+    k += kv_head * stride_kh
+    v += kv_head * stride_vh
+    table = page_table + sequence.to(tl.int64) * stride_table
+    first = first_block(tl.min(positions, 0), KEYS, WINDOW)
+    parts = tl.num_programs(0) // TILES
+    for chunk in range(first // CHUNK + part, tl.cdiv(key_len, CHUNK), parts):
+        begin, stop = tl.maximum(chunk * CHUNK, first), tl.minimum((chunk + 1) * CHUNK, key_len)
+        chunk_largest, chunk_total, chunk_mixed = chunk_sums(
+            queries, k, v, table, positions, begin, stop, scale, stride_kr, stride_vr,
+            DIM, VALUE_DIM, PAGE_SIZE, ROWS, KEYS, DIM_BLOCK, VALUE_BLOCK, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        rows = (query_rows * HEADS + heads) * max_chunks + chunk
+        tl.store(largest + rows, chunk_largest, mask=is_row)
+        tl.store(total + rows, chunk_total, mask=is_row)
+        tl.store(
+            mixed + rows[:, None] * VALUE_DIM + value_dims[None, :],
+            chunk_mixed,
+            mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["stride_table", "max_chunks"])
+def _reduce_kernel(
+    page_table: tl.tensor,
+    key_lens: tl.tensor,
+    query_starts: tl.tensor,
+    stride_table: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    max_chunks: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+) -> None:
+    """Put the chunks of a sequence together, in ascending order."""
+    sequence, kv_head, tile = tl.program_id(2), tl.program_id(1), tl.program_id(0)
+    first_query = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - first_query
+    key_len = tl.load(key_lens + sequence)
+    if tile * ROWS >= query_len * GROUP:
+        return
+    tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
+    heads = kv_head * GROUP + group
+    out_rows = (first_query + tokens).to(tl.int64) * HEADS + heads
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    is_value = (value_dims < VALUE_DIM)[None, :]
+    row_largest, row_total, row_mixed = before_all_chunks(
+        sinks, heads, ROWS, VALUE_BLOCK, HAS_SINKS
+    )
+    first = first_block(tl.min(positions, 0), KEYS, WINDOW)
+    for chunk in range(first // CHUNK, tl.cdiv(key_len, CHUNK)):
+        rows = out_rows * max_chunks + chunk
+        row_largest, row_total, row_mixed = with_next(
+            row_largest,
+            row_total,
+            row_mixed,
+            tl.load(largest + rows),
+            tl.load(total + rows),
+            tl.load(
+                mixed + rows[:, None] * VALUE_DIM + value_dims[None, :], mask=is_value, other=0.0
+            ),
+        )
+    store_rows(
+        out, lse, row_largest, row_total, row_mixed, out_rows, is_row, VALUE_DIM, VALUE_BLOCK
+    )

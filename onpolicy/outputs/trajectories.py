@@ -1,0 +1,116 @@
+"""The one way to write a trajectory down: whole in checkpoints and cases, as a digest in a journal.
+
+A record is plain JSON that gives every number back to the bit. T: tokens; R: sampled ones.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Annotated
+
+import numpy as np
+import xxhash
+from annotated_types import Ge, Gt, Len
+from numpy.typing import NDArray
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from onpolicy.system.records import CLOSED
+from onpolicy.trajectory import FinishReason, Span, Trajectory
+
+Count = Annotated[int, Ge(0)]
+
+
+@with_config(CLOSED)
+class TrajectoryRecord(TypedDict):
+    """`Trajectory`."""
+
+    token_ids: list[Count]
+    """[T]"""
+    sampled: list[Annotated[list[Count], Len(2, 2)]]
+    """Start and end of every stretch of sampled tokens."""
+    rollout_log_probs: list[float]
+    """[R]"""
+    temperature: Annotated[float, Gt(0)]
+    spans: list[Annotated[list[Count], Len(3, 3)]]
+    """Version, start and end."""
+    routed_experts: Annotated[list[Count | str], Len(3, 3)] | None
+    """Rows, columns, and as many int32 numbers in base64."""
+    finish_reason: str
+    weight_version: Annotated[int, Ge(-1)]
+    num_cached_tokens: Count
+
+
+def write(trajectory: Trajectory) -> TrajectoryRecord:
+    """The record of a trajectory."""
+    experts = trajectory.routed_experts
+    packed = None if experts is None else base64.b64encode(experts.tobytes()).decode()
+    return {
+        "token_ids": trajectory.token_ids,
+        "sampled": _stretches(trajectory.sampled),
+        "rollout_log_probs": trajectory.rollout_log_probs,
+        "temperature": trajectory.temperature,
+        "spans": [[*astuple(span)] for span in trajectory.spans],
+        "routed_experts": None if experts is None or packed is None else [*experts.shape, packed],
+        "finish_reason": str(trajectory.finish_reason),
+        "weight_version": trajectory.weight_version,
+        "num_cached_tokens": trajectory.num_cached_tokens,
+    }
+
+
+def read(record: TrajectoryRecord) -> Trajectory:
+    """The trajectory of a record that has its shape. Raises ValueError for what nobody has sampled."""
+    length, log_probs = len(record["token_ids"]), record["rollout_log_probs"]
+    sampled = [False] * length
+    for start, end in record["sampled"]:
+        if not 0 < start < end <= length:
+            raise ValueError(f"sampled={[start, end]}: must start after 0 and end by {length}")
+        sampled[start:end] = [True] * (end - start)
+    if sum(sampled) != len(log_probs):
+        raise ValueError(
+            f"sampled tokens are {sum(sampled)} and rollout_log_probs {len(log_probs)}: a token has one"
+        )
+    return Trajectory(
+        token_ids=record["token_ids"],
+        sampled=sampled,
+        rollout_log_probs=log_probs,
+        temperature=record["temperature"],
+        spans=tuple(_read_span(span, len(log_probs)) for span in record["spans"]),
+        routed_experts=_read_experts(record["routed_experts"]),
+        finish_reason=FinishReason(record["finish_reason"]),
+        weight_version=record["weight_version"],
+        num_cached_tokens=record["num_cached_tokens"],
+    )
+
+
+def digest(trajectory: Trajectory) -> str:
+    """16 hexadecimal digits of the sampled tokens and their log-probabilities."""
+    ids, log_probs = trajectory.response_ids, trajectory.rollout_log_probs
+    content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def _stretches(sampled: Sequence[bool]) -> list[list[int]]:
+    edges = np.flatnonzero(np.diff(np.array(sampled, dtype=bool), prepend=False, append=False))
+    stretches: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return stretches
+
+
+def _read_experts(record: Sequence[int | str] | None) -> NDArray[np.int32] | None:
+    match record:
+        case None:
+            return None
+        case [int(rows), int(columns), str(packed)]:
+            numbers = np.frombuffer(base64.b64decode(packed, validate=True), dtype="<i4")
+            return numbers.reshape(rows, columns)
+    raise ValueError(f"routed_experts={str(record)[:60]}: must be rows, columns and their numbers")
+
+
+def _read_span(record: Sequence[int], num_tokens: int) -> Span:
+    version, start, end = record
+    if start <= end <= num_tokens:
+        return Span(version=version, start=start, end=end)
+    raise ValueError(f"span={record}: must be a version, a start and an end up to {num_tokens}")

@@ -1,0 +1,114 @@
+"""SGLang servers under a contract, for runs and clients elsewhere; kept until they are interrupted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from onpolicy.cluster.engine_host import make_server
+from onpolicy.cluster.engine_places import Places
+from onpolicy.config.tools import ServeConfig
+from onpolicy.errors import EngineError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
+from onpolicy.models.tokenizer import load_tokenizer
+from onpolicy.models.weight_files import require_fit
+from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.reach import require_place
+from onpolicy.rollout.server import EngineServer, make_servers, open_private
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import serve_spec
+from onpolicy.run.launch.host_memory import Held
+from onpolicy.run.launch.memory_checks import require_memory
+from onpolicy.run.launch.process_memory import server_memory
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 3600.0
+"""How long a server may take to start: nobody waits for it but who started it."""
+
+
+def checked_spec(config: ServeConfig) -> EngineSpec:
+    """What each server is started with. Raises ConfigError for whatever it could not run."""
+    model, server = config.model, config.server
+    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
+    if config.serves_text:
+        load_tokenizer(model.hf_checkpoint, model.trust_remote_code)
+    contract = contract_for(config, hf_config, aligned=config.true_on_policy_mode)
+    spec = serve_spec(config, hf_config, contract)
+    number = config.engines.rollout_num_engines
+    require_place(server.rollout_host, server.rollout_base_port, number)
+    with FlagCheck(spec) as flags:
+        require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
+        held = held_by_servers(config, spec)(0, number)
+        require_memory(held, contract.device, ray_address=config.cluster.ray_address)
+        flags.require_passed()
+    return spec
+
+
+def held_by_servers(config: ServeConfig, spec: EngineSpec) -> Held:
+    """What so many servers hold, on one host or in all."""
+    model = config.model
+    hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
+    size = ModelSize.of(hf_config, model.trust_remote_code)
+    return lambda _, servers: [server_memory(spec, size, hf_config, servers)]
+
+
+def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:
+    """Start the servers in their places, print how to use them, and keep them.
+
+    Raises EngineError if one ends by itself.
+    """
+    directory = Path(config.run_dir).absolute()
+    given = config.server.rollout_api_key
+    own_key_file = None if given.startswith("@") else directory / "api_key"
+    make = partial(make_server, elsewhere=places.elsewhere)
+    port = config.server.rollout_base_port
+    servers = make_servers(places.specs(spec), port, directory, make)
+    try:
+        for server in servers:
+            server.start()
+            logger.info("starting an SGLang server; its log: %s", server.log_file)
+        if own_key_file is not None:
+            _write_key(own_key_file, spec.api_key)
+        for server in servers:
+            server.wait_until_healthy(START_SECONDS)
+        _print_how_to_use(servers, str(own_key_file or given[1:]))
+        _keep(servers)
+    finally:
+        for server in servers:
+            server.stop()
+        if own_key_file is not None:
+            own_key_file.unlink(missing_ok=True)
+
+
+def _write_key(file: Path, api_key: str) -> None:
+    with open(file, "w", opener=open_private) as key:
+        key.write(f"{api_key}\n")
+
+
+def _print_how_to_use(servers: Sequence[EngineServer], key_file: str) -> None:
+    spec, urls = servers[0].spec, [server.url for server in servers]
+    print(
+        f"contract {spec.contract.fingerprint}; log {', '.join(str(s.log_file) for s in servers)}"
+    )
+    if spec.serves_text:
+        bases = " or ".join(f"{url}/v1" for url in urls)
+        print(f"OpenAI clients: base_url {bases}, and what is in {key_file} as api_key")
+    print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{key_file}", flush=True)
+
+
+def _keep(servers: Sequence[EngineServer]) -> NoReturn:
+    while True:
+        for server in servers:
+            if not server.is_running:
+                raise EngineError(
+                    f"{server.url} ended: {server.cause_of_death()}\nThe end of its log:\n"
+                    f"{server.log_tail()}"
+                )
+        time.sleep(1)

@@ -1,0 +1,127 @@
+"""A command's engines on the hosts of a cluster: with a trainer, or servers alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from onpolicy.cluster.engine_places import Places
+from onpolicy.cluster.placement import Placement, Slot
+from onpolicy.cluster.session import session, when_it_fits
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import HostsConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError, ContractError
+from onpolicy.rollout.base import RolloutGroup
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.launch.engine_specs import make_rollout_group, places_in
+from onpolicy.run.launch.host_memory import (
+    Held,
+    PlaceOn,
+    fitting,
+    held_by,
+    require_room_of,
+    sharing_of,
+)
+from onpolicy.run.launch.host_shares import hosts_here, placement_here, placement_of
+from onpolicy.train import Trainer
+
+logger = logging.getLogger(__name__)
+
+MakeEngines = Callable[..., EnginePair]
+"""Takes what `EnginePair` takes, less what makes its trainer."""
+
+
+@contextmanager
+def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[MakeEngines]:
+    """Be in the run's cluster, and know what makes its engines there.
+
+    It places them on the hosts that there are when it is called, and says where. It raises ConfigError
+    if they do not fit there, or the memory of a cluster's host. Called again, as after a loss, it raises
+    EngineError for that, and does not wait for other hosts to join.
+    """
+    is_again = False
+
+    def make_engines(
+        own: TrainConfig,
+        hf_config: PretrainedConfig,
+        own_contract: NumericsContract,
+        directory: Path,
+        longest_sequence: int,
+        make_rollout: Callable[..., RolloutGroup] = make_rollout_group,
+    ) -> EnginePair:
+        nonlocal is_again
+        held = shared = None
+        if config.cluster.ray_address:
+            held = held_by(own, hf_config, own_contract, longest_sequence)
+            shared = sharing_of(own, own_contract)
+        place = partial(fitting, partial(placement_of, config, contract), held, shared=shared)
+        placement = _said(*when_it_fits(place, config.cluster, after_a_loss=is_again))
+        is_again = True
+        places = places_in(placement, config, require_room_of(held))
+        return EnginePair(
+            own,
+            hf_config,
+            own_contract,
+            directory,
+            longest_sequence=longest_sequence,
+            make_rollout=partial(make_rollout, places=places),
+            make_trainer=partial(_make_ranks, placement.trainer),
+        )
+
+    with session(config.cluster):
+        yield make_engines
+
+
+@contextmanager
+def places_on_cluster(
+    cluster: HostsConfig, place: PlaceOn, cpu_threads: int = 0, held: Held | None = None
+) -> Iterator[Places]:
+    """Where servers without a trainer are: on this host, or with --ray-address on those of that cluster,
+    which this process is in meanwhile. Raises ConfigError if they do not fit, or, if it is known what
+    they hold, if the memory of one of its hosts is too small."""
+    with ExitStack() as stack:
+        if cluster.ray_address:
+            stack.enter_context(session(cluster))
+            placement = _said(*when_it_fits(partial(fitting, place, held), cluster))
+        else:
+            placement = _said(*fitting(place, None, hosts_here()))
+        yield Places(placement, cpu_threads=cpu_threads, require_room=require_room_of(held))
+
+
+def planned(
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int,
+) -> list[str]:
+    """Where a run would put everything now, in a line for each host; or why it would be refused, which
+    a dry run only says, since the run may be made elsewhere."""
+    try:
+        if not config.cluster.ray_address:
+            return placement_here(config, contract).describe()
+        held = held_by(config, hf_config, contract, longest_sequence)
+        with session(config.cluster) as hosts:
+            shared = sharing_of(config, contract)
+            return fitting(partial(placement_of, config, contract), held, hosts, shared)[1]
+    except (ConfigError, ContractError) as error:
+        return [f"here and now the run would be refused: {error}"]
+
+
+def _said(placement: Placement, lines: Sequence[str]) -> Placement:
+    for line in lines:
+        logger.info("%s", line)
+    return placement
+
+
+def _make_ranks(
+    slots: tuple[Slot, ...], config: TrainConfig, contract: NumericsContract, logs: Path
+) -> Trainer:
+    from onpolicy.cluster.trainer_ranks import TrainerRanks  # imports Ray, which a session prepares
+
+    return TrainerRanks(config, contract, logs, slots)

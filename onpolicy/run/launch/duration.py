@@ -1,0 +1,117 @@
+"""How long a command will take at least: its operations over the speed of a product on this device.
+
+A rough sum, to tell minutes from hours. What it leaves out (starting the engines, attention, pushes)
+takes a minute or two on small models.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onpolicy.config.tools import BenchConfig
+from onpolicy.models.size import ModelSize
+from onpolicy.outputs.console import duration
+from onpolicy.rollout.engine_args import MAX_CONCURRENCY
+
+logger = logging.getLogger(__name__)
+
+FORWARD = 2
+"""Operations of a forward pass for each parameter and token."""
+
+STEP = 4 * FORWARD
+"""A training step: forward, forward again from the layers' inputs, and twice that backward."""
+
+ROWS = 256
+SECONDS = 0.3
+
+MOST_SAMPLED_PER_SECOND = 4000
+"""Tokens that a server on a CPU samples however small its model is, which its scheduler and its sampler
+see to; the most that benchmarks/README.md has is 3,545."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a command computes, in tokens that go through the model."""
+
+    scored: int
+    """Prefilled by the server, or scored by the trainer."""
+
+    trained: int
+    decode_steps: int
+    """Steps of the server, each of which reads all weights for up to ROWS tokens."""
+
+    sampled: int
+    """Tokens, by the server that samples most."""
+
+    def operations(self, size: ModelSize) -> float:
+        """Floating-point operations; a step costs what ROWS tokens cost, since it waits for memory."""
+        tokens = FORWARD * (self.scored + ROWS // 4 * self.decode_steps) + STEP * self.trained
+        return float(size.parameters) * tokens
+
+    def seconds(self, size: ModelSize, operations_per_second: float, device: str) -> float:
+        """The least that it takes."""
+        sampling = self.sampled / MOST_SAMPLED_PER_SECOND if device == "cpu" else 0.0
+        return sampling + self.operations(size) / operations_per_second
+
+
+def verify_work(
+    prompt_lens: Sequence[int], max_new_tokens: int, trained: int, at_once: int
+) -> Work:
+    """The work of two rounds: prefill and scoring of all sequences each, and a step on the first
+    `trained`."""
+    lens = [n + max_new_tokens for n in prompt_lens]
+    waves = -(-len(lens) // max(1, at_once))
+    return Work(
+        scored=2 * (sum(prompt_lens) + sum(lens)),
+        trained=sum(lens[:trained]),
+        decode_steps=2 * waves * max_new_tokens,
+        sampled=2 * len(lens) * max_new_tokens,
+    )
+
+
+def bench_work(config: BenchConfig, num_measured: int, at_once: int) -> Work:
+    """The work of all repetitions of `num_measured` things that are measured, and one more of each.
+
+    A step of stock operators, every other of `bench loop`, scores its samples as well.
+    """
+    times = num_measured * (1 + config.repetitions)
+    if config.what == "step":
+        return Work(scored=0, trained=times * sum(config.num_tokens), decode_steps=0, sampled=0)
+    loops = config.what == "loop"
+    samples = config.num_prompts * (config.n_samples_per_prompt if loops else 1)
+    trained = samples * (config.prompt_len + config.max_new_tokens) if loops else 0
+    scored_again = trained // 2 if config.longest_response is None else 0
+    waves = -(-samples // max(1, min(at_once, MAX_CONCURRENCY)))
+    return Work(
+        scored=times * (config.num_prompts * config.prompt_len + scored_again),
+        trained=times * trained,
+        decode_steps=times * waves * (config.longest_response or config.max_new_tokens),
+        sampled=times * samples * config.max_new_tokens // config.engines.rollout_num_engines,
+    )
+
+
+def say_how_long(work: Work, size: ModelSize, device: str) -> None:
+    """Log the least time of a command, and what it is made of."""
+    speed = operations_per_second(size, device)
+    logger.info(
+        "at least %s: %.1e operations (%d tokens prefilled or scored, %d trained on, %d decode steps) "
+        "at %.1e a second, and %d tokens to sample, besides starting the engines",
+        duration(work.seconds(size, speed, device)), work.operations(size), work.scored, work.trained,
+        work.decode_steps, speed, work.sampled,
+    )  # fmt: skip
+
+
+def operations_per_second(size: ModelSize, device: str) -> float:
+    """The speed of float32 products of the model's width, measured for a moment."""
+    x = torch.ones(ROWS, size.hidden, device=device)
+    weight = torch.ones(2 * size.hidden, size.hidden, device=device)
+    done, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < SECONDS:
+        (x @ weight.t())[0, 0].item()  # waits for a GPU
+        done += 1
+    return done * 2.0 * ROWS * weight.numel() / spent

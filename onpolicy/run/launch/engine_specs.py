@@ -1,0 +1,137 @@
+"""What SGLang servers are started with: those of a run's rollout, and the one of `onpolicy serve`."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from onpolicy.cluster.engine_host import make_server
+from onpolicy.cluster.engine_places import Places, RequireRoom
+from onpolicy.cluster.placement import Placement
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import EngineConfig, ServerConfig
+from onpolicy.config.secrets import reveal
+from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
+from onpolicy.config.tools import ServeConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.ops.capability import require_servable
+from onpolicy.ops.machine import Machine
+from onpolicy.rollout.base import RolloutGroup
+from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec
+from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.launch.colocation import require_shareable
+from onpolicy.run.launch.host_shares import cache_tokens, placement_here, share_of_cores
+
+
+def make_rollout_group(
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    logs: Path,
+    longest_sequence: int = 0,
+    places: Places | None = None,
+    taps: str = "",
+    tokens: str = "",
+) -> RolloutGroup:
+    """The rollout's servers, not started yet; without places all on this host. They record their
+    passes in the directory `taps`, if one is given, and answer with what the file `tokens` says."""
+    spec = rollout_spec(config, hf_config, contract, longest_sequence)
+    places = places or places_in(placement_here(config, contract), config)
+    specs = places.specs(replace(spec, taps=taps, tokens=tokens)) or [spec]
+    make = partial(make_server, elsewhere=places.elsewhere)
+    return SglangGroup(config.engine, specs, logs, make_server=make)
+
+
+def places_in(
+    placement: Placement, config: TrainConfig, require_room: RequireRoom | None = None
+) -> Places:
+    """The places of a run's engines."""
+    engine = config.engine
+    return Places(
+        placement,
+        cpu_threads=engine.cpu_threads,
+        colocate=engine.colocate,
+        require_room=require_room,
+    )
+
+
+def rollout_spec(
+    config: TrainConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int = 0,
+) -> EngineSpec:
+    """What each of the rollout's servers is, wherever it is; its cache holds a sequence of
+    `longest_sequence` tokens, or of the model's context if that is not known.
+
+    Raises ConfigError if GPUs are to be shared that are too small, or SGLang lacks a package.
+    """
+    engine = config.engine
+    if engine.colocate:
+        require_shareable(config, contract)
+    requests = engine.rollout_max_concurrency
+    return replace(
+        _spec(config, engine, hf_config, contract, longest_sequence, requests),
+        shares_gpus=engine.colocate,
+        weight_format="" if contract.is_aligned else engine.rollout_weight_format,
+        returns_routed_experts=replays_routing(config, contract),
+    )
+
+
+def serve_spec(
+    config: ServeConfig, hf_config: PretrainedConfig, contract: NumericsContract
+) -> EngineSpec:
+    """What the server of `onpolicy serve` is. Raises ConfigError if SGLang lacks a package."""
+    spec = _spec(config, config.server, hf_config, contract)
+    return replace(spec, serves_text=config.serves_text)
+
+
+def _spec(
+    config: TrainConfig | ServeConfig,
+    server: ServerConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int = 0,
+    max_concurrency: int = MAX_CONCURRENCY,
+) -> EngineSpec:
+    if not (isinstance(server, EngineConfig) and server.rollout_server_url):
+        require_servable(contract.backend, Machine.here())
+    num_servers = server.rollout_num_engines if isinstance(server, EngineConfig) else 1
+    num_processes = num_servers * tensor_parallel_size(config.sglang_args)
+    return EngineSpec(
+        hf_checkpoint=config.model.hf_checkpoint,
+        contract=contract,
+        host=server.rollout_host,
+        api_key=reveal("--rollout-api-key", server.rollout_api_key) or secrets.token_hex(24),
+        seed=config.seed,
+        num_threads=server.cpu_threads or share_of_cores(num_processes),
+        max_concurrency=max_concurrency,
+        longest_sequence=longest_sequence,
+        cache_tokens=_cache_tokens(config, hf_config, contract, longest_sequence, max_concurrency),
+        trust_remote_code=config.model.trust_remote_code,
+        sglang_args=config.sglang_args,
+    )
+
+
+def _cache_tokens(
+    config: TrainConfig | ServeConfig,
+    hf_config: PretrainedConfig,
+    contract: NumericsContract,
+    longest_sequence: int,
+    requests: int,
+) -> int:
+    """The user's number; else our own on a CPU, and on a GPU what SGLang finds room for."""
+    asked = max_total_tokens(config.sglang_args)
+    if asked is not None or contract.device != "cpu":
+        return asked or 0
+    longest = longest_sequence or hf_config.max_position_embeddings
+    return cache_tokens(hf_config, contract, longest, requests)
+
+
+def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:
+    """Whether the trainer is to take the experts that the rollout took; aligned engines agree."""
+    return config.fallback.use_rollout_routing_replay and not contract.is_aligned

@@ -1,0 +1,132 @@
+"""What each process of a command gets of its host: GPUs, cores, and memory for its cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from transformers import PretrainedConfig
+
+from onpolicy.cluster.hosts import Host, this_host
+from onpolicy.cluster.placement import Placement, place, place_engines
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import EngineCountConfig, ServerConfig
+from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError, ContractError
+from onpolicy.rollout.engine_args import CACHE_MARGIN
+from onpolicy.system.gpus import num_gpus
+
+CACHE_BYTES = 2 << 30
+"""Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
+
+
+def placement_of(
+    config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
+) -> Placement:
+    """Where each rank and each engine of a run is. Raises ConfigError with the sum that does not fit."""
+    per_engine = tensor_parallel_size(config.sglang_args)
+    if config.cluster.actor_num_gpus_per_node:
+        _require_device(contract, hosts)
+    _require_gpus_if_counted(config.engine, contract, hosts)
+    placement = place(config.cluster, config.engine, per_engine, contract.device, hosts)
+    _require_device(contract, placement.hosts)
+    require_reach(config, placement)
+    return placement
+
+
+def placement_of_servers(
+    count: EngineCountConfig,
+    per_engine: int,
+    rollout_host: str,
+    contract: NumericsContract,
+    hosts: Sequence[Host],
+) -> Placement:
+    """Where each server of a command without a trainer is; raises as `placement_of` does."""
+    _require_gpus_if_counted(count, contract, hosts)
+    placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
+    _require_device(contract, placement.hosts)
+    _require_addresses_of_hosts(rollout_host, placement)
+    return placement
+
+
+def _require_gpus_if_counted(
+    count: EngineCountConfig, contract: NumericsContract, hosts: Sequence[Host]
+) -> None:
+    if contract.device == "cpu" and (count.rollout_num_gpus or count.rollout_num_gpus_per_engine):
+        _require_device(contract, hosts)
+        raise ConfigError(
+            "--rollout-num-gpus, --rollout-num-gpus-per-engine: there are no GPUs here. Give "
+            "--rollout-num-engines, the servers that share the hosts' cores, and --sglang-tp-size."
+        )
+
+
+def _require_device(contract: NumericsContract, hosts: Sequence[Host]) -> None:
+    """Raise ContractError if the contract, made from this host, is for CPUs, and another of `hosts`,
+    which are taken, has GPUs, which its processes would leave unused."""
+    with_gpus = (host for host in hosts if host.num_gpus and not host.is_here)
+    if contract.device == "cpu" and (host := next(with_gpus, None)) is not None:
+        raise ContractError(
+            f"{host}: its node of the cluster has num_gpus={host.num_gpus}, and this host, from which "
+            "the contract is made, shows no GPU to PyTorch. Start the command on a host with GPUs, or, "
+            "to compute on cores, join that node again with `ray start --num-gpus 0`."
+        )
+
+
+def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement:
+    """The placement on this host alone."""
+    return placement_of(config, contract, hosts_here())
+
+
+def hosts_here() -> list[Host]:
+    """This host with its GPUs, as a placement takes hosts."""
+    return [this_host(num_gpus())]
+
+
+def require_reach(config: TrainConfig, placement: Placement) -> None:
+    """Raise ConfigError if weights cannot go to an engine the way they are asked to, or an address of
+    one host is given for several."""
+    if placement.is_here:
+        return
+    _require_addresses_of_hosts(config.engine.rollout_host, placement)
+    home = placement.trainer[0].host
+    far = [i for i, slot in enumerate(placement.engines) if slot.host != home]
+    if far and config.sync.weight_sync == "ipc":
+        raise ConfigError(
+            f"--weight-sync=ipc: a GPU's memory can be opened on its own host, {home}, and engine "
+            f"{far[0]} is on {placement.engines[far[0]].host}. Choose --weight-sync tensor."
+        )
+
+
+def _require_addresses_of_hosts(rollout_host: str, placement: Placement) -> None:
+    if rollout_host != ServerConfig().rollout_host and not placement.is_here:
+        raise ConfigError(
+            f"--rollout-host={rollout_host}: other hosts than this one are taken, and each server "
+            "listens on its own host's address in the cluster. Leave the flag out."
+        )
+
+
+def share_of_cores(processes: int) -> int:
+    """Threads for each of some processes on this host."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def cache_tokens(
+    hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
+) -> int:
+    """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
+    CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
+    admits a request."""
+    one = longest_sequence + CACHE_MARGIN
+    fitting = CACHE_BYTES // token_bytes(hf_config, contract)
+    return max(one, min((requests + 1) * one, fitting))
+
+
+def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    itemsize = getattr(torch, contract.dtype).itemsize
+    kinds = contract.shapes.attention
+    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
+    size: int = hf_config.num_hidden_layers * per_layer * itemsize
+    return size

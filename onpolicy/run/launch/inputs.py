@@ -1,0 +1,136 @@
+"""Everything that a run reads, checked before anything is started."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.eval_sets import eval_sets
+from onpolicy.config.secrets import reveal
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
+from onpolicy.models.tokenizer import load_tokenizer
+from onpolicy.outputs.directory import check_sinks
+from onpolicy.outputs.rollout_journal import RolloutJournal
+from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.prompts import PromptSource, load_prompts
+from onpolicy.rollout.reach import require_addresses
+from onpolicy.run.ladder import Ladder
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import rollout_spec
+from onpolicy.run.launch.host_shares import placement_here
+from onpolicy.run.launch.input_checks import (
+    check_layout,
+    require_context,
+    require_experts,
+    require_full_batch,
+    require_weights,
+)
+from onpolicy.run.launch.memory_checks import require_run_fits
+from onpolicy.run.launch.push_checks import require_transport
+from onpolicy.run.launch.replay_checks import read_replayed
+from onpolicy.run.launch.stop_tokens import stop_token_ids
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings
+from onpolicy.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that is read and checked before anything is started."""
+
+    hf_config: PretrainedConfig
+
+    ladder: Ladder
+    """What both engines are started from, and started again when the governor moves."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+
+    eval_sets: dict[str, list[Prompt]]
+    """The prompts of each evaluation set, by its name; the name of a single set may be empty."""
+
+    stop_token_ids: tuple[int, ...]
+
+    replayed: RolloutJournal | None = None
+    """What --replay repeats."""
+
+    def longest_sequence(self, config: TrainConfig) -> int:
+        """Tokens of the longest prompt and response that the run may ask an engine for."""
+        sampled = config.rollout.rollout_max_response_len
+        evaluated = config.eval.eval_max_response_len or sampled
+        lengths = [len(prompt.prompt_ids) + sampled for prompt in self.prompts.prompts]
+        for prompts in self.eval_sets.values():
+            lengths += [len(prompt.prompt_ids) + evaluated for prompt in prompts]
+        return max(lengths)
+
+
+def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
+    """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    check_layout(config)
+    check_sinks(config.output)
+    path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    logger.info("reading %s and the prompts", path)
+    hf_config = load_config(path, trust)
+    key = reveal("--rollout-api-key", config.engine.rollout_api_key)
+    require_addresses(config.engine, key)
+    longest_prompt = require_context(config, hf_config)
+    tokenizer = load_tokenizer(path, trust)
+
+    def read(file: str, flag: str) -> list[Prompt]:
+        vocab_size = hf_config.vocab_size
+        prompts = load_prompts(file, config.data, tokenizer, longest_prompt, vocab_size, flag)
+        scorer.check_labels(prompts, f"{flag}={file}")
+        return prompts
+
+    ladder = make_ladder(config, hf_config)
+    with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
+        prompts = read(config.data.prompt_data, "--prompt-data")
+        require_full_batch(config, len(prompts))
+        scorer.try_out(prompts[0])
+        inputs = Inputs(
+            hf_config=hf_config,
+            ladder=ladder,
+            tokenizer=tokenizer,
+            prompts=PromptSource(prompts, config.seed, config.data.shuffle),
+            eval_sets={
+                name: read(file, "--eval-prompt-data")
+                for name, file in eval_sets(config.eval.eval_prompt_data).items()
+            },
+            stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
+            replayed=read_replayed(config, prompts),
+        )
+        require_weights(config, hf_config)
+        # A cluster is asked when a run begins.
+        if not (config.cluster.ray_address or config.dry_run):
+            placement_here(config, ladder.contract)
+        spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
+        size = ModelSize.of(hf_config, trust)
+        require_run_fits(config, hf_config, spec, size)
+        require_transport(config, ladder.contract)
+        flags.require_passed()
+    return inputs
+
+
+def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
+    """Every contract that the run may be moved to, and its corrections.
+
+    Raises ConfigError for a contract that cannot be kept, and for corrections that cannot be made.
+    """
+    require_experts(config, hf_config)
+    try:
+        loss_settings(config)
+        Corrections(config)
+        aligned = contract_for(config, hf_config, aligned=True) if config.plan.may_align else None
+        return Ladder(config, contract_for(config, hf_config, aligned=False), aligned)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of fallback_correction, which knows no flags
+        raise ConfigError(f"corrections: {error}") from error

@@ -1,0 +1,98 @@
+"""What a training engine (FSDP2, Megatron-core) does with one model; all else is the trainer's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops import Operators
+from onpolicy.ops.log_probs import Scores
+from onpolicy.taps.recorder import Call, Recorder
+from onpolicy.train.batch import WeighedBatch
+from onpolicy.weights.digest import WeightBucket
+
+Role = Literal["policy", "reference"]
+"""What a model is there for in a run."""
+
+Loss = Callable[[Scores, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(scores with gradient, micro-batch) -> its part of a sum over the global batch, and metrics of it."""
+
+Check = Callable[[Tensor, WeighedBatch], None]
+"""(log_probs float32 [R], micro-batch); raises ParityError if they must not be trained on."""
+
+
+class ShardedModel(ABC):
+    """A model that is sharded over the ranks, and its optimizer if it is trained.
+
+    Whoever is one of several ranks calls every method together with the others. Every rank of a
+    data-parallel share gets the same scores and metrics, so that what follows is the same on them.
+    """
+
+    module: nn.Module
+
+    @abstractmethod
+    def use(self, operators: Operators) -> None:
+        """Compute with other operators from now on."""
+
+    @abstractmethod
+    def score(self, batches: Sequence[PackedTokens]) -> list[Scores]:
+        """The scores of each micro-batch, without gradient."""
+
+    @abstractmethod
+    def accumulate_gradients(
+        self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None
+    ) -> tuple[list[dict[str, float]], list[Tensor]]:
+        """Forward, check, loss and backward of every micro-batch.
+
+        Returns the metrics of each, and the log-probabilities that its loss was of, float32 [R] and
+        detached. Where `check` raises, `drop_gradients` has to follow.
+        """
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that is not taken, after any number of micro-batches."""
+
+    @abstractmethod
+    def clip_gradients(self) -> float:
+        """Scale the gradients to --clip-grad; returns their norm before."""
+
+    @abstractmethod
+    def take_step(self, rate: float) -> None:
+        """Take the optimizer step at this learning rate, and clear the gradients."""
+
+    @abstractmethod
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        """All parameters on rank 0, gathered `max_bytes` at a time, in a fixed order.
+
+        Every rank has to take all of them.
+        """
+
+    @abstractmethod
+    def write_tensors(self, directory: Path) -> None:
+        """Write weights and what the optimizer keeps of them, sharded, into a new directory."""
+
+    @abstractmethod
+    def read_tensors(self, directory: Path) -> None:
+        """Read back, in place, what `write_tensors` wrote, under any number of ranks."""
+
+    @abstractmethod
+    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+        """Record every forward pass meanwhile; yields what grows by the calls of each."""
+
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's number among those that share every linear."""
+        return 0
+
+
+class TrainingEngine(Protocol):
+    """Makes the models of a run, one for each role."""
+
+    def __call__(self, path: str, operators: Operators, *, trained: bool) -> ShardedModel:
+        """Load a Hugging Face checkpoint; with an optimizer if the model is `trained`."""

@@ -1,0 +1,144 @@
+"""A model under FSDP2: one sharded copy of weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.models.trainable import trainable_parameters
+from onpolicy.ops import Operators
+from onpolicy.ops.log_probs import Scores
+from onpolicy.taps.door import recording
+from onpolicy.taps.recorder import Call, Recorder
+from onpolicy.train import distributed
+from onpolicy.train.activations import recomputes_activations
+from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.engine import Check, Loss, ShardedModel
+from onpolicy.train.fsdp.gradients import sum_gradients
+from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
+from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
+from onpolicy.train.fsdp.state import read_tensors, write_tensors
+from onpolicy.train.gradient_norm import global_norm
+from onpolicy.weights.digest import WeightBucket
+
+
+class FsdpModel(ShardedModel):
+    """A model that computes in the contract's dtype; everything that is summed is in float32."""
+
+    module: PolicyModel
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        contract: NumericsContract,
+        path: str,
+        operators: Operators,
+        *,
+        trained: bool,
+    ):
+        self.config = config
+        self.dtype: torch.dtype = getattr(torch, contract.dtype)
+        self.module = self._load(path, contract, operators)
+        if not trained:
+            self.module.requires_grad_(False)
+        self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
+        self.optimizer: torch.optim.AdamW | None = None
+        if trained:
+            self.optimizer = make_optimizer(
+                trainable_parameters(self.module),
+                config.trainer,
+                portable=config.operators.is_portable,
+            )
+
+    def _load(self, path: str, contract: NumericsContract, operators: Operators) -> PolicyModel:
+        trust = self.config.model.trust_remote_code
+        return load_sharded_policy(
+            path,
+            operators,
+            self.dtype,
+            device=distributed.device(contract.device),
+            activation_checkpointing=recomputes_activations(
+                self.config.trainer, load_config(path, trust)
+            ),
+            trust_remote_code=trust,
+            row_parallel_blocks=contract.row_parallel_blocks,
+            context=contract.context,
+        )
+
+    def use(self, operators: Operators) -> None:
+        self.module.use(operators)
+
+    def score(self, batches: Sequence[PackedTokens]) -> list[Scores]:
+        with torch.no_grad():
+            scores = [self.module(packed) for packed in batches]
+        self._free_gathered_weights()
+        return scores
+
+    def accumulate_gradients(
+        self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None
+    ) -> tuple[list[dict[str, float]], list[Tensor]]:
+        metrics, train_log_probs = [], []
+        for batch in batches:
+            scores: Scores = self.module(batch.packed)
+            train_log_probs.append(scores.log_probs.detach())
+            if check is not None:
+                check(scores.log_probs, batch)
+            total, found = loss(scores, batch)
+            self.turn.is_filler = batch.is_filler
+            total.backward()
+            if self.module.replay is not None:
+                found |= self.module.replay.counts()
+            metrics.append({name: float(value) for name, value in found.items()})
+        return metrics, train_log_probs
+
+    def drop_gradients(self) -> None:
+        self._free_gathered_weights()
+        self._forget_gradients()
+
+    def clip_gradients(self) -> float:
+        shards = [
+            p.grad.to_local() for p in self.module.parameters() if isinstance(p.grad, DTensor)
+        ]
+        norm = global_norm(shards, self.module.operators)
+        limit = self.config.trainer.clip_grad or math.inf
+        clip_gradients(shards, limit, norm, self.module.operators)
+        return norm
+
+    def take_step(self, rate: float) -> None:
+        assert self.optimizer is not None
+        take_step(self.optimizer, self.module.operators, rate)
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+        self.turn.sums.clear()
+
+    def _free_gathered_weights(self) -> None:
+        """Free what FSDP2 keeps of the root after a forward pass, for a backward pass to come."""
+        assert isinstance(self.module, FSDPModule)
+        self.module.reshard()
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        return gather_buckets(self.module, self.dtype, max_bytes)
+
+    def write_tensors(self, directory: Path) -> None:
+        assert self.optimizer is not None
+        write_tensors(directory, self.module, self.optimizer)
+
+    def read_tensors(self, directory: Path) -> None:
+        assert self.optimizer is not None
+        read_tensors(directory, self.module, self.optimizer)
+
+    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+        return recording(self.module, recorder)

@@ -1,0 +1,190 @@
+"""What the policy learns from one rollout: parity check, corrections, loss and optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ParityError, TrainingError
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops.log_probs import Scores
+from onpolicy.train import distributed
+from onpolicy.train.batch import (
+    PackedBatch,
+    ScoredBatch,
+    WeighedBatch,
+    packed_batch,
+    with_scores,
+)
+from onpolicy.train.correction import Corrections
+from onpolicy.train.correction_flags import loss_settings
+from onpolicy.train.engine import Role, ShardedModel
+from onpolicy.train.loss import policy_loss
+from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.shares import Share
+from onpolicy.types import ParityFindings
+
+logger = logging.getLogger(__name__)
+
+Models = dict[Role, ShardedModel]
+
+
+class Learner:
+    """Policy-gradient steps on one rank's share of a rollout; every method is collective."""
+
+    def __init__(self, config: TrainConfig, models: Models, device: torch.device):
+        self.config, self.models, self.device = config, models, device
+        self.loss_settings = loss_settings(config)
+        self.corrections = Corrections(config)
+
+    def learn(
+        self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
+    ) -> tuple[dict[str, float], ParityFindings]:
+        """Take one optimizer step at each of these rates, on what was sampled under this contract.
+
+        Returns metrics, and what the parity check found, which a ParityError carries too.
+        """
+        steps = [self._micro_batches(share, number) for number in range(len(rates))]
+        gate = self._gate(step, contract)
+        corrected = not contract.is_aligned or any(share.lags)
+        scored, perf = self._scored(steps, corrected=corrected)
+        try:
+            metrics = self._train_on(scored, rates, gate, corrected=corrected, lags=share.lags)
+            apart = None
+        except ParityError as error:
+            apart = gate.first_apart(share)
+            error.findings = gate.findings(share, apart)
+            if gate.on_mismatch != "fall back":
+                raise
+            logger.error("%s Going on with the fallback correction.", error)
+            gate = ParityGate(step, "measure")
+            scored, perf = self._scored_again(scored)
+            metrics = self._train_on(scored, rates, gate, corrected=True)
+            metrics["parity/num_fallbacks"] = 1.0
+        return metrics | perf, gate.findings(share, apart)
+
+    def _train_on(
+        self,
+        steps: list[list[ScoredBatch]],
+        rates: Sequence[float],
+        gate: ParityGate,
+        *,
+        corrected: bool,
+        lags: Sequence[int] = (),
+    ) -> dict[str, float]:
+        """The optimizer steps of a rollout; `corrected`: as one that is not on-policy."""
+        metrics = self._own_routing(steps[0])
+        weighed, found = self.corrections.weigh(steps, active=corrected)
+        updates = [
+            self._optimizer_step(micro_batches, rate, gate if number == 0 else None)
+            for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))
+        ]
+        metrics |= found | {
+            name: fmean(update[name] for update, _ in updates) for name in updates[0][0]
+        }
+        if corrected:
+            train_log_probs = [log_probs for _, log_probs in updates]
+            trained = list(zip(weighed, train_log_probs, strict=True))
+            metrics |= self.corrections.measure(trained) | self.corrections.measure_lags(
+                trained, lags
+            )
+        return {**metrics, **gate.reduce().metrics()}
+
+    def _optimizer_step(
+        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
+        policy, check = self.models["policy"], None if gate is None else gate.check
+        try:
+            found, train_log_probs = policy.accumulate_gradients(micro_batches, self._loss, check)
+        except ParityError:
+            policy.drop_gradients()
+            raise
+        sums = distributed.sum_micro_batches(found)
+        grad_norm = policy.clip_gradients()
+        if not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
+                "Lower --lr, or resume from the last checkpoint with --load."
+            )
+        if replayed := sums.pop("routing/num_replayed", 0.0):
+            sums["routing/differing_share"] = sums.pop("routing/num_differing") / replayed
+        policy.take_step(rate)
+        return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, train_log_probs
+
+    def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's part of the loss and of the metrics of the global batch."""
+        loss, metrics = policy_loss(scores.log_probs, batch, self.loss_settings)
+        return loss, metrics | {"train/entropy": (scores.entropy * batch.shares).sum()}
+
+    def _score(self, role: Role, batches: Sequence[PackedTokens]) -> list[Tensor]:
+        """Log-probabilities by the model of a role, float32 [R] of each."""
+        return [scores.log_probs for scores in self.models[role].score(batches)]
+
+    def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
+        """How far the engines would be apart without the rollout's experts, if it is measured."""
+        replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
+        if not replays or not self.corrections.wants_metrics:
+            return {}
+        scores = self._score("policy", [batch.packed.with_own_routing() for batch in step])
+        return {"routing/k3_without_replay": self.corrections.k3(step, scores)}
+
+    def _gate(self, step: int, contract: NumericsContract) -> ParityGate:
+        output = self.config.output
+        load = f" --load {output.save}" if output.save else ""
+        remedy = (
+            "To find out which operator differs, and in which layer, run: onpolicy explain --case "
+            f"{output.case_file(step)} --hf-checkpoint {self.config.model.hf_checkpoint}{load}"
+        )
+        policy = self.config.plan.on_mismatch(is_aligned=contract.is_aligned)
+        return ParityGate(step, policy, remedy)
+
+    def _micro_batches(self, share: Share, number: int) -> list[PackedBatch]:
+        """The micro-batches of optimizer step `number`."""
+        return [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
+
+    def _scored(
+        self, steps: list[list[PackedBatch]], *, corrected: bool
+    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
+        """Old and reference log-probabilities, before the first optimizer step changes anything."""
+        start = time.perf_counter()
+        batches = [batch for step in steps for batch in step]
+        old = iter(self._old_log_probs(batches, len(steps), corrected=corrected))
+        reference = iter(self._reference_log_probs(batches))
+        scored = [[with_scores(b, next(old), next(reference)) for b in step] for step in steps]
+        return scored, {"perf/log_probs_time": time.perf_counter() - start}
+
+    def _scored_again(
+        self, steps: list[list[ScoredBatch]]
+    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
+        """Score a rollout again that is corrected after all; the reference's scores do not change."""
+        start = time.perf_counter()
+        batches = [batch for step in steps for batch in step]
+        old = iter(self._old_log_probs(batches, len(steps), corrected=True))
+        scored = [[replace(batch, old_log_probs=next(old)) for batch in step] for step in steps]
+        return scored, {"perf/log_probs_time": time.perf_counter() - start}
+
+    def _old_log_probs(
+        self, batches: Sequence[PackedBatch], num_steps: int, *, corrected: bool
+    ) -> Sequence[Tensor | None]:
+        """The rollout's in bypass, and on policy under an aligned contract, where computing them again
+        would give the same bits; None where the loss's own are they."""
+        if not corrected or self.corrections.bypass:
+            return [batch.rollout_log_probs for batch in batches]
+        if not self.corrections.needs_scores(num_steps):
+            return [None] * len(batches)
+        return self._score("policy", [batch.packed for batch in batches])
+
+    def _reference_log_probs(self, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
+        if "reference" not in self.models:
+            return [None] * len(batches)
+        return self._score("reference", [b.packed.with_own_routing() for b in batches])

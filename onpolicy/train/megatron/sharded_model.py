@@ -1,0 +1,151 @@
+"""A model under Megatron-core: its schedules, gradient buffers and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor, nn
+
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops import Operators
+from onpolicy.ops.log_probs import Scores
+from onpolicy.taps.recorder import Call, Recorder
+from onpolicy.train import distributed
+from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.engine import Check, Loss, ShardedModel
+from onpolicy.train.megatron import stages
+from onpolicy.train.megatron.gradients import OrderedGradients, orders_gradients
+from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.model import build_model
+from onpolicy.train.megatron.optimizer import (
+    gradient_norm,
+    make_optimizer,
+    use_settings,
+    with_gradients,
+)
+from onpolicy.train.megatron.schedule import accumulate_gradients, score
+from onpolicy.train.megatron.state import read_tensors, write_tensors
+from onpolicy.train.megatron.taps import recording
+from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
+from onpolicy.weights.digest import WeightBucket
+
+
+class MegatronModel(ShardedModel):
+    """A model under tensor, sequence, pipeline, context, expert and data parallelism."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        contract: NumericsContract,
+        layout: MegatronLayout,
+        path: str,
+        operators: Operators,
+        *,
+        trained: bool,
+    ):
+        self.config, self.operators = config, operators
+        self.device = distributed.device(contract.device)
+        self.module = self._load(path, contract, layout)
+        self.ordered: OrderedGradients | None = None
+        self.optimizer: MegatronOptimizer | None = None
+        if trained:
+            self.module = with_gradients(self.module, config)
+            if config.plan.is_rank_invariant and orders_gradients(layout):
+                self.ordered = OrderedGradients(self.module)
+            self.optimizer = make_optimizer(self.module, config, getattr(torch, contract.dtype))
+            use_settings(self.optimizer, config)
+
+    def _load(self, path: str, contract: NumericsContract, layout: MegatronLayout) -> nn.Module:
+        trust = self.config.model.trust_remote_code
+        hf_config = load_config(path, trust, context=contract.context)
+        model = build_model(hf_config, contract, self.operators, layout, self.device)
+        load_hf_weights(model, path)
+        return model
+
+    def use(self, operators: Operators) -> None:
+        self.operators = operators
+        stages.config_of(self.module).operators = operators
+
+    def score(self, batches: Sequence[PackedTokens]) -> list[Scores]:
+        return score(self.module, batches)
+
+    def accumulate_gradients(
+        self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None
+    ) -> tuple[list[dict[str, float]], list[Tensor]]:
+        packed = [batch.packed for batch in batches]
+        if check is not None and stages.count() > 1:
+            # A pipeline runs backward passes before the last forward pass, and only its last stage
+            # knows log-probabilities; so they are compared before, by a forward pass of their own.
+            for scores, batch in zip(self.score(packed), batches, strict=True):
+                check(scores.log_probs, batch)
+            check = None
+        metrics: list[dict[str, float]] = []
+        train_log_probs: list[Tensor] = []
+
+        def loss_of(number: int, scores: Scores) -> Tensor:
+            batch = batches[number]
+            if self.ordered is not None and number:
+                self.ordered.take()  # the one before, whose backward pass is over
+            train_log_probs.append(scores.log_probs.detach())
+            if check is not None:
+                check(scores.log_probs, batch)
+            total, found = loss(scores, batch)
+            metrics.append({name: float(value) for name, value in found.items()})
+            return total
+
+        self.drop_gradients()
+        if self.ordered is not None:
+            self.ordered.start()
+        accumulate_gradients(self.module, packed, loss_of)
+        sizes = [len(batch.mask) for batch in batches]
+        shared = stages.share_vectors(train_log_probs, sizes, self.device)
+        return stages.share_object(metrics), shared
+
+    def drop_gradients(self) -> None:
+        self.module.zero_grad_buffer()  # type: ignore[operator]
+
+    def clip_gradients(self) -> float:
+        assert self.optimizer is not None
+        self.optimizer.prepare_grads()
+        norm = gradient_norm(self.optimizer, self.operators)
+        limit = self.config.trainer.clip_grad
+        for part in self.optimizer.chained_optimizers:
+            if limit and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, limit, norm)
+        return norm
+
+    def take_step(self, rate: float) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step_with_ready_grads()
+        self.optimizer.zero_grad()
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+        return export_buckets(self.module, max_bytes)
+
+    def write_tensors(self, directory: Path) -> None:
+        assert self.optimizer is not None
+        write_tensors(directory, self.module, self.optimizer)
+
+    def read_tensors(self, directory: Path) -> None:
+        assert self.optimizer is not None
+        read_tensors(directory, self.module, self.optimizer)
+        use_settings(self.optimizer, self.config)
+
+    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+        return recording(self.module, recorder)
+
+    @property
+    def tensor_rank(self) -> int:
+        rank: int = parallel_state.get_tensor_model_parallel_rank()
+        return rank

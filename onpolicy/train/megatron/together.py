@@ -1,0 +1,178 @@
+"""What the ranks of a layout share of a call, put together as one rank would have it (`taps.py`).
+
+Tensor parallelism shares columns, heads and, between linears, tokens; expert parallelism shares the rows
+of experts, which come home to the rank of their token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.taps.evidence import ATTENTION
+from onpolicy.taps.recorder import INPUTS
+from onpolicy.taps.scope import Together
+from onpolicy.train.megatron.attention import AlignedAttention
+from onpolicy.train.megatron.collectives import gather_rows
+from onpolicy.train.megatron.dispatch import Exchange
+from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
+from onpolicy.train.megatron.mlp import AlignedMLP
+from onpolicy.train.megatron.moe import AlignedExperts
+from onpolicy.train.megatron.norm import JoinedHeadsNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """Axes along which tensor-parallel ranks share an operator's tensors; None: each has all of them."""
+
+    given: int | None = None
+    made: int | None = None
+
+    held: int | None = None
+    """The axis of the operator's weight."""
+
+    pieces: int = 1
+    """Parts side by side in its result and weight, each of which is shared: gate and up."""
+
+
+ALL = Axes()
+
+_HEADS_FIRST = -3
+"""The axis of heads in [1, H, T, D]."""
+
+COLUMNS = {"linear": Axes(made=-1, held=0)}
+GATE_AND_UP = {"linear": Axes(made=-1, held=0, pieces=2)}
+HEADS = {"rms_norm": Axes(given=-2, made=-2)}
+SUM = {"row_parallel_linear": Axes(given=-1, held=1)}
+OF_MODULES: tuple[tuple[type[nn.Module], dict[str, Axes]], ...] = (
+    (AlignedRowLinear, SUM),
+    (JoinedHeadsNorm, {"rms_norm": ALL}),
+    (AlignedMLP, {"gated": Axes(given=-1, made=-1)}),
+    (
+        AlignedAttention,
+        {
+            "rotary": Axes(given=_HEADS_FIRST, made=_HEADS_FIRST),
+            "attention": Axes(given=-2, made=-2),
+        },
+    ),
+    (
+        AlignedExperts,
+        {"grouped_linear": Axes(made=-1, held=1, pieces=2), "gated": Axes(given=-1, made=-1)},
+    ),
+)
+
+
+def axes_of(name: str, module: nn.Module) -> Mapping[str, Axes]:
+    """How tensor-parallel ranks share what a module of Megatron's computes, by operator."""
+    leaf = name.rpartition(".")[2]
+    if isinstance(module, AlignedColumnLinear):
+        return GATE_AND_UP if leaf == "linear_fc1" else COLUMNS
+    if leaf in ("q_layernorm", "k_layernorm") and not isinstance(module, JoinedHeadsNorm):
+        return HEADS
+    return next((axes for kind, axes in OF_MODULES if isinstance(module, kind)), {})
+
+
+def makes_own_tokens(axes: Mapping[str, Axes]) -> bool:
+    """Whether under sequence parallelism each rank makes some tokens: before and after all that is cut
+    by columns, into which they are gathered, and out of sums."""
+    return not axes or axes is SUM
+
+
+class OverTensorRanks(Together):
+    """Puts together what ranks have of one module, or of the output projection."""
+
+    def __init__(
+        self,
+        axes: Mapping[str, Axes],
+        group: dist.ProcessGroup,
+        shares_tokens: bool = False,
+        columns: int | None = None,
+    ):
+        """shares_tokens: whether what is not shared along an axis is of this rank's tokens alone;
+        columns: of a result, whose further ones are padding."""
+        self.axes, self.group = axes, group
+        self.shares_tokens, self.columns = shares_tokens, columns
+
+    def given(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        with_rows = range(3) if name in ATTENTION else range(len(args))[INPUTS[name]]
+        axis = self._of(name).given
+        return tuple(
+            self._whole(argument, axis) if number in with_rows else argument
+            for number, argument in enumerate(args)
+        )
+
+    def made(self, name: str, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return tuple(self.made(name, part) for part in out)
+        axes = self._of(name)
+        return self._whole(out, axes.made, axes.pieces)[..., : self.columns]
+
+    def held(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        axes = self._of(name)
+        rows = [_alone(argument) for argument in args]
+        if axes.held is not None:
+            rows[1] = self._together(rows[1], axes.held, axes.pieces)[: self.columns]
+        if axes.held == 0 and len(rows) > 2 and rows[2] is not None:
+            rows[2] = self._together(rows[2], 0, axes.pieces)[: self.columns]
+        return tuple(rows)
+
+    def _of(self, name: str) -> Axes:
+        return self.axes.get(name, ALL)
+
+    def _whole(self, x: Tensor, axis: int | None, pieces: int = 1) -> Tensor:
+        if axis is not None:
+            return self._together(x, axis, pieces)
+        return gather_rows(x.detach(), self.group) if self.shares_tokens else x
+
+    def _together(self, x: Tensor, axis: int, pieces: int) -> Tensor:
+        parts = (part.movedim(axis, 0) for part in x.detach().chunk(pieces, axis))
+        whole = torch.cat([gather_rows(part, self.group).movedim(0, axis) for part in parts], axis)
+        if axis != _HEADS_FIRST:
+            return whole.contiguous()
+        return whole.transpose(-3, -2).contiguous().transpose(-3, -2)  # as `by_row` finds tokens
+
+
+class OverExpertRanks(OverTensorRanks):
+    """Puts experts of several ranks together: as if this rank had all, for its tokens alone."""
+
+    def __init__(self, experts: AlignedExperts, axes: Mapping[str, Axes], chosen: Tensor):
+        """chosen: int64 [T, k], what the module is given."""
+        super().__init__(axes, experts.tensor_group)
+        self.experts = experts.group
+        self.count = len(experts.gate_up) * self.experts.size()
+        self.chosen = chosen.reshape(-1).sort()[0]
+        self.exchange = Exchange(chosen, len(experts.gate_up), self.experts)
+        self.sorted = self.exchange.experts.sort(stable=True)[1]
+
+    def _whole(self, x: Tensor, axis: int | None, pieces: int = 1) -> Tensor:
+        x = super()._whole(x, axis, pieces)
+        arrived = torch.empty_like(x)
+        arrived[self.sorted] = x.detach()
+        return self.exchange.back(arrived)
+
+    def held(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args = super().held(name, args)
+        if name not in ("grouped_linear", "grouped_partial_linear"):
+            return args
+        rows, weight, _ = args
+        numbers = torch.arange(self.count + 1, device=rows.device)
+        offsets = torch.searchsorted(self.chosen, numbers)
+        return rows, gather_rows(weight.detach(), self.experts), offsets
+
+
+def experts_together(experts: AlignedExperts, axes: Mapping[str, Axes], chosen: Tensor) -> Together:
+    """How to put experts together that are given these choices."""
+    if experts.group.size() == 1:
+        return OverTensorRanks(axes, experts.tensor_group)
+    return OverExpertRanks(experts, axes, chosen)
+
+
+def _alone(argument: Any) -> Any:
+    """As it is where one rank has all."""
+    return RowParallel(argument.blocks) if isinstance(argument, RowParallel) else argument

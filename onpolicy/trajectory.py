@@ -1,0 +1,180 @@
+"""What a policy sampled: an engine's answer to a request, and all that one sequence holds of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import compress, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the response's last token."""
+
+    LENGTH = "length"
+    """The longest allowed response was reached: the response is truncated."""
+
+    ABORT = "abort"
+    """The response is not complete: it goes on with another request."""
+
+
+UNPUSHED = -1
+"""The version of weights that an engine has from elsewhere, and from no push."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Span:
+    """Tokens of a response that were sampled from the weights of one push."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Completion:
+    """What an engine answered to one request."""
+
+    response_ids: list[int]
+    """The response's R tokens, as sampled. Example: [5, 11, 1]"""
+
+    rollout_log_probs: list[float]
+    """float32 values [R]: of each token when it was sampled. Example: [-0.25, ...]"""
+
+    finish_reason: FinishReason
+
+    weight_version: int
+    """The push that the engine's weights came from at the last token; UNPUSHED if from none."""
+
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+
+    routed_experts: NDArray[np.int32] | None = None
+    """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
+    last; None if they were not asked for, or are not those that the response was sampled with."""
+
+    spans: tuple[Span, ...] = ()
+    """The pushes that its tokens come from, in order and without gaps, as the engine says; empty if it
+    does not say. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Trajectory:
+    """What a policy was given and what it sampled, in one sequence. T: tokens; R: sampled ones."""
+
+    token_ids: list[int]
+    """[T]. Example: [17, 4, 9, 5, 11, 1]"""
+
+    sampled: list[bool]
+    """[T]: whether the policy sampled the token; the others were given to it."""
+
+    temperature: float
+
+    rollout_log_probs: list[float] = field(default_factory=list)
+    """float32 values [R]: of each sampled token when it was sampled."""
+
+    spans: tuple[Span, ...] = ()
+    """The pushes that the sampled tokens come from, counted from 0 to R, as in `Completion`."""
+
+    routed_experts: NDArray[np.int32] | None = None
+    """int32 [T - 1, layers x k], as in `Completion`."""
+
+    finish_reason: FinishReason = FinishReason.ABORT
+
+    weight_version: int = UNPUSHED
+    """The push that the last sampled token comes from."""
+
+    num_cached_tokens: int = 0
+    """Tokens found in the prefix cache, by all requests together."""
+
+    @staticmethod
+    def begin(prompt_ids: Sequence[int], temperature: float) -> Trajectory:
+        """A prompt, and nothing sampled yet."""
+        sampled = [False] * len(prompt_ids)
+        return Trajectory(token_ids=[*prompt_ids], sampled=sampled, temperature=temperature)
+
+    def plus(self, answer: Completion) -> Trajectory:
+        """With what an engine sampled after all tokens so far.
+
+        The experts of a token are those of the answer that it was computed for first.
+        """
+        return replace(
+            self,
+            token_ids=self.token_ids + answer.response_ids,
+            sampled=self.sampled + [True] * len(answer.response_ids),
+            rollout_log_probs=self.rollout_log_probs + answer.rollout_log_probs,
+            spans=_joined_spans(self.spans, answer.spans, self.num_sampled),
+            routed_experts=self._experts_with(answer.routed_experts),
+            finish_reason=answer.finish_reason,
+            weight_version=answer.weight_version,
+            num_cached_tokens=self.num_cached_tokens + answer.num_cached_tokens,
+        )
+
+    def given(self, token_ids: Sequence[int]) -> Trajectory:
+        """With tokens that nobody sampled."""
+        return replace(
+            self,
+            token_ids=self.token_ids + [*token_ids],
+            sampled=self.sampled + [False] * len(token_ids),
+        )
+
+    @property
+    def ends_of_answers(self) -> list[int]:
+        """Tokens up to the end of every stretch of sampled ones that others were given after."""
+        pairs = pairwise(self.sampled)
+        return [i for i, (here, then) in enumerate(pairs, start=1) if here and not then]
+
+    def until(self, length: int) -> Trajectory:
+        """Its first tokens, of which the last ended an answer."""
+        sampled = self.sampled[:length]
+        spans = (replace(s, end=min(s.end, sum(sampled))) for s in self.spans)
+        return replace(
+            self,
+            token_ids=self.token_ids[:length],
+            sampled=sampled,
+            rollout_log_probs=self.rollout_log_probs[: sum(sampled)],
+            spans=tuple(span for span in spans if span.start < span.end),
+            routed_experts=None
+            if self.routed_experts is None
+            else self.routed_experts[: length - 1],
+            finish_reason=FinishReason.STOP,
+        )
+
+    def _experts_with(self, more: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+        known = self.routed_experts
+        if self.num_sampled == 0:
+            return more
+        if known is None or more is None:
+            return None
+        return np.concatenate([known, more[len(known) :]])
+
+    @property
+    def num_sampled(self) -> int:
+        """R."""
+        return len(self.rollout_log_probs)
+
+    @property
+    def response_ids(self) -> list[int]:
+        """[R]: the sampled tokens."""
+        return list(compress(self.token_ids, self.sampled))
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What was given before the first sampled token."""
+        return self.token_ids[: self.sampled.index(True) if self.num_sampled else None]
+
+
+def _joined_spans(
+    so_far: tuple[Span, ...], more: tuple[Span, ...], length: int
+) -> tuple[Span, ...]:
+    shifted = [replace(s, start=s.start + length, end=s.end + length) for s in more]
+    if so_far and shifted and so_far[-1].version == shifted[0].version:
+        shifted[0] = replace(shifted[0], start=so_far[-1].start)
+        so_far = so_far[:-1]
+    return (*so_far, *shifted)

@@ -1,0 +1,112 @@
+"""What `onpolicy explain` takes from a case and from a checkpoint, and what it refuses."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onpolicy.cli.main import main
+from onpolicy.config.groups import ModelConfig
+from onpolicy.config.tools import ExplainConfig
+from onpolicy.errors import ConfigError
+from onpolicy.outputs.trajectories import write
+from onpolicy.run.cases import case_request, read_case
+from onpolicy.run.commands.explain_inputs import with_case
+from onpolicy.run.saving.checkpoint import STATE, name_of
+from onpolicy.trajectory import Trajectory
+from onpolicy.types import SamplingParams
+from tests.support.changed_json import changes
+from tests.support.samples import make_completion
+
+ANSWERED = Trajectory.begin([5, 6, 7], 0.7).plus(make_completion([8, 9], [-0.5, -1.0]))
+
+CASE = {
+    "sample": "rollout 2", "train_log_probs": [-0.5, float("nan")], "weight_digest": "a",
+    "trajectory": write(ANSWERED), "sampling_seed": 11, "step": 2,
+    "params": {
+        "temperature": 0.7, "max_new_tokens": 4, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1,
+        "min_p": 0.0, "ignore_eos": False, "return_routed_experts": False,
+    },
+    "contract": {"dtype": "float32", "backend": "cpu", "row_parallel_blocks": 2, "kinds": []},
+}  # fmt: skip
+
+
+@pytest.fixture
+def case(tmp_path):
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(CASE))
+    return file
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints of rollouts 1, 2 and 4."""
+    for number in (1, 2, 4):
+        directory = tmp_path / "save" / name_of(number)
+        directory.mkdir(parents=True)
+        (directory / STATE).write_text("{}")
+    return tmp_path / "save"
+
+
+def test_a_case_says_how_it_was_sampled(case):
+    config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
+    assert (config.temperature, config.model.dtype) == (0.7, "float32")
+    assert config.true_on_policy_mode and config.operators.row_parallel_blocks == 2
+    request = case_request(case)
+    assert (request.prompt_ids, request.sampling_seed) == ([5, 6, 7], 11)
+    assert request.params == SamplingParams(
+        temperature=0.7, max_new_tokens=4, stop_token_ids=(1,), top_p=1.0, top_k=-1, min_p=0.0
+    )
+
+
+def test_a_case_of_a_part_is_replayed_under_that_part(case):
+    case.write_text(
+        json.dumps({**CASE, "contract": {**CASE["contract"], "kinds": ["model", "norm"]}})
+    )
+    config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
+    assert not config.true_on_policy_mode
+    assert config.operators.kinds == ("model", "norm")
+
+
+def test_weights_are_those_of_the_cases_rollout(case, saved, caplog):
+    def weights(**flags):
+        return with_case(ExplainConfig(load=str(saved), **flags)).model.hf_checkpoint
+
+    assert weights(case=str(case)) == str(saved / name_of(2) / "hf")
+    assert weights() == str(saved / name_of(4) / "hf")
+    assert caplog.text == ""
+    case.write_text(json.dumps({**CASE, "step": 3}))
+    assert weights(case=str(case)) == str(saved / name_of(4) / "hf")
+    assert "has no checkpoint of rollout 3" in caplog.text
+    one = with_case(ExplainConfig(load=str(saved / name_of(1))))
+    assert one.model.hf_checkpoint == str(saved / name_of(1) / "hf")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"prompt_ids": [1]}', "\x00"])
+def test_what_is_no_case_is_refused(tmp_path, text):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^--case={file}: .*RUN_DIR/cases"):
+        read_case(file)
+
+
+@given(data=st.data())
+def test_a_case_of_another_shape_is_refused_by_name(tmp_path_factory, data):
+    file = tmp_path_factory.getbasetemp() / "changed.json"
+    changed = data.draw(changes(CASE, kept=("contract",)))
+    file.write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=rf"^--case={file}: .*RUN_DIR/cases"):
+        read_case(file)
+
+
+def test_a_directory_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--load=.*: holds no checkpoint\. Give"):
+        with_case(ExplainConfig(load=str(tmp_path)))
+
+
+def test_a_server_that_runs_elsewhere_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    url = "http://127.0.0.1:9"
+    assert main(["explain", "--hf-checkpoint", "m", "--rollout-server-url", url]) == 2
+    assert f"ConfigError: --rollout-server-url={url}: " in capsys.readouterr().err

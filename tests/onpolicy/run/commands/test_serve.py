@@ -1,0 +1,29 @@
+"""What `onpolicy serve` finds out before it starts a server."""
+
+import dataclasses
+
+import pytest
+
+from onpolicy.config.groups import EngineCountConfig, ModelConfig
+from onpolicy.config.tools import ServeConfig
+from onpolicy.errors import ConfigError
+from onpolicy.run.commands.serve import checked_spec, held_by_servers
+from onpolicy.run.launch import memory_checks
+
+
+@pytest.fixture
+def config(checkpoint):
+    return ServeConfig(model=ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"))
+
+
+def test_servers_that_do_not_fit_the_memory_are_refused_with_the_sum(config, monkeypatch):
+    spec = checked_spec(config)
+    (one,) = held_by_servers(config, spec)(0, 1)
+    monkeypatch.setattr(memory_checks, "free_memory", lambda: 2 * one.bytes)
+    two, three = (
+        dataclasses.replace(config, engines=EngineCountConfig(rollout_num_engines=n))
+        for n in (2, 3)
+    )
+    checked_spec(two)
+    with pytest.raises(ConfigError, match=r"^memory=.* GiB together: .*3 x SGLang server: "):
+        checked_spec(three)

@@ -1,0 +1,107 @@
+"""What a contract is refused for before anything is started, and that all commands make the same."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, groups
+from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.bench.setting import make_train_config
+from onpolicy.run.commands import verify_inputs
+from onpolicy.run.launch.contracts import contract_for
+from tests.support.tiny import make_checkpoint
+
+
+def contract(checkpoint, *, aligned=True, **operators):
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint)),
+        parity=groups.ParityConfig(true_on_policy_mode=aligned),
+        operators=groups.OperatorsConfig(**operators),
+    )
+    return contract_for(config, load_config(str(checkpoint)), aligned=aligned)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_without_a_gpu_the_operators_are_the_cpus(checkpoint, caplog):
+    caplog.set_level("INFO", "onpolicy")
+    made = contract(checkpoint, operators="cpu")
+    assert (made.backend, made.device, made.model_definition) == ("cpu", "cpu", "transformers")
+    assert "aligned operators: cpu, bfloat16" in caplog.text
+    assert contract(checkpoint).backend == "cpu"
+    with pytest.raises(ConfigError, match=r"--operators=hopper: this machine has no GPU"):
+        contract(checkpoint, operators="hopper")
+
+
+def test_a_variable_that_breaks_alignment_is_refused_in_aligned_runs_only(checkpoint, monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with"):
+        contract(checkpoint)
+    assert contract(checkpoint, aligned=False).backend == "stock"
+
+
+def test_a_list_of_kinds_makes_a_part_and_without_one_a_stock_run_stays_stock(checkpoint):
+    whole, stock = contract(checkpoint), contract(checkpoint, aligned=False)
+    assert (stock.backend, stock.kinds, whole.kinds) == ("stock", (), ())
+    part = contract(checkpoint, aligned=False, align="attention,linear")
+    assert dataclasses.replace(part, kinds=()) == whole
+    assert part.kinds == ("model", "linear", "attention")
+    # A governor's aligned rung, and an attribution's, are whole.
+    assert contract(checkpoint, align="linear") == whole
+
+
+def test_a_part_is_held_to_what_the_whole_is(checkpoint, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"--align=model,norm: .*windows.*Add attention"):
+        contract(make_checkpoint(tmp_path, "gemma2"), aligned=False, align="norm")
+    contract(tmp_path, aligned=False, align="norm,attention")
+    with pytest.raises(ConfigError, match=r"architecture=Qwen3Next.*or run without --align\."):
+        contract(make_checkpoint(tmp_path / "next", "qwen3-next"), aligned=False, align="norm")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with --align"):
+        contract(checkpoint, aligned=False, align="norm")
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_llama4_is_served_within_its_first_chunk_alone(aligned, tmp_path):
+    make_checkpoint(tmp_path / "chunks", "llama4", attention_chunk_size=200)
+    make_checkpoint(tmp_path / "scale", "llama4", floor_scale=256)
+    for name, limit in (("chunks", 200), ("scale", 255)):
+        said = f"--sglang-context-length=256: beyond {limit} tokens .* Serve at most {limit} tokens"
+        with pytest.raises(ConfigError, match=said):
+            contract(tmp_path / name, aligned=aligned)
+    untuned = {"floor_scale": 256, "attn_temperature_tuning": False}
+    contract(make_checkpoint(tmp_path / "not", "llama4", **untuned), aligned=aligned)
+
+
+SHARED = ["--dtype", "float32", "--row-parallel-blocks", "2", "--sglang-tp-size", "2"]
+
+
+def test_every_command_makes_the_same_contract_of_the_same_flags(checkpoint):
+    """A run finds a server of `onpolicy serve` under its own contract, and verify measures it."""
+    hf_config = load_config(str(checkpoint))
+
+    def parsed(config_class, *argv):
+        return parse(config_class, [*argv, "--hf-checkpoint", str(checkpoint), *SHARED], "x")
+
+    configs = [
+        parsed(TrainConfig, "--true-on-policy-mode"),
+        parsed(ServeConfig),
+        verify_inputs.make_train_config(parsed(VerifyConfig), longest=100),
+        make_train_config(parsed(BenchConfig, "step"), "aligned"),
+    ]
+    contracts = [contract_for(config, hf_config, aligned=True) for config in configs]
+    assert len({made.fingerprint for made in contracts}) == 1
+    assert (contracts[0].dtype, contracts[0].row_parallel_blocks) == ("float32", 2)
+
+
+def test_a_stock_run_finds_a_stock_server_of_any_degree_under_its_own_contract(checkpoint):
+    hf_config = load_config(str(checkpoint))
+    path = ["--hf-checkpoint", str(checkpoint)]
+    serve = parse(ServeConfig, [*path, "--no-true-on-policy-mode", "--sglang-tp-size", "2"], "x")
+    contracts = [
+        contract_for(c, hf_config, aligned=False) for c in (serve, parse(TrainConfig, path, "x"))
+    ]
+    assert contracts[0].fingerprint == contracts[1].fingerprint

@@ -1,0 +1,72 @@
+"""The way of weights is judged before a run: CUDA IPC's GPU, and the room in shared memory."""
+
+from collections import namedtuple
+
+import pytest
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.launch import push_checks
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.push_checks import MIB, require_transport
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def require(checkpoint):
+    def require(weight_sync, buffer=512):
+        config = TrainConfig(
+            model=groups.ModelConfig(hf_checkpoint=str(checkpoint)),
+            sync=groups.WeightSyncConfig(weight_sync=weight_sync, update_weight_buffer_size=buffer),
+        )
+        require_transport(config, contract_for(config, load_config(str(checkpoint)), aligned=False))
+
+    return require
+
+
+def test_cuda_ipc_without_a_gpu_is_refused(require):
+    with pytest.raises(ConfigError, match=r"--weight-sync=ipc: .*this machine has none.*tensor"):
+        require("ipc")
+
+
+@pytest.mark.parametrize("size", [512 * MIB, 64 * MIB, 1 * MIB])
+def test_a_tiny_model_fits_the_smallest_container(require, monkeypatch, size):
+    monkeypatch.setattr(push_checks.shutil, "disk_usage", lambda path: Usage(size, 0, size))
+    require("tensor")
+
+
+@pytest.mark.parametrize("sizes", [[300 * MIB, 300 * MIB, 100 * MIB]])
+@pytest.mark.parametrize(
+    ("buffer", "free", "message"),
+    [
+        (512, 513, None),
+        (
+            512, 64,
+            r"up to 512 MiB .*--update-weight-buffer-size=512; the largest weight has 300\), and "
+            r"/dev/shm has 64 MiB free of 64\. .*--shm-size=8g\), or choose --weight-sync disk",
+        ),
+        (512, 400, r"\(docker run --shm-size=8g\), lower --update-weight-buffer-size, or choose"),
+        (4096, 701, None),
+        (4096, 699, "up to 700 MiB"),
+        (1, 301, None),
+        (1, 299, "up to 300 MiB"),
+    ],
+)  # fmt: skip
+def test_a_bucket_that_does_not_fit_shared_memory_is_refused(
+    require, monkeypatch, sizes, buffer, free, message
+):
+    class Weight:
+        def __init__(self, num_bytes):
+            self.numel = lambda: num_bytes // 2
+
+    stored = dict(enumerate(map(Weight, sizes)))
+    monkeypatch.setattr(push_checks, "stored_shapes", lambda path, flag: stored)
+    usage = Usage(free * MIB, 0, free * MIB)
+    monkeypatch.setattr(push_checks.shutil, "disk_usage", lambda path: usage)
+    if message is None:
+        return require("tensor", buffer)
+    with pytest.raises(ConfigError, match=message):
+        require("tensor", buffer)
+    require("disk", buffer)

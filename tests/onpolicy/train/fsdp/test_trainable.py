@@ -1,0 +1,66 @@
+"""A parameter that asks for no gradient is computed with, pushed and saved, and never moves."""
+
+import pytest
+import torch
+
+from onpolicy.models.trainable import trainable_parameters
+from onpolicy.train.fsdp import sharded_model
+from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, weights
+
+__all__ = ["make"]
+
+FROZEN = ("embed_tokens.weight", "layers.0.mlp.up_proj.weight")
+
+
+@pytest.fixture
+def frozen(make, monkeypatch):
+    """A trainer some of whose parameters are frozen when its model is loaded."""
+    load = sharded_model.load_sharded_policy
+
+    def load_and_freeze(*args, **kwargs):
+        module = load(*args, **kwargs)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.endswith(FROZEN))
+        return module
+
+    monkeypatch.setattr(sharded_model, "load_sharded_policy", load_and_freeze)
+    return make
+
+
+def is_frozen(name):
+    return name.endswith(FROZEN)
+
+
+def test_only_trainable_parameters_move_and_have_optimizer_state(frozen):
+    trainer = frozen()
+    before = weights(trainer)
+    trainer.train(make_samples(trainer), 0, RATES)
+    after = weights(trainer)
+    assert any(map(is_frozen, before)) and before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) == is_frozen(name), name
+    module, state = trainer.policy.module, trainer.policy.optimizer.state
+    named = dict(module.named_parameters())
+    assert {name for name, p in named.items() if p in state} == {
+        name for name in named if not is_frozen(name)
+    }
+    assert len(trainable_parameters(module)) == len(state)
+
+
+def test_the_parameters_that_are_trained_get_the_bits_they_get_beside_frozen_ones(frozen, tmp_path):
+    """A checkpoint goes on with the same bits, whose optimizer knows the trained ones alone."""
+    whole, first, second = frozen(), frozen(), frozen()
+    for trainer in (whole, first):
+        trainer.train(make_samples(trainer), 0, RATES)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    for trainer in (whole, second):
+        trainer.train(make_samples(trainer, seed=1), 1, RATES)
+    assert all(torch.equal(weights(whole)[name], x) for name, x in weights(second).items())
+
+
+def test_the_reference_is_not_trained(make):
+    trainer = make(algorithm={"use_kl_loss": True, "kl_loss_coef": 0.5})
+    reference = trainer.models["reference"]
+    assert reference.optimizer is None and not trainable_parameters(reference.module)
+    assert trainable_parameters(trainer.policy.module) == [*trainer.policy.module.parameters()]

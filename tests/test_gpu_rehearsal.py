@@ -1,0 +1,148 @@
+"""What happens on a GPU's machine up to the first kernel, on one that only seems to have GPUs.
+
+Real commands, the real Ray, the real SGLang: placement, memory, flags as SGLang resolves them, the order
+of steps. Nothing is computed on the GPUs, which are fakes (tests/support/gpu/fake).
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
+from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
+from tests.examples.test_launchers import EXAMPLES, write_problems
+from tests.support.gpu.fake_gpus import seeing_gpus
+from tests.support.tiny import make_checkpoint
+
+pytestmark = pytest.mark.runs
+
+SIZES = {"max_position_embeddings": 16384, "head_dim": 128, "hidden_size": 256, "vocab_size": 512}
+LAYERS = {"qwen3": 2, "qwen3-moe": 6}
+"""Three pipeline stages share the second's out."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoints")
+    made = {
+        name: make_checkpoint(directory / name, name, **SIZES, num_hidden_layers=layers)
+        for name, layers in LAYERS.items()
+    }
+    for checkpoint in made.values():
+        template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        (checkpoint / "chat_template.jinja").write_text(template)
+    return made
+
+
+def onpolicy(count, *argv, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "onpolicy.cli", *argv],
+        env=seeing_gpus(count), cwd=cwd, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script, model, engines",
+    [
+        ("run_qwen3_4b.sh", "qwen3", 4),
+        ("run_qwen3_30b_a3b.sh", "qwen3-moe", 2),
+        ("run_qwen3_30b_a3b_megatron.sh", "qwen3-moe", 2),
+    ],
+)
+def test_a_launcher_is_a_valid_run_on_8_gpus(tmp_path, checkpoints, script, model, engines):
+    write_problems(tmp_path / "data.jsonl")
+    done = subprocess.run(
+        [str(EXAMPLES / "true_on_policy" / script), "--dry-run"],
+        env={
+            **seeing_gpus(8),
+            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+            "HF_CHECKPOINT": str(checkpoints[model]),
+            "PROMPT_DATA": str(tmp_path / "data.jsonl"),
+        },
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "aligned operators: hopper, bfloat16" in done.stderr
+    assert "the fullest GPU has 78.23 GiB free" in done.stderr
+    assert f'"rollout_num_engines": {engines}' in done.stdout
+
+
+RESOLVE = """
+import json, sys
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+from sglang_patches import registry
+load_plugins()
+registry.require_active()
+server_args = prepare_server_args(sys.argv[1:])
+server_args.resolve_once()
+server_args.check_server_args()
+print("RESOLVED", json.dumps({name: getattr(resolving_view(server_args), name) for name in (
+    "attention_backend", "page_size", "sampling_backend", "disable_radix_cache", "base_gpu_id",
+    "disable_overlap_schedule", "disable_custom_all_reduce", "enable_deterministic_inference",
+    "chunked_prefill_size", "tp_size",
+)} | {"decode": list(resolving_view(server_args).cuda_graph_config.decode.bs)}))
+"""
+
+
+def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
+    """Pages of a token, the radix cache and the overlap schedule on, decoding in graphs up to 256."""
+    kind = AttentionShape(heads=2, kv_heads=1, head_dim=128, value_dim=128)
+    shapes = OperatorShapes(linear=(), attention=(kind,), norm=(256,), vocab_size=512)
+    contract = NumericsContract(
+        backend="triton", device="cuda", dtype="bfloat16", shapes=shapes, row_parallel_blocks=2
+    )
+    spec = EngineSpec(
+        hf_checkpoint=str(checkpoints["qwen3"]), contract=contract, host="127.0.0.1", api_key="",
+        seed=0, num_threads=1, first_gpu=4, trust_remote_code=False, sglang_args=("--tp-size", "2"),
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, *engine_flags(spec, 30000)],
+        env={**seeing_gpus(8), **engine_environment(spec)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESOLVED")]
+    assert lines, done.stderr[-3000:]
+    resolved = json.loads(lines[0].removeprefix("RESOLVED"))
+    graphs = resolved.pop("decode")
+    assert graphs[0] == 1 and graphs[-1] == 256
+    assert resolved == {
+        "attention_backend": "fa3", "page_size": 1, "sampling_backend": "pytorch",
+        "disable_radix_cache": False, "base_gpu_id": 4, "disable_overlap_schedule": False,
+        "disable_custom_all_reduce": True, "enable_deterministic_inference": True,
+        "chunked_prefill_size": 8192, "tp_size": 2,
+    }  # fmt: skip
+
+
+def test_verify_on_one_gpu_goes_as_far_as_the_engines_scheduler(tmp_path, checkpoints):
+    """Places both sides on the GPU, starts the server, and says that it cannot compute; none is left."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    argv = ["--hf-checkpoint", str(checkpoints["qwen3"]), "--colocate", "--operators", "triton"]
+    done = onpolicy(1, "verify", *argv, "--max-prompt-len", "64", cwd=tmp_path)
+    said = done.stderr
+    assert done.returncode == 1, said
+    steps = [
+        "aligned operators: triton, bfloat16",
+        "memory of trainer rank",
+        "memory of SGLang server",
+        "trainer rank 0 (GPU 0); engine 0 (GPU 0)",
+        "starting an SGLang server",
+        "EngineError: the engine at",
+        "scheduler died during initialization",
+    ]
+    places = [said.find(step) for step in steps]
+    assert -1 not in places and places == sorted(places), said
+    assert {process.pid for process in psutil.Process().children(recursive=True)} == before
+
+
+def test_a_run_asks_for_no_more_gpus_than_there_are(tmp_path, checkpoints):
+    write_problems(tmp_path / "data.jsonl")
+    given = ["--hf-checkpoint", str(checkpoints["qwen3"]), "--prompt-data", "data.jsonl"]
+    asked = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--true-on-policy-mode"]
+    done = onpolicy(3, "train", "--rm-type", "math", *given, *asked, cwd=tmp_path)
+    assert done.returncode == 2 and "there are 3 GPUs" in done.stderr
