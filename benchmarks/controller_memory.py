@@ -63,12 +63,7 @@ def measure(num_samples: int) -> dict[str, float]:
                 return sum(len(s.sample.token_ids) for s in share.samples.values())
 
         ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(RANKS)]
-        ray.get(
-            [
-                rank.take.remote(Share(samples={}, steps=[], num_samples=0, num_tokens=0))
-                for rank in ranks
-            ]
-        )
+        ray.get([rank.take.remote(make_shares([], 1, 1, 1)[0]) for rank in ranks])
         process, answer = psutil.Process(), answer_of_an_engine()
         before = process.memory_info().rss
         prompt = Prompt(index=0, prompt_ids=list(range(PROMPT)), label="", text="")
@@ -79,7 +74,7 @@ def measure(num_samples: int) -> dict[str, float]:
                     sample_index=i,
                     trajectory=Trajectory.begin(prompt.prompt_ids, 1.0).plus(completion_of(answer)),
                 ),
-                advantages=[1.0] * RESPONSE,
+                group=0,
             )
             for i in range(num_samples)
         ]

@@ -130,8 +130,8 @@ class TrainSample:
 
     sample: Sample
 
-    advantages: list[float]
-    """[R]: how much better each sampled token did than was to be expected."""
+    group: int
+    """The samples of one prompt have one number, and stand together."""
 
     policy_version: int | None = None
     """The version of the policy that learns from it; None: the one that it was sampled from."""

@@ -195,7 +195,7 @@ class Run:
                 self.journal.on_evaluation(step, name, groups, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
-        """Turn rewards into advantages, and take the optimizer steps of a rollout.
+        """Take the optimizer steps of a rollout.
 
         However that ends, some of its samples are in the run directory then.
         """
@@ -215,7 +215,7 @@ class Run:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
         self.engines.make_room()
-        samples = make_train_samples(kept, algorithm, step if self.config.plan.may_lag else None)
+        samples = make_train_samples(kept, step if self.config.plan.may_lag else None)
         num_steps = min(self.config.steps_per_rollout, len(samples))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
         metrics |= self.learning_rate.metrics()

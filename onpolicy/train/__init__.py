@@ -11,6 +11,7 @@ from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 
 if TYPE_CHECKING:
+    from onpolicy.train.advantages import Estimator
     from onpolicy.train.engine import TrainingEngine
     from onpolicy.train.policy_trainer import PolicyTrainer
 
@@ -18,14 +19,22 @@ __all__ = ["Trainer", "make_trainer"]
 
 
 def make_trainer(
-    config: TrainConfig, contract: NumericsContract, num_threads: int
+    config: TrainConfig,
+    contract: NumericsContract,
+    num_threads: int,
+    estimator: Estimator | None = None,
 ) -> PolicyTrainer:
     """A trainer on the engine that `--train-backend` names, as a rank of the group that this process is
-    in, or alone. Raises ConfigError if the engine cannot hold the model."""
+    in, or alone.
+
+    estimator: of advantages; by default the one that --advantage-estimator names. Raises ConfigError
+    if the engine cannot hold the model.
+    """
     from onpolicy.train.policy_trainer import PolicyTrainer
 
     distributed.init_process_group()
-    return PolicyTrainer(config, contract, num_threads, _training_engine(config, contract))
+    engine = _training_engine(config, contract)
+    return PolicyTrainer(config, contract, num_threads, engine, estimator)
 
 
 def _training_engine(config: TrainConfig, contract: NumericsContract) -> TrainingEngine:

@@ -8,7 +8,7 @@ are [R], of all sampled tokens; float32 where nothing else is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ _FILLER = TrainSample(
             token_ids=[0, 0], sampled=[False, True], temperature=1.0, rollout_log_probs=[0.0]
         ),
     ),
-    advantages=[0.0],
+    group=-1,
 )
 """Stands in an empty micro-batch, masked out."""
 
@@ -42,8 +42,11 @@ class PackedBatch:
 
     packed: PackedTokens
     samples: list[TrainSample]
+
+    numbers: list[int]
+    """Those that the samples have in their rollout; none of a filler."""
+
     rollout_log_probs: Tensor
-    advantages: Tensor
 
     lags: Tensor
     """int32: the pushes between the policy that each was sampled from and the one that is trained."""
@@ -54,7 +57,7 @@ class PackedBatch:
 
     @property
     def is_filler(self) -> bool:
-        return self.samples[0] is _FILLER
+        return not self.numbers
 
     @property
     def sampled(self) -> Tensor:
@@ -82,13 +85,15 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch(PackedBatch):
-    """With log-probabilities that stay the same in all optimizer steps of a rollout."""
+    """With what stays the same in all optimizer steps of a rollout."""
+
+    advantages: Tensor
 
     old_log_probs: Tensor | None
     """What the policy gave them before the first step; None where the loss's own pass has that."""
 
     ref_log_probs: Tensor | None
-    """What the reference model gives them; None without a KL penalty."""
+    """What the reference model gives them; None without a KL penalty in the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +123,11 @@ CustomCorrection = Callable[
 """(loss [R], its log-probabilities [R], detached, micro-batch) -> (loss [R], mask [R], metrics)."""
 
 
-def packed_batch(samples: Sequence[TrainSample], device: torch.device) -> PackedBatch:
-    """The first stage of a micro-batch; of no samples, it is a filler."""
-    is_filler = not samples
-    samples = list(samples) or [_FILLER]
+def packed_batch(numbered: Mapping[int, TrainSample], device: torch.device) -> PackedBatch:
+    """The first stage of a micro-batch of these samples, by their numbers; of none, it is a filler."""
+    samples = list(numbered.values()) or [_FILLER]
     trajectories = [s.sample.trajectory for s in samples]
-
-    def packed(values: Iterable[Sequence[float]]) -> Tensor:
-        return torch.tensor([x for each in values for x in each], dtype=torch.float32).to(device)
-
-    log_probs = packed(t.rollout_log_probs for t in trajectories)
+    log_probs = [x for t in trajectories for x in t.rollout_log_probs]
     return PackedBatch(
         packed=PackedTokens.pack(
             [t.token_ids for t in trajectories],
@@ -137,18 +137,26 @@ def packed_batch(samples: Sequence[TrainSample], device: torch.device) -> Packed
             [t.routed_experts for t in trajectories],
         ),
         samples=samples,
-        rollout_log_probs=log_probs,
-        advantages=packed(s.advantages for s in samples),
+        numbers=list(numbered),
+        rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),
         lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
-        mask=torch.full((len(log_probs),), not is_filler, device=device),
+        mask=torch.full((len(log_probs),), bool(numbered), device=device),
     )
 
 
 def with_scores(
-    batch: PackedBatch, old_log_probs: Tensor | None, ref_log_probs: Tensor | None
+    batch: PackedBatch,
+    advantages: Tensor,
+    old_log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
 ) -> ScoredBatch:
     """The second stage of a micro-batch."""
-    return ScoredBatch(**_fields(batch), old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
+    return ScoredBatch(
+        **_fields(batch),
+        advantages=advantages,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+    )
 
 
 def with_weights(

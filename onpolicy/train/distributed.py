@@ -114,6 +114,12 @@ def gather_data(value: T) -> list[T]:
     return gather(value, _data_group)
 
 
+def gather_by_number(ours: Mapping[int, T]) -> dict[int, T]:
+    """Something of every sample of all ranks, by its number in the rollout, in that order."""
+    found = {number: value for each in gather_data(ours) for number, value in each.items()}
+    return dict(sorted(found.items()))
+
+
 def any_data(value: bool) -> bool:
     """Whether `value` is true on any rank that holds samples; known on every rank."""
     return any(gather_data(value))

@@ -15,9 +15,9 @@ from torch import Tensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError, TrainingError
-from onpolicy.models.policy import PackedTokens
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
+from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages
 from onpolicy.train.batch import (
     PackedBatch,
     ScoredBatch,
@@ -30,7 +30,7 @@ from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.engine import Role, ShardedModel
 from onpolicy.train.loss import policy_loss
 from onpolicy.train.parity_gate import ParityGate
-from onpolicy.train.shares import Share
+from onpolicy.train.shares import Outcomes, Share
 from onpolicy.types import ParityFindings
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,11 @@ Models = dict[Role, ShardedModel]
 class Learner:
     """Policy-gradient steps on one rank's share of a rollout; every method is collective."""
 
-    def __init__(self, config: TrainConfig, models: Models, device: torch.device):
+    def __init__(
+        self, config: TrainConfig, models: Models, estimator: Estimator, device: torch.device
+    ):
         self.config, self.models, self.device = config, models, device
+        self.estimator = estimator
         self.loss_settings = loss_settings(config)
         self.corrections = Corrections(config)
 
@@ -56,13 +59,13 @@ class Learner:
         steps = [self._micro_batches(share, number) for number in range(len(rates))]
         gate = self._gate(step, contract)
         corrected = not contract.is_aligned or any(share.lags)
-        scored, perf = self._scored(steps, corrected=corrected)
+        scored, perf = self._scored(steps, share.outcomes, corrected=corrected)
         try:
             metrics = self._train_on(scored, rates, gate, corrected=corrected, lags=share.lags)
             apart = None
         except ParityError as error:
-            apart = gate.first_apart(share)
-            error.findings = gate.findings(share, apart)
+            apart = gate.first_apart()
+            error.findings = gate.findings(share.outcomes.num_samples, apart)
             if gate.on_mismatch != "fall back":
                 raise
             logger.error("%s Going on with the fallback correction.", error)
@@ -70,7 +73,7 @@ class Learner:
             scored, perf = self._scored_again(scored)
             metrics = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
-        return metrics | perf, gate.findings(share, apart)
+        return metrics | perf, gate.findings(share.outcomes.num_samples, apart)
 
     def _train_on(
         self,
@@ -126,17 +129,14 @@ class Learner:
         loss, metrics = policy_loss(scores.log_probs, batch, self.loss_settings)
         return loss, metrics | {"train/entropy": (scores.entropy * batch.shares).sum()}
 
-    def _score(self, role: Role, batches: Sequence[PackedTokens]) -> list[Tensor]:
-        """Log-probabilities by the model of a role, float32 [R] of each."""
-        return [scores.log_probs for scores in self.models[role].score(batches)]
-
     def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""
         replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
         if not replays or not self.corrections.wants_metrics:
             return {}
-        scores = self._score("policy", [batch.packed.with_own_routing() for batch in step])
-        return {"routing/k3_without_replay": self.corrections.k3(step, scores)}
+        scores = self.models["policy"].score([b.packed.with_own_routing() for b in step])
+        log_probs = [each.log_probs for each in scores]
+        return {"routing/k3_without_replay": self.corrections.k3(step, log_probs)}
 
     def _gate(self, step: int, contract: NumericsContract) -> ParityGate:
         output = self.config.output
@@ -153,38 +153,65 @@ class Learner:
         return [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
 
     def _scored(
-        self, steps: list[list[PackedBatch]], *, corrected: bool
+        self, steps: list[list[PackedBatch]], outcomes: Outcomes, *, corrected: bool
     ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
-        """Old and reference log-probabilities, before the first optimizer step changes anything."""
+        """Scores and advantages, before the first optimizer step changes anything."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        old = iter(self._old_log_probs(batches, len(steps), corrected=corrected))
-        reference = iter(self._reference_log_probs(batches))
-        scored = [[with_scores(b, next(old), next(reference)) for b in step] for step in steps]
-        return scored, {"perf/log_probs_time": time.perf_counter() - start}
+        roles = self._roles(len(steps), corrected=corrected)
+        scores = {role: self._score(role, batches) for role in roles}
+        parts = zip(
+            batches,
+            token_advantages(self.estimator, outcomes, batches, scores),
+            self._old_log_probs(batches, scores, corrected=corrected),
+            self._reference_log_probs(batches, scores),
+            strict=True,
+        )
+        scored = iter([with_scores(*part) for part in parts])
+        seconds = time.perf_counter() - start
+        return [[next(scored) for _ in step] for step in steps], {"perf/log_probs_time": seconds}
 
     def _scored_again(
         self, steps: list[list[ScoredBatch]]
     ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
-        """Score a rollout again that is corrected after all; the reference's scores do not change."""
+        """Score a rollout again that is corrected after all; nothing but the policy's part changes."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        old = iter(self._old_log_probs(batches, len(steps), corrected=True))
+        needed = "policy" in self._roles(len(steps), corrected=True)
+        scores: ScoresByRole = {"policy": self._score("policy", batches)} if needed else {}
+        old = iter(self._old_log_probs(batches, scores, corrected=True))
         scored = [[replace(batch, old_log_probs=next(old)) for batch in step] for step in steps]
         return scored, {"perf/log_probs_time": time.perf_counter() - start}
 
+    def _roles(self, num_steps: int, *, corrected: bool) -> list[Role]:
+        """The models that score a rollout before its first optimizer step, in their order."""
+        asked = set(self.estimator.roles)
+        if self.config.algorithm.use_kl_loss:
+            asked.add("reference")
+        if corrected and not self.corrections.bypass and self.corrections.needs_scores(num_steps):
+            asked.add("policy")
+        return [role for role in self.models if role in asked]
+
+    def _score(self, role: Role, batches: Sequence[PackedBatch]) -> list[Scores]:
+        """Scores by the model of a role; the policy alone takes the experts that the rollout took."""
+        is_policy = role == "policy"
+        packed = [b.packed if is_policy else b.packed.with_own_routing() for b in batches]
+        return self.models[role].score(packed)
+
     def _old_log_probs(
-        self, batches: Sequence[PackedBatch], num_steps: int, *, corrected: bool
+        self, batches: Sequence[PackedBatch], scores: ScoresByRole, *, corrected: bool
     ) -> Sequence[Tensor | None]:
         """The rollout's in bypass, and on policy under an aligned contract, where computing them again
         would give the same bits; None where the loss's own are they."""
         if not corrected or self.corrections.bypass:
             return [batch.rollout_log_probs for batch in batches]
-        if not self.corrections.needs_scores(num_steps):
+        if "policy" not in scores:
             return [None] * len(batches)
-        return self._score("policy", [batch.packed for batch in batches])
+        return [each.log_probs for each in scores["policy"]]
 
-    def _reference_log_probs(self, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
-        if "reference" not in self.models:
+    def _reference_log_probs(
+        self, batches: Sequence[PackedBatch], scores: ScoresByRole
+    ) -> Sequence[Tensor | None]:
+        if not self.config.algorithm.use_kl_loss:
             return [None] * len(batches)
-        return self._score("reference", [b.packed.with_own_routing() for b in batches])
+        return [each.log_probs for each in scores["reference"]]

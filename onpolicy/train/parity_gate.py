@@ -10,8 +10,12 @@ from onpolicy.config.plan import OnMismatch
 from onpolicy.errors import ParityError
 from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs, mismatches
 from onpolicy.train.batch import PackedBatch
-from onpolicy.train.distributed import count_over_data, gather_data, gather_micro_batches
-from onpolicy.train.shares import Share
+from onpolicy.train.distributed import (
+    count_over_data,
+    gather_by_number,
+    gather_data,
+    gather_micro_batches,
+)
 from onpolicy.types import ParityFindings
 
 logger = logging.getLogger(__name__)
@@ -64,34 +68,29 @@ class ParityGate:
             )  # fmt: skip
         return total
 
-    def findings(self, share: Share, apart: tuple[int, list[float]] | None) -> ParityFindings:
+    def findings(self, num_samples: int, apart: tuple[int, list[float]] | None) -> ParityFindings:
         """How many tokens of each sample of the rollout differ; with the first if the check failed.
-
-        `share` is what the checked batches were made of. Collective.
-        """
-        ours = self._by_sample
-        mine = {i: ours[id(sample)] for i, sample in share.samples.items() if id(sample) in ours}
-        found = {i: count for counts in gather_data(mine) for i, count in counts.items()}
-        counts = [found.get(i) for i in range(share.num_samples)]
+        Collective."""
+        found = gather_by_number(self._by_sample)
+        counts = [found.get(i) for i in range(num_samples)]
         return ParityFindings(mismatched_tokens=counts, apart=apart)
 
-    def first_apart(self, share: Share) -> tuple[int, list[float]] | None:
+    def first_apart(self) -> tuple[int, list[float]] | None:
         """The first sample of which a token differed, as far as was checked, and what the trainer gives
         its tokens; None if there is none. Collective.
         """
-        number = {id(sample): i for i, sample in share.samples.items()}
-        ours = self._apart and (number[self._apart[0]], self._apart[1])
-        return min((found for found in gather_data(ours) if found is not None), default=None)
+        everyones = gather_data(self._apart)
+        return min((found for found in everyones if found is not None), default=None)
 
     def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
         lens, fresh = batch.response_lens, batch.lags.cpu() == 0
         parts = differ.split(lens), fresh.split(lens), log_probs.split(lens)
-        for sample, part, is_fresh, scores in zip(batch.samples, *parts, strict=True):
+        for number, part, is_fresh, scores in zip(batch.numbers, *parts, strict=True):
             if is_fresh.any():
-                count = self._by_sample[id(sample)] = int(part[is_fresh].sum())
+                count = self._by_sample[number] = int(part[is_fresh].sum())
                 if count and self._apart is None:
-                    self._apart = id(sample), scores.tolist()
+                    self._apart = number, scores.tolist()
 
     def _mismatch(self, log_probs: Tensor, batch: PackedBatch, row: int) -> Mismatch:
         sample, position = batch.locate(row)

@@ -15,6 +15,7 @@ from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, TrainingError
 from onpolicy.train import distributed
+from onpolicy.train.advantages import Estimator, RewardEstimator
 from onpolicy.train.base import Trainer
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
@@ -39,18 +40,20 @@ class PolicyTrainer(Trainer):
         contract: NumericsContract,
         num_threads: int,
         load_model: TrainingEngine,
+        estimator: Estimator | None = None,
     ):
         self.config, self.num_threads = config, num_threads
         torch.manual_seed(config.seed)
         self.device = distributed.device(contract.device)
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
+        estimator = estimator or RewardEstimator(algorithm.advantage_estimator)
         self.models: Models = {"policy": load_model(source, self.operators, trained=True)}
-        if algorithm.use_kl_loss:
+        if algorithm.use_kl_loss or "reference" in estimator.roles:
             reference = algorithm.ref_checkpoint or source
             self.models["reference"] = load_model(reference, self.operators, trained=False)
         self.outlet = WeightOutlet(config, contract, self.policy.weight_buckets)
-        self.learner = Learner(config, self.models, self.device)
+        self.learner = Learner(config, self.models, estimator, self.device)
 
     def _use_contract(self, contract: NumericsContract) -> None:
         longest = self.config.trainer.max_tokens_per_gpu

@@ -66,5 +66,4 @@ def score_sequences(
         responses = [lens[i] - prompt_lens[i] for i in indices]
         parts = scores.log_probs[: sum(responses)].cpu().split(responses)
         mine.update(zip(indices, parts, strict=True))
-    results = {i: part for ours in distributed.gather_data(mine) for i, part in ours.items()}
-    return [results[i] for i in range(len(sequences))]
+    return list(distributed.gather_by_number(mine).values())

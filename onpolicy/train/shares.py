@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from onpolicy.train.packing import pack, split_evenly
 from onpolicy.types import TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """What all samples of a rollout came to, in their order, by groups of one prompt."""
+
+    rewards: list[list[float]]
+
+    lengths: list[list[int]]
+    """Sampled tokens."""
+
+    @staticmethod
+    def of(samples: Sequence[TrainSample]) -> Outcomes:
+        groups = [list(group) for _, group in groupby(samples, key=lambda s: s.group)]
+        return Outcomes(
+            rewards=[[s.sample.reward for s in group] for group in groups],
+            lengths=[[s.sample.trajectory.num_sampled for s in group] for group in groups],
+        )
+
+    @property
+    def num_samples(self) -> int:
+        return sum(map(len, self.rewards))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +42,8 @@ class Share:
     """The samples of each micro-batch of each optimizer step; all ranks have equally many
     micro-batches, so that some may be empty."""
 
-    num_samples: int
-    """Samples of all ranks."""
+    outcomes: Outcomes
+    """Those of all ranks."""
 
     num_tokens: int
     """Tokens of all ranks, prompts included."""
@@ -28,9 +51,9 @@ class Share:
     lags: tuple[int, ...] = (0,)
     """Those that tokens of all ranks have."""
 
-    def micro_batches(self, step: int) -> list[list[TrainSample]]:
+    def micro_batches(self, step: int) -> list[dict[int, TrainSample]]:
         """The samples of each micro-batch of an optimizer step."""
-        return [[self.samples[i] for i in part] for part in self.steps[step]]
+        return [{i: self.samples[i] for i in part} for part in self.steps[step]]
 
 
 def make_shares(
@@ -43,11 +66,12 @@ def make_shares(
         for part in split_evenly(len(samples), num_steps)
     ]
     lags = tuple(sorted({lag for s in samples for lag in s.lags}))
+    outcomes = Outcomes.of(samples)
     return [
         Share(
             samples={i: samples[i] for step in steps for part in step for i in part},
             steps=list(steps),
-            num_samples=len(samples),
+            outcomes=outcomes,
             num_tokens=sum(lens),
             lags=lags,
         )

@@ -74,8 +74,9 @@ def train_samples(requests, completions):
                 prompt=Prompt(index=i, prompt_ids=request.prompt_ids, label="", text=""),
                 sample_index=0,
                 trajectory=trajectory,
+                reward=(-1.0) ** i,
             ),
-            advantages=[(-1.0) ** i] * trajectory.num_sampled,
+            group=0,
         )
         for i, (request, trajectory) in enumerate(
             zip(requests, trajectories_of(requests, completions), strict=True)

@@ -49,8 +49,8 @@ def samples(engines):
 
 def train_samples(samples):
     return [
-        TrainSample(sample=s, advantages=[(-1.0) ** j for j in range(s.trajectory.num_sampled)])
-        for s in samples
+        TrainSample(sample=dataclasses.replace(s, reward=(-1.0) ** i), group=0)
+        for i, s in enumerate(samples)
     ]
 
 

@@ -42,6 +42,7 @@ class Job:
             rollout=groups.RolloutConfig(
                 num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2
             ),
+            algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
             trainer=groups.TrainerConfig(train_backend=self.backend, max_tokens_per_gpu=100),
             parity=groups.ParityConfig(true_on_policy_mode=True),
             operators=groups.OperatorsConfig(row_parallel_blocks=BLOCKS),
@@ -52,7 +53,7 @@ class Job:
         return config
 
 
-def make(job):
+def make(job, estimator=None):
     """The trainer, in groups of its own."""
     if job.backend == "megatron":
         from megatron.core import parallel_state
@@ -61,7 +62,7 @@ def make(job):
     distributed.init_process_group()
     config = job.config()
     contract = contract_for(config, load_config(str(job.path)), aligned=True)
-    return make_trainer(config, contract, 1)
+    return make_trainer(config, contract, 1, estimator)
 
 
 def make_samples(trainer, seed=0, wrong=0.0):

@@ -15,6 +15,12 @@ def make_micro_batches(samples, *, max_tokens, rank=0, num_ranks=1):
     return [packed_batch(part, torch.device("cpu")) for part in share.micro_batches(0)]
 
 
+def rewards_of(batch):
+    """What each token's sample got, as its advantage: float32 [R]."""
+    trained = [(s.sample.reward, s.sample.trajectory.num_sampled) for s in batch.samples]
+    return torch.cat([torch.full((length,), reward) for reward, length in trained])
+
+
 def make_batch(ratios, advantages, **more):
     """A micro-batch of one-token responses with equal shares, and log-probs in these ratios to old."""
     samples = [
@@ -22,7 +28,7 @@ def make_batch(ratios, advantages, **more):
     ]
     (batch,) = make_micro_batches(samples, max_tokens=99)
     n = len(ratios)
-    scored = with_scores(batch, torch.zeros(n), None)
+    scored = with_scores(batch, rewards_of(batch), torch.zeros(n), None)
     weighed = with_weights(
         scored, torch.full((n,), 1 / n), torch.ones(n, dtype=torch.bool), torch.ones(n)
     )

@@ -32,14 +32,18 @@ def make_train_sample(
     token_ids: Sequence[int],
     prompt_len: int,
     log_probs: Sequence[float],
-    advantage: float,
+    reward: float,
     index: int = 0,
 ) -> TrainSample:
-    """A sample of prompt number `index`, whose tokens are the first `prompt_len`."""
+    """A sample of prompt number `index`, whose tokens are the first `prompt_len`.
+
+    Under --advantage-estimator reinforce the reward is the advantage of its tokens.
+    """
     prompt = Prompt(index=index, prompt_ids=list(token_ids[:prompt_len]), label="", text="")
     completion = make_completion(token_ids[prompt_len:], log_probs)
-    sample = Sample(prompt=prompt, sample_index=0, trajectory=answered(prompt, completion))
-    return TrainSample(sample=sample, advantages=[advantage] * len(log_probs))
+    trajectory = answered(prompt, completion)
+    sample = Sample(prompt=prompt, sample_index=0, trajectory=trajectory, reward=reward)
+    return TrainSample(sample=sample, group=index)
 
 
 def with_log_probs(sample: TrainSample, log_probs: Sequence[float]) -> TrainSample:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from onpolicy.algorithm.advantages import group_advantages
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
@@ -20,6 +21,7 @@ from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import Trainer, distributed
 from onpolicy.train.packing import split_evenly
+from onpolicy.train.shares import Outcomes
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
 from onpolicy.weights.digest import WeightBucket
@@ -58,16 +60,22 @@ class TrainerInMemory(Trainer):
             apart = first, scores[first].tolist()
             error.findings = ParityFindings(mismatched_tokens=counts, apart=apart)
             raise error
+        advantages = self._advantages(samples)
         for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
             for i in part:
-                self._learn(samples[i].sample, rate * samples[i].advantages[0])
+                self._learn(samples[i].sample, rate * advantages[i])
         gains = [
-            trained.advantages[0] * float(train.mean())
-            for trained, train in zip(samples, scores, strict=True)
+            advantage * float(train.mean())
+            for advantage, train in zip(advantages, scores, strict=True)
         ]
         metrics = {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **total.metrics()}
         metrics["perf/train_time"] = 0.0
         return TrainOutcome(metrics=metrics, findings=ParityFindings(mismatched_tokens=counts))
+
+    def _advantages(self, samples: Sequence[TrainSample]) -> list[float]:
+        outcomes, kind = Outcomes.of(samples), self.config.algorithm.advantage_estimator
+        groups = group_advantages(outcomes.rewards, kind, outcomes.lengths)
+        return [advantage for group in groups for advantage in group]
 
     def _score(self, sample: Sample) -> Tensor:
         tokens, sampled = sample.token_ids, torch.tensor(sample.trajectory.sampled)

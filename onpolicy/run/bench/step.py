@@ -17,6 +17,7 @@ from onpolicy.run.bench.setting import KINDS, Backend, backends, setting, settin
 from onpolicy.run.bench.stopwatch import watching
 from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import make_trainer
+from onpolicy.train.advantages import RewardEstimator
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
@@ -33,8 +34,9 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
     sides: dict[str, tuple[Backend, str]] = {name: (name, "aligned") for name in names}
     if len(names) == 1:
         sides = {kind: (names[0], kind) for kind in KINDS}
+    rewards = RewardEstimator("reinforce")  # a sample's own, whatever the others have
     trainers = {
-        side: make_trainer(*setting(config, hf_config, kind, backend), threads)
+        side: make_trainer(*setting(config, hf_config, kind, backend), threads, rewards)
         for side, (backend, kind) in sides.items()
     }
     by_tokens = [
@@ -89,10 +91,10 @@ def step_measure(
     vocab_size = load_config(config.model.hf_checkpoint).vocab_size
     samples = [
         TrainSample(
-            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config),
-            advantages=[rng.uniform(-1, 1)] * config.max_new_tokens,
+            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config, rng),
+            group=number,
         )
-        for _ in range(num_tokens // length)
+        for number in range(num_tokens // length)
     ]
 
     def measure() -> float:
@@ -114,7 +116,7 @@ def _watched(trainer: PolicyTrainer, measure: Measure, vocab_size: int) -> Calla
     return watched
 
 
-def _made_up(token_ids: list[int], config: BenchConfig) -> Sample:
+def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random) -> Sample:
     completion = Completion(
         response_ids=token_ids[config.prompt_len :],
         rollout_log_probs=[-1.0] * config.max_new_tokens,
@@ -124,4 +126,5 @@ def _made_up(token_ids: list[int], config: BenchConfig) -> Sample:
     )
     prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
     trajectory = Trajectory.begin(prompt.prompt_ids, temperature=1.0).plus(completion)
-    return Sample(prompt=prompt, sample_index=0, trajectory=trajectory)
+    reward = rng.uniform(-1, 1)
+    return Sample(prompt=prompt, sample_index=0, trajectory=trajectory, reward=reward)

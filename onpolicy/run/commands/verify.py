@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,6 @@ def _score(
 
 def _train_samples(samples: Sequence[Sample]) -> list[TrainSample]:
     return [
-        TrainSample(sample=sample, advantages=[(-1.0) ** i] * sample.trajectory.num_sampled)
+        TrainSample(sample=replace(sample, reward=(-1.0) ** i), group=i)
         for i, sample in enumerate(samples)
     ]

@@ -144,6 +144,7 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
             max_tokens_per_gpu=max(999, 2 * sequence - 1),
             activation_checkpointing=True,
         ),
+        algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
         megatron=config.megatron,
         cluster=config.cluster,
         parity=groups.ParityConfig(

@@ -38,7 +38,7 @@ def exported(checkpoint, tmp_path_factory):
     trainer = engines.trainer
     sequence = list(range(2, 40))
     (log_probs,) = trainer.log_probs([sequence], [4], 1.0)
-    sample = make_train_sample(sequence, 4, log_probs.tolist(), advantage=1.0)
+    sample = make_train_sample(sequence, 4, log_probs.tolist(), reward=1.0)
     trainer.train([sample], step=0, rates=[1e-6])
     saving.save(config, engines, state_after(1))
     weights = {n: t for bucket in trainer.policy.weight_buckets(1 << 30) for n, t in bucket}

@@ -1,4 +1,4 @@
-"""Which samples are trained on, and with what advantage."""
+"""Which samples are trained on, and in which groups."""
 
 import pytest
 
@@ -32,16 +32,15 @@ def test_groups_of_equal_rewards_are_left_out_only_if_that_is_asked_for(filters,
     assert [g.prompt.index for g in worth_training(GROUPS, algorithm)] == kept
 
 
-def test_samples_keep_their_order_and_each_gets_its_own_advantage():
-    algorithm = AlgorithmConfig(advantage_estimator="dr_grpo")  # the reward less its group's mean
-    made = make_train_samples(GROUPS, algorithm)
-    assert [(m.sample.name, *m.advantages) for m in made] == [
-        ("prompt 0, sample 0", 0.0),
-        ("prompt 0, sample 1", 0.0),
-        ("prompt 1, sample 0", -1.0),
-        ("prompt 1, sample 1", 1.0),
-        ("prompt 2, sample 0", 0.0),
-        ("prompt 2, sample 1", 0.0),
+def test_samples_keep_their_order_and_their_groups():
+    made = make_train_samples(GROUPS)
+    assert [(m.sample.name, m.group) for m in made] == [
+        ("prompt 0, sample 0", 0),
+        ("prompt 0, sample 1", 0),
+        ("prompt 1, sample 0", 1),
+        ("prompt 1, sample 1", 1),
+        ("prompt 2, sample 0", 2),
+        ("prompt 2, sample 1", 2),
     ]
     assert made[3].sample is GROUPS[1].samples[1]
 
@@ -54,8 +53,7 @@ def test_a_token_lags_by_the_pushes_between_its_weights_and_those_that_learn():
         prompt=prompt,
         samples=[Sample(prompt=prompt, sample_index=0, trajectory=answered(prompt, completion))],
     )
-    algorithm = AlgorithmConfig(advantage_estimator="reinforce")
-    (made,) = make_train_samples([group], algorithm, 5)
+    (made,) = make_train_samples([group], 5)
     assert made.lags == [2, 2, 0]
-    (made,) = make_train_samples([group], algorithm)
+    (made,) = make_train_samples([group])
     assert made.lags == [0, 0, 0]

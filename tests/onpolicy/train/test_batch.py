@@ -24,9 +24,7 @@ def test_targets_are_the_response_tokens_and_rows_the_ones_before_them():
         expected = [t for s in batch.samples for t in s.sample.response_ids]
         assert batch.packed.targets.tolist() == expected
         assert (batch.packed.tokens[batch.packed.rows] == batch.packed.targets - 1).all()
-        temperatures = [
-            s.sample.trajectory.temperature for s in batch.samples for _ in s.advantages
-        ]
+        temperatures = [s.sample.trajectory.temperature for s in batch.samples for _ in s.lags]
         assert torch.equal(batch.packed.temperature, torch.tensor(temperatures))
 
 
@@ -42,7 +40,6 @@ def test_values_stand_beside_their_tokens():
         for row in range(len(batch.packed.targets)):
             sample, position = batch.locate(row)
             assert batch.packed.targets[row] == sample.sample.response_ids[position]
-            assert batch.advantages[row] == sample.advantages[0]
             assert batch.rollout_log_probs[row] == sample.sample.rollout_log_probs[position]
 
 

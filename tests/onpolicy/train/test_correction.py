@@ -19,7 +19,7 @@ from onpolicy.train.batch import completed, with_scores
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings, weight_correction
 from onpolicy.train.loss import policy_loss
-from tests.support.onpolicy_batches import make_micro_batches
+from tests.support.onpolicy_batches import make_micro_batches, rewards_of
 from tests.support.samples import make_train_sample
 
 INF, NAN = math.inf, math.nan
@@ -56,7 +56,8 @@ def score(config, log_ratios, advantages, max_tokens=1000, ref=None, before=True
         own.append((batch.rollout_log_probs + r).requires_grad_())
         bypass = config.fallback.use_rollout_logprobs
         old = batch.rollout_log_probs if bypass else own[-1].detach().clone() if before else None
-        scored.append(with_scores(batch, old, None if ref is None else torch.full_like(r, ref)))
+        reference = None if ref is None else torch.full_like(r, ref)
+        scored.append(with_scores(batch, rewards_of(batch), old, reference))
     return scored, own
 
 

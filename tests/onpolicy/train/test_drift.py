@@ -20,7 +20,7 @@ from onpolicy.train.batch import with_scores
 from onpolicy.train.correction import Corrections
 from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.loss import policy_loss
-from tests.support.onpolicy_batches import make_micro_batches
+from tests.support.onpolicy_batches import make_micro_batches, rewards_of
 from tests.support.samples import make_train_sample
 
 END, VOCAB, LONGEST = 0, 3, 3
@@ -80,7 +80,8 @@ def drift(mu, logits, flags, b=B):
     own = torch.cat([of_tokens(logits.log_softmax(-1), y) for y in ordered]).float()
     bypass = config.fallback.use_rollout_logprobs
     old = packed.rollout_log_probs if bypass else own.detach()
-    ((weighed,),), _ = Corrections(config).weigh([[with_scores(packed, old, None)]], active=True)
+    scored = with_scores(packed, rewards_of(packed), old, None)
+    ((weighed,),), _ = Corrections(config).weigh([[scored]], active=True)
     loss, _ = policy_loss(own, weighed, loss_settings(config))
     (gradient,) = torch.autograd.grad(loss, logits)
     return -gradient * len(own) / len(batch)

@@ -17,12 +17,15 @@ from tests.support.samples import make_train_sample
 def test_each_lag_has_the_numbers_of_its_own_tokens():
     rollout, train = [-1.0, -1.0, -2.0, -0.5], [-0.5, -2.0, -2.0, -0.5]
     spans = (Span(version=1, start=0, end=2), Span(version=3, start=2, end=4))
-    sample = lagging(make_train_sample([2] * 5, 1, rollout, advantage=1.0), spans)
-    batch = packed_batch([sample], torch.device("cpu"))
+    sample = lagging(make_train_sample([2] * 5, 1, rollout, reward=1.0), spans)
+    batch = packed_batch({0: sample}, torch.device("cpu"))
     assert batch.lags.tolist() == [2, 2, 0, 0]
     kept = torch.tensor([True, False, True, True])
     weighed = with_weights(
-        with_scores(batch, torch.tensor(train), None), torch.full((4,), 0.25), kept, torch.ones(4)
+        with_scores(batch, torch.ones(4), torch.tensor(train), None),
+        torch.full((4,), 0.25),
+        kept,
+        torch.ones(4),
     )
     tokens = TokenBatch.packed(torch.tensor(train), torch.tensor(rollout), [4])
     (found,) = on_ranks(1, lambda rank: lag_metrics([weighed], tokens, [0, 2], upper=1.5))

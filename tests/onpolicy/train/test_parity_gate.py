@@ -33,7 +33,7 @@ ROLLOUT = [
 
 def make_samples(rollout=ROLLOUT):
     return [
-        make_train_sample([2] * (1 + len(log_probs)), 1, log_probs, advantage=0.0, index=i)
+        make_train_sample([2] * (1 + len(log_probs)), 1, log_probs, reward=0.0, index=i)
         for i, log_probs in enumerate(rollout)
     ]
 
@@ -67,7 +67,7 @@ def check_on(num_ranks, train, rollout=ROLLOUT, *, max_tokens=5, on_mismatch="fa
                 gate.check(torch.tensor(log_probs, requires_grad=True), batch)
         except ParityError as refused:
             error = str(refused)
-        return gate.reduce(), gate.findings(share, None).mismatched_tokens, error
+        return gate.reduce(), gate.findings(len(samples), None).mismatched_tokens, error
 
     return on_ranks(num_ranks, check)
 
@@ -181,8 +181,8 @@ def test_only_tokens_of_the_policy_that_learns_are_compared():
 
     def check(train):
         gate = ParityGate(3, "fail", "Look at it.")
-        gate.check(torch.tensor(train), packed_batch(samples, torch.device("cpu")))
-        return gate.findings(share, None).mismatched_tokens, gate.reduce().num_compared
+        gate.check(torch.tensor(train), packed_batch(share.samples, torch.device("cpu")))
+        return gate.findings(len(samples), None).mismatched_tokens, gate.reduce().num_compared
 
     off = [*old, ROLLOUT[4][2], neighbour(ROLLOUT[4][3]), ROLLOUT[4][4]]
     (same,) = on_ranks(1, lambda rank: check([*old, *ROLLOUT[4][2:]]))

@@ -1,3 +1,5 @@
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ def test_the_shares_hold_every_sample_once_and_tell_what_there_is_in_all(
     assert sorted(held) == list(range(len(samples)))
     for share in shares:
         assert all(share.samples[i] is samples[i] for i in share.samples)
-        assert (share.num_samples, share.num_tokens) == (len(lens), sum(lens))
+        assert (share.outcomes.num_samples, share.num_tokens) == (len(lens), sum(lens))
         assert [i for step in share.steps for part in step for i in part] == list(share.samples)
     for step in range(num_steps):
         assert len({len(share.steps[step]) for share in shares}) == 1
@@ -36,4 +38,12 @@ def test_the_shares_hold_every_sample_once_and_tell_what_there_is_in_all(
 def test_a_share_knows_the_samples_of_its_micro_batches():
     samples = samples_of([5, 5, 5, 5])
     share = make_shares(samples, num_steps=2, num_ranks=1, max_tokens=10)[0]
-    assert share.micro_batches(1) == [samples[2:]]
+    assert share.micro_batches(1) == [{2: samples[2], 3: samples[3]}]
+
+
+def test_outcomes_are_of_all_samples_in_their_groups():
+    samples = samples_of([3, 5, 4])
+    samples[1] = dataclasses.replace(samples[1], group=0)
+    for share in make_shares(samples, num_steps=1, num_ranks=2, max_tokens=5):
+        assert share.outcomes.lengths == [[2, 4], [3]]
+        assert share.outcomes.rewards == [[1.0, 1.0], [1.0]]

@@ -31,6 +31,7 @@ def make(path, dtype="float32", **trainer):
     config = TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=str(path), dtype=dtype),
         rollout=groups.RolloutConfig(num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2),
+        algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
         trainer=groups.TrainerConfig(max_tokens_per_gpu=100, **trainer),
         parity=groups.ParityConfig(true_on_policy_mode=True),
     )

@@ -34,6 +34,7 @@ def make(checkpoint):
             rollout=groups.RolloutConfig(
                 num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=2
             ),
+            algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
             trainer=groups.TrainerConfig(max_tokens_per_gpu=100),
             parity=groups.ParityConfig(true_on_policy_mode=aligned),
         )
@@ -112,7 +113,7 @@ def test_training_makes_good_samples_likelier(make):
         [s.token_ids for s in sampled], [len(s.prompt.prompt_ids) for s in sampled], 1.0
     )
     gain = sum(
-        s.advantages[0] * (new - torch.tensor(s.sample.rollout_log_probs)).sum().item()
+        s.sample.reward * (new - torch.tensor(s.sample.rollout_log_probs)).sum().item()
         for s, new in zip(samples, after, strict=True)
     )
     assert gain > 0
@@ -306,7 +307,7 @@ def test_the_reference_model_stays_and_its_kl_starts_at_zero(make):
 def test_gradients_that_are_not_finite_stop_the_run(make):
     trainer = make()
     samples = make_samples(trainer)
-    samples[0] = dataclasses.replace(samples[0], advantages=[math.inf] * len(samples[0].advantages))
+    samples[0].sample.reward = math.inf
     before = weights(trainer)
     with pytest.raises(TrainingError, match=r"grad_norm=.*no optimizer step was taken"):
         trainer.train(samples, 0, RATES)

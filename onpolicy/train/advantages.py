@@ -1,0 +1,113 @@
+"""How much better each sampled token did than was to be expected: what a rollout came to, and what the
+models say of its tokens, as advantages. Every rank makes those of its samples, once they are scored.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from onpolicy.algorithm.advantages import AdvantageEstimator, group_advantages
+from onpolicy.ops.log_probs import Scores
+from onpolicy.train.batch import PackedBatch
+from onpolicy.train.engine import Role
+from onpolicy.train.shares import Outcomes
+from onpolicy.trajectory import Trajectory
+
+ScoresByRole = Mapping[Role, Sequence[Scores]]
+"""What each model that was asked says of the tokens of each micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTrajectory:
+    """A trajectory, and its scores before the first optimizer step on its rollout."""
+
+    trajectory: Trajectory
+
+    scores: Mapping[Role, Scores]
+    """What each model that was asked says of the R sampled tokens; at least the estimator's `roles`."""
+
+
+class Estimator(ABC):
+    """Makes the advantages of a rollout."""
+
+    roles: frozenset[Role] = frozenset()
+    """The models whose scores it reads, and that therefore score every rollout."""
+
+    @abstractmethod
+    def advantages(
+        self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
+    ) -> dict[int, Tensor]:
+        """The advantages of this rank's samples, float32 [R] of each; collective.
+
+        outcomes: of all samples, on every rank the same. ours: this rank's trajectories, by the numbers
+        that their samples have in the rollout. Whoever centres or whitens scores over the whole rollout
+        takes `distributed.gather_by_number`, and adds up in the order of the numbers, so that the bits
+        do not depend on the ranks.
+        """
+
+
+class RewardEstimator(Estimator):
+    """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`)."""
+
+    def __init__(self, kind: AdvantageEstimator):
+        self.kind = kind
+
+    def advantages(
+        self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
+    ) -> dict[int, Tensor]:
+        groups = group_advantages(outcomes.rewards, self.kind, outcomes.lengths)
+        values = list(chain.from_iterable(groups))
+        return {
+            number: torch.full((scored.trajectory.num_sampled,), values[number])
+            for number, scored in ours.items()
+        }
+
+
+def token_advantages(
+    estimator: Estimator, outcomes: Outcomes, batches: Sequence[PackedBatch], scores: ScoresByRole
+) -> list[Tensor]:
+    """The advantages of all tokens of each micro-batch of a rollout, float32 [R] of each; collective.
+
+    Raises ValueError if the estimator gives a sample anything else than float32 [R] of its own.
+    """
+    ours: dict[int, ScoredTrajectory] = {}
+    for i, batch in enumerate(batches):
+        ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
+    found = estimator.advantages(outcomes, ours)
+    for number, scored in ours.items():
+        shape, dtype = tuple(found[number].shape), found[number].dtype
+        if shape != (scored.trajectory.num_sampled,) or dtype != torch.float32:
+            raise ValueError(
+                f"{type(estimator).__name__}: shape={shape}, dtype={dtype} are the advantages of sample "
+                f"{number}, which has {scored.trajectory.num_sampled} sampled tokens. Give float32, one "
+                "number a token."
+            )
+    return [
+        torch.cat([found[n].to(batch.mask.device) for n in batch.numbers])
+        if batch.numbers
+        else torch.zeros_like(batch.rollout_log_probs)
+        for batch in batches
+    ]
+
+
+def _scored_trajectories(
+    batch: PackedBatch, scores: Mapping[Role, Scores]
+) -> dict[int, ScoredTrajectory]:
+    lens = batch.response_lens
+    parts = {
+        role: [Scores(*each) for each in zip(*(x.split(lens) for x in whole), strict=True)]
+        for role, whole in scores.items()
+    }
+    return {
+        number: ScoredTrajectory(
+            trajectory=batch.samples[i].sample.trajectory,
+            scores={role: each[i] for role, each in parts.items()},
+        )
+        for i, number in enumerate(batch.numbers)
+    }

@@ -1,0 +1,210 @@
+"""Advantages are made where the scores are: whatever an estimator reads, on any number of ranks."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from onpolicy.ops.log_probs import Scores
+from onpolicy.train import distributed
+from onpolicy.train.advantages import Estimator, RewardEstimator, token_advantages
+from onpolicy.train.batch import packed_batch
+from onpolicy.train.shares import make_shares
+from tests.support.megatron_ranks import Ranks
+from tests.support.megatron_training import Job, equal, make, make_samples, weights
+from tests.support.ranks import on_ranks
+from tests.support.samples import make_train_sample
+from tests.support.tiny import make_checkpoint
+
+GROUPS = [[0.1, 0.3, 1.7, -0.45], [2.5], [0.1, 0.1, 0.1], [1.0, 0.0, 0.7]]
+LENGTHS = [[3, 1, 4, 2], [5], [2, 2, 1], [1, 6, 2]]
+
+IN_THE_CONTROLLER = {
+    "grpo": [
+        -0.34151607751846313, -0.12294579297304153, 1.4070463180541992, -0.9425843954086304, 0.0,
+        0.0, 0.0, 0.0, 0.8444390892982483, -1.1042665243148804, 0.2598274052143097,
+    ],
+    "dr_grpo": [
+        -0.3125, -0.11249999701976776, 1.287500023841858, -0.862500011920929, 0.0, 0.0, 0.0, 0.0,
+        0.4333333373069763, -0.5666666626930237, 0.13333334028720856,
+    ],
+    "rloo": [
+        -0.4166666567325592, -0.15000000596046448, 1.7166666984558105, -1.149999976158142, 0.0,
+        0.0, 0.0, 0.0, 0.6499999761581421, -0.8500000238418579, 0.20000000298023224,
+    ],
+    "reinforce": [
+        0.10000000149011612, 0.30000001192092896, 1.7000000476837158, -0.44999998807907104, 2.5,
+        0.10000000149011612, 0.10000000149011612, 0.10000000149011612, 1.0, 0.0, 0.699999988079071,
+    ],
+    "reinforce_plus_plus": [
+        -0.645709216594696, -0.4485979676246643, 0.9311806559562683, -1.187765121459961,
+        1.7196255922317505, -0.645709216594696, -0.645709216594696, -0.645709216594696,
+        0.2412913292646408, -0.7442647814750671, -0.05437551066279411,
+    ],
+    "reinforce_plus_plus_baseline": [
+        -0.49036794900894165, -0.16485904157161713, 2.1137032508850098, -1.3855174779891968,
+        0.01823972351849079, 0.01823972351849079, 0.01823972351849079, 0.01823972351849079,
+        0.7235090136528015, -0.9040355086326599, 0.23524565994739532,
+    ],
+}  # fmt: skip
+"""float32 of each sample's tokens, as the controller made them before any model scored."""
+
+
+def grouped_samples():
+    pairs = [
+        (group, reward, length)
+        for group, (rewards, lengths) in enumerate(zip(GROUPS, LENGTHS, strict=True))
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    return [
+        dataclasses.replace(
+            make_train_sample(range(1 + n), 1, [-0.5 * i] * n, reward, i), group=group
+        )
+        for i, (group, reward, n) in enumerate(pairs)
+    ]
+
+
+def made_on(num_ranks, estimator, scores_of=lambda batch: {}):
+    """The advantages of every sample, [R] of each, that any rank has made."""
+
+    def make_on(rank):
+        share = make_shares(grouped_samples(), 3, num_ranks, 9)[rank]
+        batches = [
+            packed_batch(part, torch.device("cpu"))
+            for step in range(3)
+            for part in share.micro_batches(step)
+        ]
+        each = [scores_of(batch) for batch in batches]
+        scores = {role: [found[role] for found in each] for role in each[0]}
+        found = token_advantages(estimator, share.outcomes, batches, scores)
+        return {
+            number: values.tolist()
+            for batch, packed in zip(batches, found, strict=True)
+            if batch.numbers
+            for number, values in zip(batch.numbers, packed.split(batch.response_lens), strict=True)
+        }
+
+    every = {number: x for ours in on_ranks(num_ranks, make_on) for number, x in ours.items()}
+    return [every[number] for number in range(len(every))]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", IN_THE_CONTROLLER)
+def test_estimators_of_rewards_give_what_the_controller_gave_on_any_number_of_ranks(
+    kind, num_ranks
+):
+    lengths = [n for group in LENGTHS for n in group]
+    expected = [[a] * n for a, n in zip(IN_THE_CONTROLLER[kind], lengths, strict=True)]
+    assert made_on(num_ranks, RewardEstimator(kind)) == expected
+
+
+class KlInReward(Estimator):
+    """What PPO for language models takes: a token's KL towards the reference is part of its reward, and
+    the returns are whitened over the tokens of the whole rollout."""
+
+    roles = frozenset({"policy", "reference"})
+
+    def advantages(self, outcomes, ours):
+        rewards = [reward for group in outcomes.rewards for reward in group]
+        returns = {number: self.returns(rewards[number], ours[number]) for number in ours}
+        everyones = distributed.gather_by_number({n: x.tolist() for n, x in returns.items()})
+        assert list(everyones) == list(range(outcomes.num_samples))
+        tokens = [x for values in everyones.values() for x in values]
+        mean = math.fsum(tokens) / len(tokens)
+        scale = math.sqrt(math.fsum((x - mean) ** 2 for x in tokens) / len(tokens))
+        return {number: ((x - mean) / scale).float() for number, x in returns.items()}
+
+    def returns(self, reward, scored):
+        """float64 [R]: the reward, less what of the KL comes at a token or after it."""
+        policy, reference = (scored.scores[role].log_probs.double() for role in sorted(self.roles))
+        return reward - 0.1 * (policy - reference).flip(0).cumsum(0).flip(0)
+
+
+class OrderOfTheRanks(KlInReward):
+    """The control: what it whitens by depends on which samples a rank has."""
+
+    def advantages(self, outcomes, ours):
+        rewards = [reward for group in outcomes.rewards for reward in group]
+        returns = {number: self.returns(rewards[number], ours[number]) for number in ours}
+        mean = math.fsum(x for values in returns.values() for x in values.tolist()) / len(returns)
+        return {number: (x - mean).float() for number, x in returns.items()}
+
+
+def scores_by_hand(batch):
+    """Of the policy what the rollout had, of the reference half of that."""
+    log_probs = batch.rollout_log_probs
+    return {
+        "policy": Scores(log_probs, torch.zeros_like(log_probs)),
+        "reference": Scores(log_probs / 2, torch.zeros_like(log_probs)),
+    }
+
+
+def test_an_estimator_gets_each_tokens_scores_by_role():
+    alone = made_on(1, KlInReward(), scores_by_hand)
+    assert [made_on(n, KlInReward(), scores_by_hand) for n in (2, 3)] == [alone, alone]
+    # Sample 9 has reward 0, and 6 tokens of -4.5 and -2.25: returns of 0.225 times 6, 5, ... 1.
+    steps = torch.tensor(alone[9]).diff()
+    assert torch.allclose(steps, steps[:1].expand(5)) and steps[0] < 0
+    assert made_on(2, OrderOfTheRanks(), scores_by_hand) != made_on(
+        1, OrderOfTheRanks(), scores_by_hand
+    )
+
+
+def test_an_estimator_gives_each_sample_float32_of_its_own_tokens():
+    class Double(Estimator):
+        def advantages(self, outcomes, ours):
+            return {number: torch.zeros(1, dtype=torch.float64) for number in ours}
+
+    with pytest.raises(ValueError, match=r"Double: shape=\(1,\).*Give float32, one number a token"):
+        distributed.init_process_group()
+        share = make_shares(grouped_samples(), 1, 1, 99)[0]
+        batches = [packed_batch(share.samples, torch.device("cpu"))]
+        token_advantages(Double(), share.outcomes, batches, {})
+
+
+# Whole trainers, whose reference is another model than their policy
+
+
+def train_by(estimator, job, reference):
+    """(metrics, weights) after a rollout of two optimizer steps."""
+    changed = {"algorithm": {"ref_checkpoint": str(reference)}}
+    trainer = make(dataclasses.replace(job, changes=changed), estimator)
+    metrics = trainer.train(make_samples(trainer), 0, [1e-2, 1e-2]).metrics
+    return {k: x for k, x in metrics.items() if not k.startswith("perf/")}, weights(trainer)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    groups = {count: Ranks(count) for count in (1, 2)}
+    yield groups
+    for group in groups.values():
+        group.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("reference"), "qwen3", initializer_range=0.1)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_weights_are_the_same_on_1_and_2_ranks_by_an_estimator_that_reads_the_reference(
+    ranks, checkpoint, reference, backend
+):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    job = Job(path=checkpoint, backend=backend)
+
+    def trained(count, estimator, towards=reference):
+        return ranks[count].run(train_by, estimator, job, towards)[0]
+
+    metrics, alone = trained(1, KlInReward())
+    found, weights_of_two = trained(2, KlInReward())
+    assert found == metrics and equal(weights_of_two, alone)
+    assert "train/kl_loss" not in metrics  # that the reference scores adds no term to the loss
+    others = [
+        trained(2, OrderOfTheRanks()),  # the control
+        trained(1, KlInReward(), checkpoint),  # a reference that is the policy has no KL
+        trained(1, RewardEstimator("reinforce")),
+    ]
+    assert not any(equal(other, alone) for _, other in others)
