@@ -27,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.explain.attribution import attribution_text
     from onpolicy.explain.text import told
-    from onpolicy.report.attribution import render_attribution
-    from onpolicy.report.explanation import render
+    from onpolicy.report.explanation import render, render_attribution
     from onpolicy.run.commands.attribution import attribute
     from onpolicy.run.commands.explain import explain
     from onpolicy.run.commands.explain_inputs import with_case

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
-from onpolicy.parity.compare import ulp_distance
+from onpolicy.parity import ulp_distance
 from onpolicy.taps.evidence import Evidence
 from onpolicy.taps.recorder import INPUTS
 

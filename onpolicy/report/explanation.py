@@ -1,4 +1,5 @@
-"""One HTML page of what `onpolicy explain` found: layers by operators, and the tokens."""
+"""One HTML page of what `onpolicy explain` found: layers by operators, and the tokens; or, with
+--attribution, a bar for each contract."""
 
 from __future__ import annotations
 
@@ -6,9 +7,27 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
-from onpolicy.report.document import document
+
+def document(heading: str, text: str, *sections: tuple[str, str]) -> str:
+    """One HTML page that opens without a network.
+
+    text: what was printed. sections: (heading, HTML) of each.
+    """
+    folder = files("onpolicy.report")
+    style = "".join(
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.css", "explanation.css")
+    )
+    body = "".join(f"<section><h2>{title}</h2>{html}</section>" for title, html in sections)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>onpolicy explain</title>'
+        f"<style>{style}</style><h1>{heading}</h1>"
+        f"<section><pre>{escape(text)}</pre></section>{body}</html>\n"
+    )
+
 
 Result = dict[str, Any]
 
@@ -98,3 +117,20 @@ def _token(token: int, rollout: float, train: float) -> str:
         shade = f"own s{min(STEPS, max(1, math.ceil(STEPS * part)))}"
     told = f"rollout {rollout!r}, train {train!r}"
     return f'<span class="{shade}" title="{told}">{token}</span> '
+
+
+def render_attribution(result: Result, text: str) -> str:
+    """The page; `text`: what was printed."""
+    bars = f"<table class=bars>{''.join(_bars(result['rows']))}</table>"
+    return document("What makes the engines differ", text, ("k3 by what is aligned", bars))
+
+
+def _bars(rows: Sequence[Result]) -> Iterator[str]:
+    largest = max(row["k3_kl_mean"] for row in rows) or 1.0
+    for row in rows:
+        width = 100 * row["k3_kl_mean"] / largest
+        told = f"{row['num_mismatched_tokens']} of {row['num_compared_tokens']} tokens differ"
+        yield (
+            f"<tr><th>{escape(row['name'])}<td>{row['k3_kl_mean']:.2g}"
+            f'<td class=bar title="{told}"><span class="own s4" style="width:{width:.1f}%">&nbsp;</span>'
+        )

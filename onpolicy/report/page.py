@@ -11,8 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from onpolicy.outputs.meanings import meaning
-from onpolicy.report.groups import RunGroup, group_runs, median_curve
-from onpolicy.report.runs import Curve, LoggedRun
+from onpolicy.report.runs import Curve, LoggedRun, RunGroup, group_runs, median_curve
 
 
 @dataclass(frozen=True)

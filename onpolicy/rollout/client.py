@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ class EngineLostError(EngineError):
 _RETRIES = 4
 _BACKOFF_SECONDS = 0.25
 _IDLE_SECONDS = 5
+_ABORT_PAUSE = 0.02
 
 _BYTES_PER_SECOND = 100 << 20
 """The slowest that an engine may load weights, from a disk for example."""
@@ -88,6 +90,15 @@ class EngineClient:
                 timeout=aiohttp.ClientTimeout(total=self.health_timeout / 3),
             ):
                 pass
+
+    async def abort_when(
+        self, is_interrupted: Callable[[], bool], session: aiohttp.ClientSession
+    ) -> None:
+        """Abort once that is so, again and again: a request may be on its way meanwhile."""
+        while True:
+            if is_interrupted():
+                await self.abort(session)
+            await asyncio.sleep(_ABORT_PAUSE)
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Whether the server answers a health check, which runs a token through the model.

@@ -1,15 +1,19 @@
-"""Groups of episodes that are drawn in rounds, in an order that depends on no arrival.
+"""Groups of episodes that are drawn: in rounds, or freely, in the order in which they are complete.
 
-A round advances a constant number of episodes, each by a limited number of sampled tokens: one that is
-not complete goes on in the next round, under the weights that the engines hold by then.
+The order of rounds depends on no arrival. A round advances a constant number of episodes,
+each by a limited number of sampled tokens: one that is not complete goes on in the next round, under the
+weights that the engines hold by then. What the order of arrivals decides in free drawing ends here:
+`FreeGroups.batch` says which groups a step gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from onpolicy.rollout.episodes import OpenEpisode
+from onpolicy.trajectory import Completion
 from onpolicy.types import Prompt
 
 
@@ -58,3 +62,113 @@ class OpenGroups:
         complete = [group for group in self.groups if not group.unfinished]
         self.groups = [group for group in self.groups if group.unfinished]
         return complete
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """Step s trains the policy of version s on `batch` groups. None may be trained on more than `most`
+    versions after it began."""
+
+    most: int
+    batch: int
+
+    def num_late(self, began: Mapping[int, int], step: int) -> int:
+        """How many groups that began under versions (version: how many) have no place
+        in time if `step` is the first to train on any: 0 if all can be."""
+        late = due = 0
+        for version in sorted(began):
+            due += began[version]
+            steps = max(version + self.most - step + 1, 0)
+            late = max(late, due - steps * self.batch)
+        return late
+
+
+class FreeGroups(OpenGroups):
+    """`groups`: begun and not trained on; first those that are complete, in that order.
+
+    `width`: episodes that are drawn at a time. `last`: groups of a whole run. The rule of staleness: a
+    group begins only when all that have begun can be trained on in time, and a step takes the groups
+    that were complete first, as long as those it leaves can; else it waits. So nothing is dropped, and
+    no step has to wait for what may not begin.
+    """
+
+    def __init__(
+        self,
+        open_group: Callable[[int], OpenGroup],
+        width: int,
+        staleness: Staleness,
+        last: int,
+    ):
+        super().__init__(open_group, width)
+        self._staleness, self._last = staleness, last
+        self._version = self._step = self._num_complete = self._num_drawn = 0
+        self._waiting = deque[OpenEpisode]()
+        self._began = Counter[int]()
+
+    def begin(self, version: int) -> list[OpenEpisode]:
+        """What is drawn first under new weights, which nothing is drawn under yet."""
+        self._version = self._step = version
+        self.groups.sort(key=lambda group: bool(group.unfinished))
+        self._num_complete = sum(not group.unfinished for group in self.groups)
+        self._waiting = deque(episode for group in self.groups for episode in group.unfinished)
+        self._began = Counter(self._version_of(group) for group in self.groups)
+        self._num_drawn = 0
+        return self._next_episodes()
+
+    def _version_of(self, group: OpenGroup) -> int:
+        """That of its oldest token, or the present one."""
+        so_far = [episode.turns.trajectory for episode in group.episodes]
+        spans = [trajectory.spans[0] for trajectory in so_far if trajectory.spans]
+        return min((span.version for span in spans), default=self._version)
+
+    def answer(self, episode: OpenEpisode, more: Completion) -> list[OpenEpisode]:
+        """Add what was drawn of an episode; what is drawn in its place."""
+        self._num_drawn -= 1
+        if more.response_ids:
+            episode.add(more)
+        if not episode.is_complete:
+            self._waiting.appendleft(episode)
+        else:
+            place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
+            if not self.groups[place].unfinished:
+                self.groups.insert(self._num_complete, self.groups.pop(place))
+                self._num_complete += 1
+        return self._next_episodes()
+
+    def _next_episodes(self) -> list[OpenEpisode]:
+        episodes: list[OpenEpisode] = []
+        while self._num_drawn < self._width and (self._waiting or self._begin_group()):
+            episodes.append(self._waiting.popleft())
+            self._num_drawn += 1
+        return episodes
+
+    def _begin_group(self) -> bool:
+        began = self._began + Counter([self._version])
+        if self.next_number >= self._last or self._staleness.num_late(began, self._step):
+            return False
+        self._waiting += self._open_next().unfinished
+        self._began = began
+        return True
+
+    def batch(self) -> list[OpenGroup] | None:
+        """The groups of this version's step, in the order in which they were complete; None until there
+        are enough of them. They are open no more."""
+        size, left = self._staleness.batch, self._began.copy()
+        chosen: list[OpenGroup] = []
+        for group in self.groups[: self._num_complete]:
+            version = self._version_of(group)
+            left[version] -= 1
+            if self._staleness.num_late(left, self._step + 1) < size - len(chosen):
+                chosen.append(group)
+            else:  # one that would be late is to come
+                left[version] += 1
+            if len(chosen) == size:
+                return self._take(chosen, left)
+        return None
+
+    def _take(self, chosen: list[OpenGroup], left: Counter[int]) -> list[OpenGroup]:
+        numbers = {group.number for group in chosen}
+        self.groups = [group for group in self.groups if group.number not in numbers]
+        self._num_complete -= len(chosen)
+        self._step, self._began = self._step + 1, left
+        return chosen

@@ -18,7 +18,6 @@ from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError, MemoryKind, RolloutGroup, SamplingJob
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.rollout.interruption import interrupt
 from onpolicy.rollout.server import EngineServer, MakeServer, make_servers
 from onpolicy.trajectory import Completion
 
@@ -158,7 +157,9 @@ class SglangGroup(RolloutGroup):
             watch = asyncio.create_task(self._watch(client, session))
             beside = [watch]
             if job.takes_parts:
-                beside.append(asyncio.create_task(interrupt(job, client, session)))
+                beside.append(
+                    asyncio.create_task(client.abort_when(lambda: job.is_interrupted, session))
+                )
             try:
                 await _first_failure_or_all(workers, watch)
             except EngineLostError as error:

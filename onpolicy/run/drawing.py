@@ -2,13 +2,165 @@
 
 from __future__ import annotations
 
-from onpolicy.rollout.free_groups import FreeGroups
-from onpolicy.run.ahead import Drawing, Rollouts
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from onpolicy.errors import ConfigError, ParityError
+from onpolicy.outputs.rollout_journal import Record, RolloutJournal, record_of
+from onpolicy.rollout.base import EndlessJob
+from onpolicy.rollout.episodes import OpenEpisode
+from onpolicy.rollout.open_groups import FreeGroups, OpenGroup
+from onpolicy.rollout.sampling import Round, require_version
+from onpolicy.run.ahead import Drawing, Rollouts, Schedule
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.free import FreeRollouts
-from onpolicy.run.replay import Replayed
-from onpolicy.run.sampler import Sampler
-from onpolicy.run.schedule import Schedule
+from onpolicy.run.launch.replay_checks import require_steps
+from onpolicy.run.sampler import Rollout, Sampler
+from onpolicy.trajectory import Completion
+from onpolicy.types import Request
+
+
+class Replayed(Drawing):
+    """Draws what a journal says, and nothing else: each span under its version.
+
+    When a version was pushed, what it had drawn in the run is drawn: as many tokens of each response as
+    the journal says, continued from those of earlier versions. Every rollout is compared with its
+    record.
+    It draws for rollouts beyond --num-rollout too, so that a checkpoint at its end holds what the run
+    had drawn for them.
+    """
+
+    def __init__(
+        self, journal: RolloutJournal, sampler: Sampler, engines: EnginePair, first_step: int
+    ):
+        super().__init__(engines)
+        self._journal, self._sampler, self._open = journal, sampler, sampler.open
+        require_steps(journal, first_step, sampler.config.rollout.num_rollout)
+        self._spans, self._first_step = journal.spans(), first_step
+
+    def take(self, step: int) -> Rollout:
+        record = self._journal.steps[step]
+        self._require_weights(step, record)
+        self._begin_groups()
+        started = time.perf_counter()
+        with self._measured():
+            tokens = self._draw(step)
+        seconds = time.perf_counter() - started
+        numbers = [group["number"] for group in record["groups"]]
+        groups = {group.number: group for group in self._open.groups}
+        self._open.groups = [group for group in self._open.groups if group.number not in numbers]
+        rollout = self._sampler.finish([groups[number] for number in numbers], tokens, seconds)
+        self._require_same(record, record_of(step, self._engines.weight_digest, rollout.groups))
+        return rollout
+
+    def _begin_groups(self) -> None:
+        """All that the run had begun."""
+        end = 1 + max(number for number, _ in self._spans)
+        for number in range(self._open.next_number, end):
+            self._open.groups.append(self._sampler.open_group(number))
+            self._open.next_number = number + 1
+
+    def _draw(self, version: int) -> int:
+        """How many tokens were."""
+        drawn = list(self._drawn_under(version))
+        self._sampler.on_requests(len(drawn))
+        most = [tokens for _, tokens in drawn]
+        job = Round([episode for episode, _ in drawn], most, version, by_token=True)
+        self._engines.work(job)
+        return job.num_tokens
+
+    def _drawn_under(self, version: int) -> Iterator[tuple[OpenEpisode, int | None]]:
+        """What was, and by how many tokens it went on: with its last span it ends by itself."""
+        for group in self._open.groups:
+            for i, episode in enumerate(group.episodes):
+                spans = self._spans.get((group.number, i), [])
+                if (tokens := dict(spans).get(version)) is not None and not episode.is_complete:
+                    yield episode, None if version == spans[-1][0] else tokens
+
+    def _require_weights(self, step: int, record: Record) -> None:
+        if record["weights"] == self._engines.weight_digest:
+            return
+        if step == self._first_step:
+            raise ConfigError(
+                f"--replay={self._journal.file}: the run that wrote it took rollout {step} from weights "
+                f"with the digest {record['weights']}, and here they are "
+                f"{self._engines.weight_digest}: another model, or another checkpoint of it. Give the "
+                f"same --hf-checkpoint, or --load."
+            )
+        raise ParityError(
+            f"--replay={self._journal.file}: the weights after rollout {step - 1} are others than in "
+            "the run that wrote it, from the same samples. Replay it with the same versions of "
+            "libraries, on the same kind of processor."
+        )
+
+    def _require_same(self, recorded: Record, now: Record) -> None:
+        for group, again in zip(recorded["groups"], now["groups"], strict=True):
+            for i, (was, found) in enumerate(zip(group["samples"], again["samples"], strict=True)):
+                if was != found:
+                    raise ParityError(
+                        f"--replay={self._journal.file}: rollout {recorded['step']}, group "
+                        f"{group['number']}, response {i}: spans={found['spans']} of tokens "
+                        f"{found['tokens']}, and the journal says {was['spans']} of {was['tokens']}. "
+                        "The journal was changed, or the engines' operators have other bits here than "
+                        "where it was written."
+                    )
+
+
+class FreeRollouts(Drawing):
+    """Engines always draw, a push interrupts them, and a step takes the groups that are complete first;
+    `open_groups` says which that may be. What the clock has decided is in the run's journal of rollouts,
+    from which `Replayed` repeats the run."""
+
+    def __init__(self, sampler: Sampler, open_groups: FreeGroups, engines: EnginePair):
+        super().__init__(engines)
+        self._sampler, self._open, self._lock = sampler, open_groups, threading.Lock()
+        self._job = EndlessJob([], self._on_answer)
+        self._episodes: list[OpenEpisode] = []
+        self._version = self._tokens = 0
+        self._waited = self._drew_before = 0.0
+
+    def take(self, step: int) -> Rollout:
+        self._version, self._episodes = step, self._open.begin(step)
+        self._job = EndlessJob([each.request() for each in self._episodes], self._on_answer)
+        self._sampler.on_requests(len(self._episodes))
+        self._begin(partial(self._engines.work, self._job, self._push_again))
+        started = time.perf_counter()
+        while (groups := self._batch()) is None:
+            self._hear()
+        self._waited = time.perf_counter() - started
+        return self._sampler.finish(
+            groups, self._drawn_since_last(), self._drew_before + self._waited
+        )
+
+    def _drawn_since_last(self) -> int:
+        """Tokens of answers since the last rollout was taken."""
+        with self._lock:
+            tokens, self._tokens = self._tokens, 0
+        return tokens
+
+    def _batch(self) -> list[OpenGroup] | None:
+        with self._lock:
+            return self._open.batch()
+
+    def settle(self) -> float:
+        """Interrupt what is being drawn; what there is of it goes on under the next weights."""
+        self._job.interrupt()
+        seconds = super().settle()
+        self._drew_before = max(seconds - self._waited, 0.0)
+        return seconds
+
+    def _on_answer(self, number: int, completion: Completion) -> Sequence[Request]:
+        """In the thread."""
+        if completion.response_ids:
+            require_version(completion, self._version, by_token=True)
+        with self._lock:
+            episodes = self._open.answer(self._episodes[number], completion)
+            self._episodes += episodes
+            self._tokens += len(completion.response_ids)
+            requests = [episode.request() for episode in episodes]
+        self._messages.put("news")
+        return requests
 
 
 def make_drawing(sampler: Sampler, engines: EnginePair, first: int) -> Drawing:

@@ -31,9 +31,8 @@ from onpolicy.run.journal import Journal
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
-from onpolicy.run.sampler import Sampler
+from onpolicy.run.sampler import Sampler, make_train_samples, worth_training
 from onpolicy.run.saving.rollouts import is_the_same_run, read_rollouts, write_rollouts
-from onpolicy.run.train_samples import make_train_samples, worth_training
 from onpolicy.trajectory import UNPUSHED
 from onpolicy.types import ParityFindings, RunSummary, RunTotals, SampleGroup, TrainSample
 from onpolicy.weights.transports.disk import remove_leftovers

@@ -1,4 +1,5 @@
-"""Samples and scores prompts: those of a rollout, and those of the evaluation sets."""
+"""Samples and scores prompts, those of a rollout and those of the evaluation sets; and what training
+takes of a rollout: the samples of groups with a signal."""
 
 from __future__ import annotations
 
@@ -9,19 +10,46 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.errors import TrainingError
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.episodes import Rollouter
-from onpolicy.rollout.free_groups import FreeGroups, Staleness
-from onpolicy.rollout.open_groups import OpenGroup, OpenGroups
-from onpolicy.rollout.round import Round
-from onpolicy.rollout.sampling import make_group, open_group, sample_groups
+from onpolicy.rollout.open_groups import FreeGroups, OpenGroup, OpenGroups, Staleness
+from onpolicy.rollout.sampling import Round, make_group, open_group, sample_groups
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import Inputs
-from onpolicy.run.train_samples import has_signal
-from onpolicy.types import Request, Sample, SampleGroup, SamplingParams
+from onpolicy.types import Request, Sample, SampleGroup, SamplingParams, TrainSample
+
+
+def worth_training(
+    groups: Sequence[SampleGroup], algorithm: AlgorithmConfig
+) -> Sequence[SampleGroup]:
+    """All groups, or with --filter-equal-rewards those whose rewards differ."""
+    if not algorithm.filter_equal_rewards:
+        return groups
+    return [group for group in groups if has_signal(group)]
+
+
+def has_signal(group: SampleGroup) -> bool:
+    """Whether the rewards of a group differ."""
+    return len({sample.reward for sample in group.samples}) > 1
+
+
+def make_train_samples(
+    groups: Sequence[SampleGroup], policy_version: int | None = None
+) -> list[TrainSample]:
+    """The groups' samples, in their order.
+
+    `policy_version`: of the policy that is to learn from them, if that may be a later one.
+    """
+    return [
+        TrainSample(sample=sample, group=number, policy_version=policy_version)
+        for number, group in enumerate(groups)
+        for sample in group.samples
+    ]
+
 
 Metrics = dict[str, float]
 

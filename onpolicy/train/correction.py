@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,22 +23,23 @@ from fallback_correction.discrepancy import DiscrepancyPenalty
 from fallback_correction.estimators import estimator_report
 from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.ratios import without_nonfinite
-from fallback_correction.tokens import TokenBatch
+from fallback_correction.tokens import TokenBatch, global_token_mean
 from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
 from onpolicy.config.flags import flag_values
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.config.plan import corrections_in
+from onpolicy.system.user_functions import load_function
 from onpolicy.train.batch import (
+    CustomCorrection,
     PackedBatch,
     ScoredBatch,
     WeighedBatch,
     completed,
     with_weights,
 )
-from onpolicy.train.correction_flags import custom_correction, make_penalty, weight_correction
 from onpolicy.train.distributed import gather_vectors
-from onpolicy.train.lag_metrics import lag_metrics
+from onpolicy.train.miles_hook import miles_correction
 
 Metrics = dict[str, float]
 
@@ -213,3 +215,57 @@ def _split(steps: Steps, values: Tensor) -> list[list[tuple[ScoredBatch, Tensor]
 
 def _means(each: Sequence[Metrics]) -> Metrics:
     return {name: fmean(step[name] for step in each) for name in each[0]}
+
+
+def lag_metrics(
+    batches: Sequence[WeighedBatch], tokens: TokenBatch, lags: Sequence[int], upper: float
+) -> dict[str, float]:
+    """`lag/*` of an optimizer step's micro-batches; collective.
+
+    tokens: all of theirs, with the trainer's log-probabilities before the step. lags: those of the whole
+    rollout, on every rank the same. upper: the largest weight.
+    """
+    each = torch.cat([batch.lags for batch in batches])
+    kept = torch.cat([batch.kept for batch in batches])
+    high = (tokens.train_log_probs - tokens.rollout_log_probs).exp() > upper
+
+    def mean(batch: TokenBatch, values: Tensor) -> float:
+        return global_token_mean(batch, values.float(), gather_vectors)
+
+    metrics = {"lag/mean": mean(tokens, each)}
+    for lag in lags:
+        ours = replace(tokens, mask=tokens.mask & (each == lag))
+        distance = mismatch_metrics(ours, gather_vectors)
+        metrics |= {
+            f"lag/{lag}/share": mean(tokens, each == lag),
+            f"lag/{lag}/k3": distance["mismatch/k3"],
+            f"lag/{lag}/ess": distance["mismatch/ess"],
+            f"lag/{lag}/clip_share": mean(ours, high),
+            f"lag/{lag}/rejected_share": mean(ours, ~kept),
+        }
+    return metrics
+
+
+def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
+    """Importance weights and rejection as the flags have them; None if a function of the user's own
+    takes their place or nothing is asked for."""
+    replaced = bool(flags.custom_tis_function_path)
+    return flags.correction() if flags.corrects and not replaced else None
+
+
+def make_penalty(flags: FallbackConfig) -> DiscrepancyPenalty | None:
+    """The discrepancy-constrained advantage, if it is asked for."""
+    return DiscrepancyPenalty(flags.dc) if flags.dc.mode else None
+
+
+def custom_correction(config: TrainConfig, flags: FallbackConfig) -> CustomCorrection | None:
+    """The user's own, if there is one; it gets all flags of the run, with `flags` in force.
+
+    Raises ConfigError if it cannot be imported, or asks for what nobody gives.
+    """
+    path = flags.custom_tis_function_path
+    if not path:
+        return None
+    function = load_function(path, "--custom-tis-function-path")
+    args = SimpleNamespace(**config.to_dict() | flag_values(flags))
+    return miles_correction(function, args, bypass=flags.use_rollout_logprobs)

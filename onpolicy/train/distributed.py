@@ -133,7 +133,7 @@ def gather_vectors(values: Tensor) -> Tensor:
 
 
 def gather_micro_batches(ours: Sequence[T]) -> list[T]:
-    """Something of every micro-batch of all ranks, in the order of the packing (`packing.py`).
+    """Something of every micro-batch of all ranks, in the order of the packing (`shares.py`).
 
     One rank computes them in that order.
     """

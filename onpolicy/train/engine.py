@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from onpolicy.config.groups import TrainerConfig
+from onpolicy.models.hf_config import has_experts
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
@@ -96,3 +99,9 @@ class TrainingEngine(Protocol):
 
     def __call__(self, path: str, operators: Operators, *, trained: bool) -> ShardedModel:
         """Load a Hugging Face checkpoint; with an optimizer if the model is `trained`."""
+
+
+def recomputes_activations(config: TrainerConfig, hf_config: PretrainedConfig) -> bool:
+    """As the flags say, by default for mixtures of experts alone. It changes no bit of a gradient."""
+    of_experts = config.moe_activation_checkpointing and has_experts(hf_config)
+    return config.activation_checkpointing or of_experts

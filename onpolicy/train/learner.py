@@ -26,9 +26,8 @@ from onpolicy.train.batch import (
     with_scores,
 )
 from onpolicy.train.correction import Corrections
-from onpolicy.train.correction_flags import loss_settings
 from onpolicy.train.engine import Role, ShardedModel
-from onpolicy.train.loss import policy_loss
+from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.shares import Outcomes, Share
 from onpolicy.types import ParityFindings
@@ -46,7 +45,7 @@ class Learner:
     ):
         self.config, self.models, self.device = config, models, device
         self.estimator = estimator
-        self.loss_settings = loss_settings(config)
+        self.loss_settings = LossSettings.of(config)
         self.corrections = Corrections(config)
 
     def learn(

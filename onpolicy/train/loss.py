@@ -14,6 +14,7 @@ from torch import Tensor
 from fallback_correction.choices import require_choices
 from onpolicy.algorithm.kl import KlType, kl_estimate, unbiased_kl
 from onpolicy.algorithm.objectives import ObjectiveConfig, opsm_mask, token_loss
+from onpolicy.config import TrainConfig
 from onpolicy.train.batch import WeighedBatch, completed
 
 Metrics = dict[str, Tensor]
@@ -36,6 +37,24 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         require_choices(self)
+
+    @staticmethod
+    def of(config: TrainConfig) -> LossSettings:
+        """The loss that a run's flags ask for."""
+        algorithm = config.algorithm
+        return LossSettings(
+            objective=ObjectiveConfig(
+                kind=algorithm.policy_loss,
+                eps_clip=algorithm.eps_clip,
+                eps_clip_high=config.eps_clip_high,
+                eps_clip_c=algorithm.eps_clip_c,
+            ),
+            kl_loss_coef=algorithm.kl_loss_coef,
+            kl_loss_type=algorithm.kl_loss_type,
+            use_unbiased_kl=algorithm.use_unbiased_kl,
+            rejected_in_kl=config.fallback.rejected_in_kl,
+            opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
+        )
 
 
 def policy_loss(

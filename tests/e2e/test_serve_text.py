@@ -14,7 +14,7 @@ import requests
 
 from onpolicy.cli.main import main
 from onpolicy.rollout.client import EngineClient
-from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.types import Request, SamplingParams
 from tests.support.tiny import make_tokenizer
 

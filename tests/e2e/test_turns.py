@@ -7,8 +7,7 @@ import torch
 
 from onpolicy.errors import ParityError
 from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.round import Round
-from onpolicy.rollout.sampling import open_group, sample_groups
+from onpolicy.rollout.sampling import Round, open_group, sample_groups
 from onpolicy.types import Prompt, TrainSample
 from tests.support.engines_fixture import make_requests
 

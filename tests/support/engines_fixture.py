@@ -11,7 +11,7 @@ import pytest
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
-from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.run.engines import EnginePair, MakeRollout
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group

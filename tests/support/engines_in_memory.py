@@ -30,7 +30,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.client import EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request, SamplingParams

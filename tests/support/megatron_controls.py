@@ -14,13 +14,13 @@ from tests.support.violations import next_up
 
 
 def column_linear():
-    from onpolicy.train.megatron.linears import AlignedColumnLinear
+    from onpolicy.train.megatron.modules import AlignedColumnLinear
 
     return _off_by_one_bit(AlignedColumnLinear, "_forward_impl")
 
 
 def row_linear():
-    from onpolicy.train.megatron.linears import AlignedRowLinear
+    from onpolicy.train.megatron.modules import AlignedRowLinear
 
     return _off_by_one_bit(AlignedRowLinear)
 
@@ -38,25 +38,25 @@ def rounded_parts():
 
 
 def norm():
-    from onpolicy.train.megatron.norm import AlignedNorm
+    from onpolicy.train.megatron.modules import AlignedNorm
 
     return _off_by_one_bit(AlignedNorm)
 
 
 def joined_norm():
-    from onpolicy.train.megatron.norm import JoinedHeadsNorm
+    from onpolicy.train.megatron.modules import JoinedHeadsNorm
 
     return _off_by_one_bit(JoinedHeadsNorm)
 
 
 def norm_after():
-    from onpolicy.train.megatron.linears import NormedRowLinear
+    from onpolicy.train.megatron.modules import NormedRowLinear
 
     return _off_by_one_bit(NormedRowLinear)
 
 
 def whole_linear():
-    from onpolicy.train.megatron.linears import WholeLinear
+    from onpolicy.train.megatron.modules import WholeLinear
 
     return _off_by_one_bit(WholeLinear)
 

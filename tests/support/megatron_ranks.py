@@ -193,7 +193,7 @@ def make_model(job):
     from megatron.core import parallel_state
 
     from onpolicy.train import distributed
-    from onpolicy.train.megatron.parallel import initialize
+    from onpolicy.train.megatron.make import initialize
 
     parallel_state.destroy_model_parallel()
     _end_groups()
@@ -323,7 +323,7 @@ def layer_forwards(job):
     """How many MLPs run forward in a forward and backward pass of one micro-batch."""
     from unittest.mock import patch
 
-    from onpolicy.train.megatron.mlp import AlignedMLP
+    from onpolicy.train.megatron.modules import AlignedMLP
 
     calls = []
     forward = AlignedMLP.forward
@@ -351,7 +351,7 @@ def stand_in_at_start(job):
     import logging
 
     from onpolicy.errors import ContractError
-    from onpolicy.train.megatron.parallel import initialize
+    from onpolicy.train.megatron.make import initialize
 
     before = dict(vars(torch)), dict(vars(torch.cuda))
     messages = []
@@ -385,7 +385,7 @@ def dispatch_rows(kind, experts):
 
     from onpolicy.ops.experts import expert_outputs, gated_halves
     from onpolicy.ops.row_parallel import RowParallel
-    from onpolicy.train.megatron.dispatch import DISPATCH
+    from onpolicy.train.megatron.moe import DISPATCH
 
     rank = dist.get_rank()
     rows, gate_up, down = expert_weights(experts)

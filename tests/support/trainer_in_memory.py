@@ -20,8 +20,7 @@ from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import Trainer, distributed
-from onpolicy.train.packing import split_evenly
-from onpolicy.train.shares import Outcomes
+from onpolicy.train.shares import Outcomes, split_evenly
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
 from onpolicy.weights.digest import WeightBucket

@@ -19,8 +19,7 @@ from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.rollout.reach import require_place
-from onpolicy.rollout.server import EngineServer, make_servers, open_private
+from onpolicy.rollout.server import EngineServer, make_servers, open_private, require_place
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import serve_spec
 from onpolicy.run.launch.host_memory import Held

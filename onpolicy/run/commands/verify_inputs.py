@@ -18,7 +18,7 @@ from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit, weight_files
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.rollout.reach import require_addresses
+from onpolicy.rollout.server import require_addresses
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.duration import say_how_long, verify_work
 from onpolicy.run.launch.engine_specs import rollout_spec

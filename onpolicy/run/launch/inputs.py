@@ -19,7 +19,7 @@ from onpolicy.outputs.rollout_journal import RolloutJournal
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompts import PromptSource, load_prompts
-from onpolicy.rollout.reach import require_addresses
+from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import rollout_spec
@@ -36,7 +36,7 @@ from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
-from onpolicy.train.correction_flags import loss_settings
+from onpolicy.train.loss import LossSettings
 from onpolicy.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
     """
     require_experts(config, hf_config)
     try:
-        loss_settings(config)
+        LossSettings.of(config)
         Corrections(config)
         aligned = contract_for(config, hf_config, aligned=True) if config.plan.may_align else None
         return Ladder(config, contract_for(config, hf_config, aligned=False), aligned)

@@ -18,7 +18,7 @@ from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.run.launch.host_shares import token_bytes
 from onpolicy.system.memory import gib
-from onpolicy.train.activations import recomputes_activations
+from onpolicy.train.engine import recomputes_activations
 
 FLOAT32 = 4
 

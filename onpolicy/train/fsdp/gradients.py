@@ -2,7 +2,7 @@
 
 FSDP2 adds what the ranks have of a micro-batch each, in the communication library's order, and then that
 to what is there. Additions round, so another number of ranks has other bits. Here a rank adds what it
-gets of its shard in the order of the packing (`train/packing.py`), onto what is there, as one rank does
+gets of its shard in the order of the packing (`train/shares.py`), onto what is there, as one rank does
 that computes every micro-batch.
 """
 

@@ -1,4 +1,5 @@
-"""A model under FSDP2: one sharded copy of weights, gradients and optimizer state."""
+"""A model under FSDP2: one sharded copy of weights, gradients and optimizer state, which torch DCP
+writes for any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
@@ -22,14 +25,13 @@ from onpolicy.ops.log_probs import Scores
 from onpolicy.taps.door import recording
 from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
-from onpolicy.train.activations import recomputes_activations
 from onpolicy.train.batch import WeighedBatch
-from onpolicy.train.engine import Check, Loss, ShardedModel
+from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
 from onpolicy.train.fsdp.gradients import sum_gradients
 from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
-from onpolicy.train.fsdp.state import read_tensors, write_tensors
 from onpolicy.train.gradient_norm import global_norm
+from onpolicy.train.state import IndexReader, create_missing_moments
 from onpolicy.weights.digest import WeightBucket
 
 
@@ -142,3 +144,26 @@ class FsdpModel(ShardedModel):
 
     def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
         return recording(self.module, recorder)
+
+
+def write_tensors(directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Weights, moments and random state; collective."""
+    dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory))
+
+
+def read_tensors(directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read back, in place, what `write_tensors` wrote; collective."""
+    tensors = _tensors(model, optimizer)
+    dcp.load(tensors, storage_reader=IndexReader(directory))
+    torch.set_rng_state(tensors["random_state"])
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything that is saved, under flat names."""
+    create_missing_moments(optimizer)
+    tensors = {"random_state": torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    return tensors

@@ -2,5 +2,5 @@
 
 What decides bits is replaced where Megatron-core lets a specification or a subclass replace it;
 the package itself is never edited. Modules here import Megatron-core, so ask `require_megatron`
-(`version.py`) before the first of them.
+(`make.py`) before the first of them.
 """

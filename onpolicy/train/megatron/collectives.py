@@ -6,10 +6,17 @@ library. These run wherever the tensors are, and always give the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.row_parallel import tree_sum
+
+Way = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -17,12 +24,17 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Every rank uses them for results of its own, so gradients are summed over ranks.
     """
-    return x if group.size() == 1 else _GatherRows.apply(x, group)
+    return _pass(x, group, _gather, _sum)
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of the sum over ranks: [ranks * T, ...] -> [T, ...]; T is equal everywhere."""
-    return x if group.size() == 1 else _SumRows.apply(x, group)
+    return _pass(x, group, _sum, _gather)
+
+
+def tree_sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`sum_rows` along the tree of a row-parallel linear (`ops/row_parallel.py`)."""
+    return _pass(x, group, _tree_sum, _gather)
 
 
 def share_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -30,7 +42,7 @@ def share_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Every rank computes the same with them, so each takes back the gradient of its own rows.
     """
-    return x if group.size() == 1 else _ShareRows.apply(x, group)
+    return _pass(x, group, _gather, _own)
 
 
 def exchange_rows(
@@ -40,7 +52,28 @@ def exchange_rows(
 
     send[r] and receive[r] are the numbers of rows for rank r and from it, in the ranks' order.
     """
-    return x if group.size() == 1 else _ExchangeRows.apply(x, send, receive, group)
+    there = partial(_exchange, send=send, receive=receive)
+    return _pass(x, group, there, partial(_exchange, send=receive, receive=send))
+
+
+def _pass(x: Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> Tensor:
+    return x if group.size() == 1 else _Passed.apply(x, group, there, back)
+
+
+class _Passed(torch.autograd.Function):
+    """Rows go one way, and their gradients another one back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup, there: Way, back: Way
+    ) -> Tensor:
+        ctx.group, ctx.back = group, back  # type: ignore[attr-defined]
+        return there(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None  # type: ignore[attr-defined]
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -49,69 +82,30 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def _parts(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """What every rank has for this one, in their order."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received.chunk(group.size())
+
+
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(parts, x.contiguous(), group=group)
-    parts = parts.view(group.size(), -1, *x.shape[1:])
-    total = parts[0].float()
-    for part in parts[1:]:
+    first, *others = _parts(x, group)
+    total = first.float()
+    for part in others:
         total = total + part.float()
     return total.to(x.dtype)
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return _gather(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None  # type: ignore[attr-defined]
+def _tree_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return tree_sum(_parts(x, group))
 
 
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return _sum(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None  # type: ignore[attr-defined]
+def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()]
 
 
-class _ShareRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return _gather(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        group: dist.ProcessGroup = ctx.group  # type: ignore[attr-defined]
-        return grad.chunk(group.size())[group.rank()], None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group  # type: ignore[attr-defined]
-        return _exchange(x, send, receive, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive, group = ctx.send, ctx.receive, ctx.group  # type: ignore[attr-defined]
-        return _exchange(grad, receive, send, group), None, None, None
-
-
-def _exchange(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]) -> Tensor:
     out = x.new_empty(sum(receive), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
     return out

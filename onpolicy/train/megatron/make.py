@@ -1,8 +1,12 @@
-"""From a run's flags to Megatron as a training engine: checks first, then groups."""
+"""From a run's flags to Megatron as a training engine: its version and layout first, then groups.
+
+The modules beside this one are written for the internals of one version of Megatron-core.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,14 +16,40 @@ from onpolicy.compat import megatron_on_cpu
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import MegatronConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
 from onpolicy.train import distributed
-from onpolicy.train.activations import recomputes_activations
+from onpolicy.train.engine import recomputes_activations
 from onpolicy.train.megatron.layout import MegatronLayout
-from onpolicy.train.megatron.version import require_megatron
 
 if TYPE_CHECKING:
     from onpolicy.train.engine import TrainingEngine
+
+
+MEGATRON_CORE = "0.16.1"
+
+_REMEDY = (
+    f"Install it without its dependencies, which onpolicy brings: pip install --no-deps "
+    f"megatron-core=={MEGATRON_CORE}. Or use --train-backend fsdp."
+)
+
+SEED = 1234
+"""The seed of Megatron's generators, which nothing here draws from: there is no dropout."""
+
+
+def require_megatron() -> None:
+    """Raise ConfigError if megatron-core is missing or another version."""
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"--train-backend megatron: megatron-core is not installed. {_REMEDY}"
+        ) from error
+    if installed != MEGATRON_CORE:
+        raise ConfigError(
+            f"--train-backend megatron: megatron-core=={installed} is installed, and this version of "
+            f"onpolicy replaces internals of {MEGATRON_CORE}. {_REMEDY}"
+        )
 
 
 def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract) -> None:
@@ -37,7 +67,6 @@ def megatron_engine(config: TrainConfig, contract: NumericsContract) -> Training
         megatron_on_cpu.activate()
     from megatron.core import parallel_state
 
-    from onpolicy.train.megatron.parallel import initialize
     from onpolicy.train.megatron.sharded_model import MegatronModel
 
     if not parallel_state.model_parallel_is_initialized():
@@ -57,3 +86,27 @@ def _layout(config: TrainConfig, hf_config: PretrainedConfig) -> MegatronLayout:
         moe_token_dispatcher_type=flags.megatron_moe_dispatcher,
         recompute_activations=recomputes_activations(config.trainer, hf_config),
     )
+
+
+def initialize(layout: MegatronLayout) -> None:
+    """Make Megatron's groups of the ranks. The layout is checked before.
+
+    Raises ContractError where the layout needs CUDA, there is none, and nothing stands in for it.
+    """
+    require_megatron()
+    if layout.needs_cuda_names and not (torch.cuda.is_available() or megatron_on_cpu.is_active()):
+        raise ContractError(
+            "torch.cuda.is_available()=False: Megatron's own code for this layout names CUDA. Call "
+            "onpolicy.compat.megatron_on_cpu.activate() first."
+        )
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.tensor_model_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(SEED, inference_rng_tracker=True)

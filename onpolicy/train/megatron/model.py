@@ -41,10 +41,14 @@ from onpolicy.train.megatron.collectives import share_rows
 from onpolicy.train.megatron.config import AlignedConfig, make_config
 from onpolicy.train.megatron.family import is_sparse
 from onpolicy.train.megatron.layout import MegatronLayout
-from onpolicy.train.megatron.linears import AlignedColumnLinear, last_linear
-from onpolicy.train.megatron.mlp import AlignedMLP
+from onpolicy.train.megatron.modules import (
+    AlignedColumnLinear,
+    AlignedMLP,
+    AlignedNorm,
+    JoinedHeadsNorm,
+    last_linear,
+)
 from onpolicy.train.megatron.moe import AlignedMoeLayer, SparseLayer
-from onpolicy.train.megatron.norm import AlignedNorm, JoinedHeadsNorm
 
 
 class PolicyGptModel(GPTModel):
@@ -164,7 +168,7 @@ def build_model(
 ) -> PolicyGptModel:
     """This rank's pipeline stage, with memory for its weights and nothing in it.
 
-    `initialize` (`parallel.py`) comes before, `load_hf_weights` (`weights.py`) after.
+    `initialize` (`make.py`) comes before, `load_hf_weights` (`weights.py`) after.
     """
     model = PolicyGptModel(make_config(hf_config, contract, operators, layout))
     model.to(device)

@@ -1,4 +1,5 @@
-"""A layer of experts in place of Megatron's, which applies routing weights before the last linear.
+"""A layer of experts in place of Megatron's, which applies routing weights before the last linear; and
+how tokens reach the ranks that hold their experts.
 
 The arithmetic is `onpolicy/ops/experts.py`'s, as in the rollout. Megatron's part is who holds which
 expert, and what becomes of the gradients.
@@ -6,11 +7,13 @@ expert, and what becomes of the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -27,11 +30,74 @@ from onpolicy.models.by_operators import ByOperators, Choice
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import expert_outputs, gated_halves, mix_outputs
 from onpolicy.train.megatron.batch import LocalTokens
+from onpolicy.train.megatron.collectives import exchange_rows, gather_rows, sum_rows
 from onpolicy.train.megatron.config import AlignedConfig
-from onpolicy.train.megatron.dispatch import DISPATCH
 from onpolicy.train.megatron.family import shared_expert_size
-from onpolicy.train.megatron.linears import WholeLinear, row_parallel
-from onpolicy.train.megatron.mlp import AlignedMLP, WholeMLP
+from onpolicy.train.megatron.modules import AlignedMLP, WholeLinear, WholeMLP, row_parallel
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""(rows [S, H], int64 [S]: which of this rank's experts) -> float32 [S, ...]: the experts' results."""
+
+Dispatch = Callable[[Tensor, Tensor, int, Compute, dist.ProcessGroup], Tensor]
+"""(x [T, H], experts int64 [T, k], experts per rank, compute, group) -> float32 [T * k, ...]."""
+
+
+class Exchange:
+    """The way of rows to the ranks of their experts, sorted by these, and back; collective."""
+
+    def __init__(self, experts: Tensor, per_rank: int, group: dist.ProcessGroup):
+        """experts: int64 [T, k]; `per_rank` of them are on each rank of `group`."""
+        self.group = group
+        chosen, self.order = experts.reshape(-1).sort(stable=True)
+        counts = torch.bincount(chosen // per_rank, minlength=group.size())
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=group)
+        self._send, self._receive = counts.tolist(), arriving.tolist()
+        self.experts = self.there(chosen % per_rank)
+        """int64 [S]: of the rows that arrive here, which of this rank's experts each wants."""
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Send this rank's rows, in `order`, to the ranks that compute them: [T * k, ...] -> [S,
+        ...]."""
+        return exchange_rows(rows, self._send, self._receive, self.group)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The inverse of `there`."""
+        return exchange_rows(rows, self._receive, self._send, self.group)
+
+
+def all_to_all(
+    x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
+) -> Tensor:
+    """Every row goes to the rank of its expert, and to no other."""
+    exchange = Exchange(experts, per_rank, group)
+    order = exchange.order
+    rows = exchange.there(x[order // experts.shape[1]])
+    results = exchange.back(compute(rows, exchange.experts))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=x.device)
+    return results[back]
+
+
+def all_gather(
+    x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
+) -> Tensor:
+    """Every rank gets all rows, and computes those of its own experts."""
+    tokens, k = experts.shape
+    longest = torch.tensor([tokens], device=x.device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    missing = int(longest) - tokens
+    first = group.rank() * per_rank
+    everything = gather_rows(F.pad(x, (0, 0, 0, missing)), group)
+    chosen = gather_rows(F.pad(experts, (0, 0, 0, missing), value=-1), group).reshape(-1) - first
+    mine = ((chosen >= 0) & (chosen < per_rank)).nonzero()[:, 0]
+    results = compute(everything[mine // k], chosen[mine])
+    # Every row has one expert, so each sum over ranks has one term that is not 0.
+    spread = results.new_zeros(len(chosen), *results.shape[1:]).index_copy(0, mine, results)
+    return sum_rows(spread, group)[: tokens * k]
+
+
+DISPATCH: dict[str, Dispatch] = {"alltoall": all_to_all, "allgather": all_gather}
 
 
 class SparseLayer(TransformerLayer):

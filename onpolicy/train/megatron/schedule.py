@@ -1,4 +1,5 @@
-"""Micro-batches through Megatron's pipeline schedules, with or without gradients.
+"""Micro-batches through Megatron's pipeline schedules, with or without gradients; and what only the
+last stage of a pipeline knows of them, told to the others.
 
 On a machine without CUDA they need the stand-in (`compat/megatron_on_cpu.py`).
 """
@@ -6,17 +7,61 @@ On a machine without CUDA they need the stand-in (`compat/megatron_on_cpu.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops.log_probs import Scores
+from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.model import packed_forward
+
+T = TypeVar("T")
+
+
+def num_stages() -> int:
+    """Stages of the pipeline."""
+    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+    return stages
+
+
+def config_of(model: nn.Module) -> AlignedConfig:
+    """The configuration that all modules of a stage share."""
+    config: AlignedConfig = get_model_config(model)
+    return config
+
+
+def share_vectors(
+    vectors: Sequence[Tensor], sizes: Sequence[int], device: torch.device
+) -> list[Tensor]:
+    """The last stage's float32 vectors of the given sizes, on every stage."""
+    if num_stages() == 1:
+        return list(vectors)
+    is_last = parallel_state.is_pipeline_last_stage()
+    flat = torch.cat(list(vectors)) if is_last else torch.empty(sum(sizes), device=device)
+    dist.broadcast(flat, _last(), group=parallel_state.get_pipeline_model_parallel_group())
+    return list(flat.split(list(sizes)))
+
+
+def share_object(value: T) -> T:
+    """The last stage's value, on every stage."""
+    if num_stages() == 1:
+        return value
+    values = [value]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(values, _last(), group=group)
+    return values[0]
+
+
+def _last() -> int:
+    rank: int = parallel_state.get_pipeline_model_parallel_last_rank()
+    return rank
+
 
 Loss = Callable[[int, Scores], Tensor]
 """(number of the micro-batch, its scores) -> its part of a sum over all micro-batches."""

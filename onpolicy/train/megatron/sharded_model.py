@@ -22,17 +22,24 @@ from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel
-from onpolicy.train.megatron import stages
-from onpolicy.train.megatron.gradients import OrderedGradients, orders_gradients
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import build_model
 from onpolicy.train.megatron.optimizer import (
+    OrderedGradients,
     gradient_norm,
     make_optimizer,
+    orders_gradients,
     use_settings,
     with_gradients,
 )
-from onpolicy.train.megatron.schedule import accumulate_gradients, score
+from onpolicy.train.megatron.schedule import (
+    accumulate_gradients,
+    config_of,
+    num_stages,
+    score,
+    share_object,
+    share_vectors,
+)
 from onpolicy.train.megatron.state import read_tensors, write_tensors
 from onpolicy.train.megatron.taps import recording
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
@@ -73,7 +80,7 @@ class MegatronModel(ShardedModel):
 
     def use(self, operators: Operators) -> None:
         self.operators = operators
-        stages.config_of(self.module).operators = operators
+        config_of(self.module).operators = operators
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Scores]:
         return score(self.module, batches)
@@ -82,7 +89,7 @@ class MegatronModel(ShardedModel):
         self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None
     ) -> tuple[list[dict[str, float]], list[Tensor]]:
         packed = [batch.packed for batch in batches]
-        if check is not None and stages.count() > 1:
+        if check is not None and num_stages() > 1:
             # A pipeline runs backward passes before the last forward pass, and only its last stage
             # knows log-probabilities; so they are compared before, by a forward pass of their own.
             for scores, batch in zip(self.score(packed), batches, strict=True):
@@ -107,8 +114,8 @@ class MegatronModel(ShardedModel):
             self.ordered.start()
         accumulate_gradients(self.module, packed, loss_of)
         sizes = [len(batch.mask) for batch in batches]
-        shared = stages.share_vectors(train_log_probs, sizes, self.device)
-        return stages.share_object(metrics), shared
+        shared = share_vectors(train_log_probs, sizes, self.device)
+        return share_object(metrics), shared
 
     def drop_gradients(self) -> None:
         self.module.zero_grad_buffer()  # type: ignore[operator]

@@ -24,8 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from onpolicy.errors import CheckpointError
 from onpolicy.train import distributed
-from onpolicy.train.index_reader import IndexReader
-from onpolicy.train.state import create_missing_moments
+from onpolicy.train.state import IndexReader, create_missing_moments
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",

@@ -20,11 +20,13 @@ from onpolicy.taps.recorder import INPUTS
 from onpolicy.taps.scope import Together
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.collectives import gather_rows
-from onpolicy.train.megatron.dispatch import Exchange
-from onpolicy.train.megatron.linears import AlignedColumnLinear, AlignedRowLinear
-from onpolicy.train.megatron.mlp import AlignedMLP
-from onpolicy.train.megatron.moe import AlignedExperts
-from onpolicy.train.megatron.norm import JoinedHeadsNorm
+from onpolicy.train.megatron.modules import (
+    AlignedColumnLinear,
+    AlignedMLP,
+    AlignedRowLinear,
+    JoinedHeadsNorm,
+)
+from onpolicy.train.megatron.moe import AlignedExperts, Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.settings import DECIDE_NO_RESULT, changes, same_run
-from onpolicy.report.groups import NOT_THE_EXPERIMENT
+from onpolicy.report.runs import NOT_THE_EXPERIMENT
 from tests.support.unstarted_run import changed
 
 CONFIG = TrainConfig()

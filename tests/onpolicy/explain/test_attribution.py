@@ -11,7 +11,7 @@ from onpolicy.explain.attribution import (
     model_and,
     sums,
 )
-from onpolicy.report.attribution import render_attribution
+from onpolicy.report.explanation import render_attribution
 
 
 def row(name, k3, error=0.001):

@@ -13,9 +13,8 @@ import pytest
 
 from onpolicy.cli.main import main
 from onpolicy.errors import ConfigError
-from onpolicy.report.groups import group_runs, median_curve
 from onpolicy.report.page import PANELS, page_data, render
-from onpolicy.report.runs import Move, read_runs
+from onpolicy.report.runs import Move, group_runs, median_curve, read_runs
 from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run, write_run
 
 

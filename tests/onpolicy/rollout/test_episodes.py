@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.rollout.episodes import Episode, OpenEpisode, Rollouter, SingleTurn
-from onpolicy.rollout.round import Round
+from onpolicy.rollout.sampling import Round
 from onpolicy.trajectory import FinishReason
 from onpolicy.types import Prompt, Request, SamplingParams
 from tests.support.samples import make_completion

@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.rollout.free_groups import FreeGroups, Staleness
+from onpolicy.rollout.open_groups import FreeGroups, Staleness
 from onpolicy.trajectory import FinishReason, Span
 from tests.support.groups import open_group
 from tests.support.samples import make_completion

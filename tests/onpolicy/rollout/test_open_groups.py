@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from onpolicy.errors import EngineError
 from onpolicy.rollout.open_groups import OpenGroups
-from onpolicy.rollout.round import Round
+from onpolicy.rollout.sampling import Round
 from onpolicy.trajectory import FinishReason, Span
 from tests.support.groups import LONGEST, PARAMS, SAMPLES, open_group
 from tests.support.samples import make_completion

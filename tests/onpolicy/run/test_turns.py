@@ -6,7 +6,7 @@ import torch
 from onpolicy.errors import ParityError
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.run.run import Run
-from tests.onpolicy.run.test_free import FREE, journal_of
+from tests.onpolicy.run.test_drawing import FREE, journal_of
 from tests.support.engines_in_memory import Engine, Host
 from tests.support.run_in_memory import even_tokens, run_in_memory
 from tests.support.tiny_policy import log_probs_of

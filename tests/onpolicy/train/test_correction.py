@@ -16,9 +16,8 @@ from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups, validate
 from onpolicy.train import distributed
 from onpolicy.train.batch import completed, with_scores
-from onpolicy.train.correction import Corrections
-from onpolicy.train.correction_flags import loss_settings, weight_correction
-from onpolicy.train.loss import policy_loss
+from onpolicy.train.correction import Corrections, weight_correction
+from onpolicy.train.loss import LossSettings, policy_loss
 from tests.support.onpolicy_batches import make_micro_batches, rewards_of
 from tests.support.samples import make_train_sample
 
@@ -72,7 +71,9 @@ def prepare(config, *scores, active=True, **more):
 def losses(config, log_ratios, advantages, max_tokens=1000, **more):
     """(loss, {index: gradients of the sample's tokens}, sums of metrics) of a global batch."""
     _, batches, own, _ = prepare(config, log_ratios, advantages, max_tokens=max_tokens, **more)
-    results = [policy_loss(x, b, loss_settings(config)) for x, b in zip(own, batches, strict=True)]
+    results = [
+        policy_loss(x, b, LossSettings.of(config)) for x, b in zip(own, batches, strict=True)
+    ]
     total = sum(loss for loss, _ in results)
     total.backward()
     gradients = {
@@ -285,7 +286,7 @@ def test_a_token_that_is_not_finite_is_rejected_before_anything_else_looks(flags
     assert corrections.measure([(batches, own)])["mismatch/nonfinite_fraction"] == pytest.approx(
         1 / 3
     )
-    loss, _ = policy_loss(own[0], batch, loss_settings(config))
+    loss, _ = policy_loss(own[0], batch, LossSettings.of(config))
     loss.backward()
     assert loss.isfinite() and own[0].grad.isfinite().all()
     assert own[0].grad[1] == 0 and own[0].grad[2] != 0

@@ -18,8 +18,7 @@ from onpolicy.config import TrainConfig, validate
 from onpolicy.train import distributed
 from onpolicy.train.batch import with_scores
 from onpolicy.train.correction import Corrections
-from onpolicy.train.correction_flags import loss_settings
-from onpolicy.train.loss import policy_loss
+from onpolicy.train.loss import LossSettings, policy_loss
 from tests.support.onpolicy_batches import make_micro_batches, rewards_of
 from tests.support.samples import make_train_sample
 
@@ -82,7 +81,7 @@ def drift(mu, logits, flags, b=B):
     old = packed.rollout_log_probs if bypass else own.detach()
     scored = with_scores(packed, rewards_of(packed), old, None)
     ((weighed,),), _ = Corrections(config).weigh([[scored]], active=True)
-    loss, _ = policy_loss(own, weighed, loss_settings(config))
+    loss, _ = policy_loss(own, weighed, LossSettings.of(config))
     (gradient,) = torch.autograd.grad(loss, logits)
     return -gradient * len(own) / len(batch)
 

@@ -7,7 +7,7 @@ import torch
 
 from fallback_correction.tokens import TokenBatch
 from onpolicy.train.batch import packed_batch, with_scores, with_weights
-from onpolicy.train.lag_metrics import lag_metrics
+from onpolicy.train.correction import lag_metrics
 from onpolicy.trajectory import Span
 from tests.onpolicy.train.test_parity_gate import lagging
 from tests.support.ranks import on_ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
 
-megatron = pytest.importorskip("onpolicy.train.megatron.gradients")
+megatron = pytest.importorskip("onpolicy.train.megatron.optimizer")
 
 GRADIENTS = [torch.tensor([x, -0.0] * 5) for x in (1.0, 1e8, -1e8, 0.1, 0.3)]
 """Of five micro-batches: any other order has another sum."""

@@ -1,13 +1,15 @@
-"""Megatron's column- and row-parallel linears, computed by the contract's operators."""
+"""The norms, linears and MLPs of Megatron's layers, computed by the contract's operators."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -17,12 +19,43 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
+from onpolicy.train.megatron.collectives import gather_rows, tree_sum_rows
 from onpolicy.train.megatron.config import AlignedConfig
-from onpolicy.train.megatron.norm import AlignedNorm
+
+
+class AlignedNorm(nn.Module):
+    """For layers, and for the heads of queries and keys."""
+
+    def __init__(self, config: AlignedConfig, hidden_size: int, eps: float, **_: Any):
+        super().__init__()
+        self.config, self.eps = config, eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism every rank sees other tokens: Megatron adds up the gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.config.operators is not None
+        round_last = self.config.family.norm_rounds_last
+        return self.config.operators.rms_norm(x, self.weight, self.eps, round_last)
+
+
+class JoinedHeadsNorm(AlignedNorm):
+    """A norm of all `heads` of queries, or of keys, at once; every tensor-parallel rank has some of
+    them."""
+
+    def __init__(self, config: AlignedConfig, hidden_size: int, eps: float, heads: int):
+        super().__init__(config, heads * hidden_size, eps)
+        self.group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 1, H / P, D] -> the same."""
+        mine = slice(self.group.rank() * x.shape[2], (self.group.rank() + 1) * x.shape[2])
+        whole = gather_rows(x.movedim(2, 0), self.group).movedim(0, 2)
+        return super().forward(whole.flatten(2)).view(whole.shape)[:, :, mine]
 
 
 class AlignedColumnLinear(ColumnParallelLinear):
@@ -121,23 +154,47 @@ class ScatteredRowParallel(RowParallel):
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
         """[T, ...] of all tokens -> [T / ranks, ...]."""
         mine = tree_sum(partials)
-        return mine if self.group is None else _ScatteredSum.apply(mine, self.group)
+        return mine if self.group is None else tree_sum_rows(mine, self.group)
 
 
-class _ScatteredSum(torch.autograd.Function):
-    """The tree over ranks, for this rank's rows alone."""
+class AlignedMLP(MLP):
+    """Two linears, and between them `Operators.gated`, as in the rollout."""
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        received = torch.empty_like(partial, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, partial.contiguous(), group=group)
-        return tree_sum(received.chunk(group.size()))
+    config: AlignedConfig
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        group: dist.ProcessGroup = ctx.group  # type: ignore[attr-defined]
-        out = grad.new_empty(group.size() * grad.shape[0], *grad.shape[1:])
-        dist.all_gather_into_tensor(out, grad.contiguous(), group=group)
-        return out, None
+    def __init__(self, config: AlignedConfig, size: int | None = None):
+        """size: the intermediate one, if it is another than that of the model's dense layers."""
+        sized = copy.copy(config)  # Megatron takes the second linear's size from here alone
+        sized.ffn_hidden_size = size or config.ffn_hidden_size
+        super().__init__(
+            sized,
+            MLPSubmodules(linear_fc1=AlignedColumnLinear, linear_fc2=last_linear(config)),
+            ffn_hidden_size=sized.ffn_hidden_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        for module in self.modules():
+            module.config = config  # the one that other operators are put into
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[T, 1, H] -> the same; under sequence parallelism this rank's tokens."""
+        assert self.config.operators is not None
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        hidden = self.config.operators.gated(self.config.activation, gate, up)
+        return self.linear_fc2(hidden)[0], None
+
+
+class WholeMLP(nn.Module):
+    """An MLP that every tensor-parallel rank holds whole, for the tokens that are there."""
+
+    def __init__(self, config: AlignedConfig, size: int):
+        super().__init__()
+        self.config = config
+        self.linear_fc1 = WholeLinear(config, config.hidden_size, 2 * size)
+        self.linear_fc2 = WholeLinear(config, size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """[T, 1, H] -> the same."""
+        assert self.config.operators is not None
+        gate, up = self.linear_fc1(hidden_states).chunk(2, dim=-1)
+        hidden = self.config.operators.gated(self.config.activation, gate, up)
+        return self.linear_fc2(hidden), None

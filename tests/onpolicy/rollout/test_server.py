@@ -9,7 +9,7 @@ import pytest
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ConfigError
-from onpolicy.rollout.reach import require_addresses, require_place
+from onpolicy.rollout.server import require_addresses, require_place
 
 
 @pytest.fixture

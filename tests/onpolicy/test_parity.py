@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.parity import ParityCounts, compare_log_probs, ulp_distance
-from onpolicy.parity.compare import NOT_FINITE_ULP
+from onpolicy.parity import NOT_FINITE_ULP, ParityCounts, compare_log_probs, ulp_distance
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -5,8 +5,8 @@ import importlib.metadata
 import pytest
 
 from onpolicy.errors import ConfigError
-from onpolicy.train.megatron import version
-from onpolicy.train.megatron.version import MEGATRON_CORE, require_megatron
+from onpolicy.train.megatron import make
+from onpolicy.train.megatron.layout import MEGATRON_CORE, require_megatron
 
 
 def test_the_pinned_version_is_installed_and_accepted():
@@ -14,7 +14,7 @@ def test_the_pinned_version_is_installed_and_accepted():
 
 
 def test_another_version_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setattr(version, "version", lambda name: "0.17.0")
+    monkeypatch.setattr(make, "version", lambda name: "0.17.0")
     with pytest.raises(
         ConfigError, match=rf"megatron-core==0\.17\.0.*pip install.*{MEGATRON_CORE}"
     ):
@@ -25,6 +25,6 @@ def test_a_missing_package_is_said_with_the_remedy(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(version, "version", missing)
+    monkeypatch.setattr(make, "version", missing)
     with pytest.raises(ConfigError, match=r"not installed.*pip install.*--train-backend fsdp"):
         require_megatron()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from onpolicy.errors import CheckpointError
-from onpolicy.train.fsdp.state import _tensors
+from onpolicy.train.fsdp.sharded_model import _tensors
 from tests.support.crafted_checkpoints import ATTACKS, tell_of_another_file
 from tests.support.unstarted_run import make_run
 
