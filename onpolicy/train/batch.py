@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -74,6 +74,13 @@ class PackedBatch:
             train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
         )
 
+    @classmethod
+    def after(cls, earlier: PackedBatch, **more: Any) -> Self:
+        """This stage of a micro-batch: what the stage before it holds, and more."""
+        return cls(
+            **{field.name: getattr(earlier, field.name) for field in fields(earlier)}, **more
+        )
+
     def locate(self, row: int) -> tuple[TrainSample, int]:
         """The sample that sampled token `row` belongs to, and how many of its come before."""
         for sample, length in zip(self.samples, self.response_lens, strict=True):
@@ -92,7 +99,7 @@ class ScoredBatch(PackedBatch):
     old_log_probs: Tensor | None
     """What the policy gave them before the first step; None where the loss's own pass has that."""
 
-    ref_log_probs: Tensor | None
+    ref_log_probs: Tensor | None = None
     """What the reference model gives them; None without a KL penalty in the loss."""
 
 
@@ -109,11 +116,11 @@ class WeighedBatch(ScoredBatch):
     importance_weights: Tensor
     """Factors of each token's policy loss: 1 without a correction."""
 
-    correction: CorrectionConfig | None
+    correction: CorrectionConfig | None = None
     """The weights and the rejection that the loss takes from its own log-probabilities, where nobody
     computed the policy's before."""
 
-    custom: CustomCorrection | None
+    custom: CustomCorrection | None = None
     """The user's own correction."""
 
 
@@ -144,41 +151,6 @@ def packed_batch(numbered: Mapping[int, TrainSample], device: torch.device) -> P
     )
 
 
-def with_scores(
-    batch: PackedBatch,
-    advantages: Tensor,
-    old_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-) -> ScoredBatch:
-    """The second stage of a micro-batch."""
-    return ScoredBatch(
-        **_fields(batch),
-        advantages=advantages,
-        old_log_probs=old_log_probs,
-        ref_log_probs=ref_log_probs,
-    )
-
-
-def with_weights(
-    batch: ScoredBatch,
-    shares: Tensor,
-    kept: Tensor,
-    importance_weights: Tensor,
-    *,
-    correction: CorrectionConfig | None = None,
-    custom: CustomCorrection | None = None,
-) -> WeighedBatch:
-    """The third stage of a micro-batch."""
-    return WeighedBatch(
-        **_fields(batch),
-        shares=shares,
-        kept=kept,
-        importance_weights=importance_weights,
-        correction=correction,
-        custom=custom,
-    )
-
-
 def completed(batch: WeighedBatch, log_probs: Tensor) -> WeighedBatch:
     """The third stage with what was left to the loss's own log-probabilities, float32 [R].
 
@@ -198,7 +170,3 @@ def completed(batch: WeighedBatch, log_probs: Tensor) -> WeighedBatch:
         kept=correction.mask,
         importance_weights=weights if correction.weights is None else correction.weights,
     )
-
-
-def _fields(batch: PackedBatch) -> dict[str, Any]:
-    return {field.name: getattr(batch, field.name) for field in fields(batch)}

@@ -36,7 +36,6 @@ from onpolicy.train.batch import (
     ScoredBatch,
     WeighedBatch,
     completed,
-    with_weights,
 )
 from onpolicy.train.distributed import gather_vectors
 from onpolicy.train.miles_hook import miles_correction
@@ -174,11 +173,11 @@ class Corrections:
         lens = [len(batch.mask) for batch in step]
         parts = zip(step, shares.split(lens), kept.split(lens), weights.split(lens), strict=True)
         weighed = [
-            with_weights(
+            WeighedBatch.after(
                 batch,
-                torch.where(batch.mask, share, 0),
-                keep,
-                weight,
+                shares=torch.where(batch.mask, share, 0),
+                kept=keep,
+                importance_weights=weight,
                 correction=self.applied if left else None,
                 custom=self.custom if active else None,
             )

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -23,7 +22,6 @@ from onpolicy.train.batch import (
     ScoredBatch,
     WeighedBatch,
     packed_batch,
-    with_scores,
 )
 from onpolicy.train.correction import Corrections
 from onpolicy.train.engine import Role, ShardedModel
@@ -55,7 +53,10 @@ class Learner:
 
         Returns metrics, and what the parity check found, which a ParityError carries too.
         """
-        steps = [self._micro_batches(share, number) for number in range(len(rates))]
+        steps = [
+            [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
+            for number in range(len(rates))
+        ]
         gate = self._gate(step, contract)
         corrected = not contract.is_aligned or any(share.lags)
         scored, perf = self._scored(steps, share.outcomes, corrected=corrected)
@@ -69,7 +70,7 @@ class Learner:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, "measure")
-            scored, perf = self._scored_again(scored)
+            scored, perf = self._scored(steps, share.outcomes, corrected=True)
             metrics = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
         return metrics | perf, gate.findings(share.outcomes.num_samples, apart)
@@ -147,10 +148,6 @@ class Learner:
         policy = self.config.plan.on_mismatch(is_aligned=contract.is_aligned)
         return ParityGate(step, policy, remedy)
 
-    def _micro_batches(self, share: Share, number: int) -> list[PackedBatch]:
-        """The micro-batches of optimizer step `number`."""
-        return [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
-
     def _scored(
         self, steps: list[list[PackedBatch]], outcomes: Outcomes, *, corrected: bool
     ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
@@ -166,21 +163,14 @@ class Learner:
             self._reference_log_probs(batches, scores),
             strict=True,
         )
-        scored = iter([with_scores(*part) for part in parts])
+        scored = iter(
+            [
+                ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref)
+                for batch, a, old, ref in parts
+            ]
+        )
         seconds = time.perf_counter() - start
         return [[next(scored) for _ in step] for step in steps], {"perf/log_probs_time": seconds}
-
-    def _scored_again(
-        self, steps: list[list[ScoredBatch]]
-    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
-        """Score a rollout again that is corrected after all; nothing but the policy's part changes."""
-        start = time.perf_counter()
-        batches = [batch for step in steps for batch in step]
-        needed = "policy" in self._roles(len(steps), corrected=True)
-        scores: ScoresByRole = {"policy": self._score("policy", batches)} if needed else {}
-        old = iter(self._old_log_probs(batches, scores, corrected=True))
-        scored = [[replace(batch, old_log_probs=next(old)) for batch in step] for step in steps]
-        return scored, {"perf/log_probs_time": time.perf_counter() - start}
 
     def _roles(self, num_steps: int, *, corrected: bool) -> list[Role]:
         """The models that score a rollout before its first optimizer step, in their order."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from onpolicy.train.batch import packed_batch, with_scores, with_weights
+from onpolicy.train.batch import ScoredBatch, WeighedBatch, packed_batch
 from onpolicy.train.shares import make_shares
 from tests.support.samples import make_train_sample
 
@@ -15,10 +15,20 @@ def make_micro_batches(samples, *, max_tokens, rank=0, num_ranks=1):
     return [packed_batch(part, torch.device("cpu")) for part in share.micro_batches(0)]
 
 
-def rewards_of(batch):
-    """What each token's sample got, as its advantage: float32 [R]."""
+def scored_batch(batch, old, reference=None):
+    """Where each token has the reward of its sample for an advantage."""
     trained = [(s.sample.reward, s.sample.trajectory.num_sampled) for s in batch.samples]
-    return torch.cat([torch.full((length,), reward) for reward, length in trained])
+    advantages = torch.cat([torch.full((length,), reward) for reward, length in trained])
+    return ScoredBatch.after(
+        batch, advantages=advantages, old_log_probs=old, ref_log_probs=reference
+    )
+
+
+def weighed_batch(scored, kept):
+    """With equal shares, and no weights."""
+    n = len(kept)
+    shares = torch.full((n,), 1 / n)
+    return WeighedBatch.after(scored, shares=shares, kept=kept, importance_weights=torch.ones(n))
 
 
 def make_batch(ratios, advantages, **more):
@@ -28,8 +38,6 @@ def make_batch(ratios, advantages, **more):
     ]
     (batch,) = make_micro_batches(samples, max_tokens=99)
     n = len(ratios)
-    scored = with_scores(batch, rewards_of(batch), torch.zeros(n), None)
-    weighed = with_weights(
-        scored, torch.full((n,), 1 / n), torch.ones(n, dtype=torch.bool), torch.ones(n)
-    )
+    scored = scored_batch(batch, torch.zeros(n))
+    weighed = weighed_batch(scored, torch.ones(n, dtype=torch.bool))
     return torch.tensor(ratios).log().requires_grad_(), replace(weighed, **more)

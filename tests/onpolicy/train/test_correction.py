@@ -15,10 +15,10 @@ from fallback_correction.config import RejectionRule, Veto
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups, validate
 from onpolicy.train import distributed
-from onpolicy.train.batch import completed, with_scores
+from onpolicy.train.batch import completed
 from onpolicy.train.correction import Corrections, weight_correction
 from onpolicy.train.loss import LossSettings, policy_loss
-from tests.support.onpolicy_batches import make_micro_batches, rewards_of
+from tests.support.onpolicy_batches import make_micro_batches, scored_batch
 from tests.support.samples import make_train_sample
 
 INF, NAN = math.inf, math.nan
@@ -56,7 +56,7 @@ def score(config, log_ratios, advantages, max_tokens=1000, ref=None, before=True
         bypass = config.fallback.use_rollout_logprobs
         old = batch.rollout_log_probs if bypass else own[-1].detach().clone() if before else None
         reference = None if ref is None else torch.full_like(r, ref)
-        scored.append(with_scores(batch, rewards_of(batch), old, reference))
+        scored.append(scored_batch(batch, old, reference))
     return scored, own
 
 

@@ -16,10 +16,9 @@ from onpolicy.algorithm.advantages import group_advantages
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
 from onpolicy.train import distributed
-from onpolicy.train.batch import with_scores
 from onpolicy.train.correction import Corrections
 from onpolicy.train.loss import LossSettings, policy_loss
-from tests.support.onpolicy_batches import make_micro_batches, rewards_of
+from tests.support.onpolicy_batches import make_micro_batches, scored_batch
 from tests.support.samples import make_train_sample
 
 END, VOCAB, LONGEST = 0, 3, 3
@@ -79,7 +78,7 @@ def drift(mu, logits, flags, b=B):
     own = torch.cat([of_tokens(logits.log_softmax(-1), y) for y in ordered]).float()
     bypass = config.fallback.use_rollout_logprobs
     old = packed.rollout_log_probs if bypass else own.detach()
-    scored = with_scores(packed, rewards_of(packed), old, None)
+    scored = scored_batch(packed, old)
     ((weighed,),), _ = Corrections(config).weigh([[scored]], active=True)
     loss, _ = policy_loss(own, weighed, LossSettings.of(config))
     (gradient,) = torch.autograd.grad(loss, logits)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fallback_correction.tokens import TokenBatch
-from onpolicy.train.batch import packed_batch, with_scores, with_weights
+from onpolicy.train.batch import packed_batch
 from onpolicy.train.correction import lag_metrics
 from onpolicy.trajectory import Span
 from tests.onpolicy.train.test_parity_gate import lagging
+from tests.support.onpolicy_batches import scored_batch, weighed_batch
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample
 
@@ -21,12 +22,7 @@ def test_each_lag_has_the_numbers_of_its_own_tokens():
     batch = packed_batch({0: sample}, torch.device("cpu"))
     assert batch.lags.tolist() == [2, 2, 0, 0]
     kept = torch.tensor([True, False, True, True])
-    weighed = with_weights(
-        with_scores(batch, torch.ones(4), torch.tensor(train), None),
-        torch.full((4,), 0.25),
-        kept,
-        torch.ones(4),
-    )
+    weighed = weighed_batch(scored_batch(batch, torch.tensor(train)), kept)
     tokens = TokenBatch.packed(torch.tensor(train), torch.tensor(rollout), [4])
     (found,) = on_ranks(1, lambda rank: lag_metrics([weighed], tokens, [0, 2], upper=1.5))
     weights = [math.exp(0.5), math.exp(-1.0)]
