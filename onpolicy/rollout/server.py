@@ -32,6 +32,9 @@ _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _NEWS_SECONDS = 30.0
 
+_ANSWER_SECONDS = (10.0, 60.0)
+"""To connect, and to answer: a server that is sampling for another run answers late."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -180,10 +183,6 @@ def require_free_port(host: str, port: int) -> None:
         ) from error
 
 
-SECONDS = (10.0, 60.0)
-"""To connect, and to answer: a server that is sampling for another run answers late."""
-
-
 def require_addresses(engine: EngineConfig, api_key: str) -> None:
     """Raise ConfigError if servers cannot listen where they are to be started, or are not where the
     run is to find them."""
@@ -221,7 +220,7 @@ def _require_servers(urls: Sequence[str], api_key: str) -> None:
 
 def _problem(url: str, headers: dict[str, str]) -> str | None:
     try:
-        response = requests.get(url, headers=headers, timeout=SECONDS)
+        response = requests.get(url, headers=headers, timeout=_ANSWER_SECONDS)
         if response.status_code in (401, 403):
             return "refuses --rollout-api-key" if headers else "asks for an --rollout-api-key"
         response.raise_for_status()

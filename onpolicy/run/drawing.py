@@ -26,9 +26,8 @@ class Replayed(Drawing):
 
     When a version was pushed, what it had drawn in the run is drawn: as many tokens of each response as
     the journal says, continued from those of earlier versions. Every rollout is compared with its
-    record.
-    It draws for rollouts beyond --num-rollout too, so that a checkpoint at its end holds what the run
-    had drawn for them.
+    record. It draws for rollouts beyond --num-rollout too, so that a checkpoint at its end holds what
+    the run had drawn for them.
     """
 
     def __init__(

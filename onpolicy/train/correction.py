@@ -54,7 +54,7 @@ class Corrections:
 
     def __init__(self, config: TrainConfig):
         self.config = config
-        self._penalty = make_penalty(config.fallback)
+        self._penalty = DiscrepancyPenalty(config.fallback.dc) if config.fallback.dc.mode else None
         self.use(config.fallback)
 
     def use(self, flags: FallbackConfig) -> None:
@@ -250,11 +250,6 @@ def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     takes their place or nothing is asked for."""
     replaced = bool(flags.custom_tis_function_path)
     return flags.correction() if flags.corrects and not replaced else None
-
-
-def make_penalty(flags: FallbackConfig) -> DiscrepancyPenalty | None:
-    """The discrepancy-constrained advantage, if it is asked for."""
-    return DiscrepancyPenalty(flags.dc) if flags.dc.mode else None
 
 
 def custom_correction(config: TrainConfig, flags: FallbackConfig) -> CustomCorrection | None:

@@ -35,6 +35,8 @@ from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
 
+logger = logging.getLogger(__name__)
+
 
 class PolicyTrainer(Trainer):
     """One rank of the trainer, or all of it.
@@ -151,9 +153,6 @@ class PolicyTrainer(Trainer):
                 f"--load: what the checkpoint holds of the corrections does not fit these settings "
                 f"({error!r}). Give --dc-* as in the run that wrote it."
             ) from error
-
-
-logger = logging.getLogger(__name__)
 
 
 def checked_operators(

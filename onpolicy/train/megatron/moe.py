@@ -43,7 +43,11 @@ Dispatch = Callable[[Tensor, Tensor, int, Compute, dist.ProcessGroup], Tensor]
 
 
 class Exchange:
-    """The way of rows to the ranks of their experts, sorted by these, and back; collective."""
+    """The way of rows to the ranks of their experts, sorted by these, and back; collective.
+
+    Row j of token t is its j-th choice. An expert computes a row as if it were alone, so it does not
+    matter which rows meet on its rank; results come home unrounded, to be mixed in the router's order.
+    """
 
     def __init__(self, experts: Tensor, per_rank: int, group: dist.ProcessGroup):
         """experts: int64 [T, k]; `per_rank` of them are on each rank of `group`."""

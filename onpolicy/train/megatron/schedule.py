@@ -74,18 +74,13 @@ def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Scores]:
     ranks pass equally many.
     """
     with torch.no_grad():
-        results: list[Scores] = _run(model, batches, None)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return results
-    shared = []
-    for i, batch in enumerate(batches):
-        both = batch.temperature.new_empty(2, len(batch.rows))
-        if results:
-            torch.stack(results[i], out=both)
-        dist.broadcast(both, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        shared.append(Scores(*both))
-    return shared
+        results = _run(model, batches, None)
+    vectors = share_vectors(
+        [vector for scores in results for vector in scores],
+        [len(batch.rows) for batch in batches for _ in Scores._fields],
+        batches[0].rows.device,
+    )
+    return [Scores(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
 
 
 def accumulate_gradients(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss) -> None:
