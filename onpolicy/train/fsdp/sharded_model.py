@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
@@ -135,35 +134,23 @@ class FsdpModel(ShardedModel):
         return gather_buckets(self.module, self.dtype, max_bytes)
 
     def write_tensors(self, directory: Path) -> None:
-        assert self.optimizer is not None
-        write_tensors(directory, self.module, self.optimizer)
+        dcp.save(self._tensors(), checkpoint_id=str(directory))
 
     def read_tensors(self, directory: Path) -> None:
+        tensors = self._tensors()
+        dcp.load(tensors, storage_reader=IndexReader(directory))
+        torch.set_rng_state(tensors["random_state"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that is saved, under flat names: weights, moments and random state."""
         assert self.optimizer is not None
-        read_tensors(directory, self.module, self.optimizer)
+        create_missing_moments(self.optimizer)
+        tensors = {"random_state": torch.get_rng_state()}
+        for name, parameter in self.module.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
 
     def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
         return recording(self.module, recorder)
-
-
-def write_tensors(directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Weights, moments and random state; collective."""
-    dcp.save(_tensors(model, optimizer), checkpoint_id=str(directory))
-
-
-def read_tensors(directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read back, in place, what `write_tensors` wrote; collective."""
-    tensors = _tensors(model, optimizer)
-    dcp.load(tensors, storage_reader=IndexReader(directory))
-    torch.set_rng_state(tensors["random_state"])
-
-
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything that is saved, under flat names."""
-    create_missing_moments(optimizer)
-    tensors = {"random_state": torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{key}"] = value
-    return tensors
