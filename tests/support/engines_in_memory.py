@@ -28,7 +28,7 @@ from torch import Tensor
 from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.rollout.client import EngineLostError
+from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.rollout.sglang import SglangGroup
@@ -222,6 +222,8 @@ class Engine:
     async def abort(self, session: aiohttp.ClientSession) -> None:
         if self.memory is not None:
             self.memory.aborts += 1
+
+    abort_when = EngineClient.abort_when
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         if self.memory is None:

@@ -24,7 +24,6 @@ def make_config(checkpoint: Path, directory: Path, **output: Any) -> TrainConfig
     return TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
         rollout=groups.RolloutConfig(num_rollout=9),
-        algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
         output=groups.OutputConfig(**{"save": save, "save_interval": 2, "load": save, **output}),
         parity=groups.ParityConfig(true_on_policy_mode=True),
     )

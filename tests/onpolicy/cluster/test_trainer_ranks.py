@@ -31,7 +31,12 @@ RATES = [1e-3, 1e-3]
 def parts(checkpoint, tmp_path_factory):
     """(configuration, contract, directory) of ranks that have several micro-batches each."""
     directory = tmp_path_factory.mktemp("ranks")
-    config = changed(make_config(checkpoint, directory), max_tokens_per_gpu=40, cpu_threads=1)
+    config = changed(
+        make_config(checkpoint, directory),
+        max_tokens_per_gpu=40,
+        cpu_threads=1,
+        advantage_estimator="reinforce",
+    )
     return config, contract_for(config, load_config(str(checkpoint)), aligned=True), directory
 
 

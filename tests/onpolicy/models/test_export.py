@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from onpolicy.run import saving
+from onpolicy.train.advantages import RewardEstimator
 from tests.support.samples import make_train_sample
 from tests.support.tiny import make_tokenizer
 from tests.support.unstarted_run import make_run, state_after
@@ -36,6 +37,7 @@ def exported(checkpoint, tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     config, engines = make_run(checkpoint, directory)
     trainer = engines.trainer
+    trainer.learner.estimator = RewardEstimator("reinforce")  # of a sample that is alone
     sequence = list(range(2, 40))
     (log_probs,) = trainer.log_probs([sequence], [4], 1.0)
     sample = make_train_sample(sequence, 4, log_probs.tolist(), reward=1.0)

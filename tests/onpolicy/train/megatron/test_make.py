@@ -6,7 +6,7 @@ import pytest
 
 from onpolicy.errors import ConfigError
 from onpolicy.train.megatron import make
-from onpolicy.train.megatron.layout import MEGATRON_CORE, require_megatron
+from onpolicy.train.megatron.make import MEGATRON_CORE, require_megatron
 
 
 def test_the_pinned_version_is_installed_and_accepted():
