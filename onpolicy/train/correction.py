@@ -63,8 +63,19 @@ class Corrections:
         rejects = CorrectionConfig(nonfinite="reject") if flags.tis_nonfinite == "reject" else None
         self.applied = self.weights or rejects
         self.penalty = self._penalty if flags.dc.mode else None
-        self.custom = custom_correction(self.config, flags)
+        self.custom = self._custom(flags)
         self.bypass = flags.use_rollout_logprobs
+
+    def _custom(self, flags: FallbackConfig) -> CustomCorrection | None:
+        """The user's own, if there is one; it gets all flags of the run, with `flags` in force.
+
+        Raises ConfigError if it cannot be imported, or asks for what nobody gives.
+        """
+        if not (path := flags.custom_tis_function_path):
+            return None
+        function = load_function(path, "--custom-tis-function-path")
+        args = SimpleNamespace(**self.config.to_dict() | flag_values(flags))
+        return miles_correction(function, args, bypass=flags.use_rollout_logprobs)
 
     @property
     def wants_metrics(self) -> bool:
@@ -250,16 +261,3 @@ def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     takes their place or nothing is asked for."""
     replaced = bool(flags.custom_tis_function_path)
     return flags.correction() if flags.corrects and not replaced else None
-
-
-def custom_correction(config: TrainConfig, flags: FallbackConfig) -> CustomCorrection | None:
-    """The user's own, if there is one; it gets all flags of the run, with `flags` in force.
-
-    Raises ConfigError if it cannot be imported, or asks for what nobody gives.
-    """
-    path = flags.custom_tis_function_path
-    if not path:
-        return None
-    function = load_function(path, "--custom-tis-function-path")
-    args = SimpleNamespace(**config.to_dict() | flag_values(flags))
-    return miles_correction(function, args, bypass=flags.use_rollout_logprobs)

@@ -110,10 +110,24 @@ class PolicyTrainer(Trainer):
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
     ) -> list[Tensor]:
-        max_tokens = self.config.trainer.max_tokens_per_gpu
-        return score_sequences(
-            self.policy, sequences, prompt_lens, temperature, max_tokens, self.device
-        )
+        # Each data-parallel rank scores a share of them, as many tokens at a time as it may.
+        lens, most = [len(s) for s in sequences], self.config.trainer.max_tokens_per_gpu
+        plan = pack(lens, distributed.data_size(), most)[distributed.data_rank()]
+        batches = [
+            PackedTokens.after_prompts(
+                [sequences[i] for i in indices] or [[0, 0]],
+                [prompt_lens[i] for i in indices] or [1],
+                temperature,
+                self.device,
+            )
+            for indices in plan
+        ]
+        mine: dict[int, Tensor] = {}
+        for indices, scores in zip(plan, self.policy.score(batches), strict=True):
+            responses = [lens[i] - prompt_lens[i] for i in indices]
+            parts = scores.log_probs[: sum(responses)].cpu().split(responses)
+            mine.update(zip(indices, parts, strict=True))
+        return list(distributed.gather_by_number(mine).values())
 
     def recorded_log_probs(
         self,
@@ -170,34 +184,3 @@ def checked_operators(
     digests = self_check(aligned, contract, longest)
     check_gradients(aligned, contract)
     return operators, digests
-
-
-def score_sequences(
-    model: ShardedModel,
-    sequences: Sequence[list[int]],
-    prompt_lens: Sequence[int],
-    temperature: float,
-    max_tokens: int,
-    device: torch.device,
-) -> list[Tensor]:
-    """Log-probabilities of every token after a sequence's prompt, float32 [R] per sequence; collective.
-
-    Each data-parallel rank scores a share of them, `max_tokens` at a time.
-    """
-    lens = [len(s) for s in sequences]
-    plan = pack(lens, distributed.data_size(), max_tokens)[distributed.data_rank()]
-    batches = [
-        PackedTokens.after_prompts(
-            [sequences[i] for i in indices] or [[0, 0]],
-            [prompt_lens[i] for i in indices] or [1],
-            temperature,
-            device,
-        )
-        for indices in plan
-    ]
-    mine: dict[int, Tensor] = {}
-    for indices, scores in zip(plan, model.score(batches), strict=True):
-        responses = [lens[i] - prompt_lens[i] for i in indices]
-        parts = scores.log_probs[: sum(responses)].cpu().split(responses)
-        mine.update(zip(indices, parts, strict=True))
-    return list(distributed.gather_by_number(mine).values())

@@ -10,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from onpolicy.errors import CheckpointError
-from onpolicy.train.fsdp.sharded_model import _tensors
 from tests.support.crafted_checkpoints import ATTACKS, tell_of_another_file
 from tests.support.unstarted_run import make_run
 
@@ -44,10 +43,7 @@ def test_no_code_runs(trainer, crafted, tmp_path, attack):
 def test_code_runs_in_dcps_own_reader(trainer, crafted, tmp_path, attack):
     """So the test above would notice."""
     attack(crafted / "sharded", tmp_path / "trace")
-    tensors = {
-        name: tensor.clone()
-        for name, tensor in _tensors(trainer.policy.module, trainer.policy.optimizer).items()
-    }
+    tensors = {name: tensor.clone() for name, tensor in trainer.policy._tensors().items()}
     with suppress(Exception, dcp.api.CheckpointException):  # what the code returns is no tensor
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(crafted / "sharded"))
     assert (tmp_path / "trace").exists()
