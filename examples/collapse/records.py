@@ -56,7 +56,4 @@ def summary(curves: Curves) -> dict[str, Any]:
         "k3_first": k3[0],
         "k3_last": k3[-1],
         "largest_gradient_norm": max(curves["gradient_norm"]),
-        "entropy": windows(curves["entropy"], WINDOW)[-1],
-        "smallest_ess": min(curves.get("ess", [1.0])),
-        "truncated": windows(curves["truncated"], WINDOW)[-1],
     }
