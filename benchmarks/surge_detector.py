@@ -162,20 +162,19 @@ def cells(shape: Shape, seeds: int) -> list[str]:
     """A shape's line of the table, without its name."""
     runs = [detect(shape, seed) for seed in range(seeds)]
     found = [run.onset for run in runs if run.onset is not None]
-    confirmed = [run.confirmed_at for run in runs if run.confirmed_at is not None]
     errors = [] if shape.onset is None else [onset - shape.onset for onset in found]
     # A surge reported well before the true one is a false alarm too.
     early = [error for error in errors if error < -5]
     false_alarms = len(found) if shape.onset is None else len(early)
     missed = "-" if shape.onset is None else str(seeds - len(found))
     onset = str(shape.onset or "none")
-    return [onset, spread(errors), spread(confirmed), missed, str(false_alarms)]
+    return [onset, spread(errors), missed, str(false_alarms)]
 
 
 def table(seeds: int) -> str:
     """The whole table; neighbours with the same cells share a line."""
-    head = "| mean length, tokens | true onset | error | confirmed at | missed | false alarms |"
-    lines = [head, "|---" * 6 + "|"]
+    head = "| mean length, tokens | true onset | error | missed | false alarms |"
+    lines = [head, "|---" * 5 + "|"]
     for same, shapes in groupby(SHAPES, lambda shape: cells(shape, seeds)):
         names = "; ".join(shape.name for shape in shapes)
         lines.append("| " + " | ".join([names, *same]) + " |")
