@@ -16,10 +16,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "collapse.md"
 
 COLUMNS = (
     "engine", "arm", "reward at the end: each; mean +- 95 %", "peak", "collapsed",
-    "k3: first / first 20 / last 20", "gradient norm",
+    "k3: first 20 / last 20", "gradient norm",
 )  # fmt: skip
 
-K3 = ("k3_start", "k3_first", "k3_last")
+K3 = ("k3_first", "k3_last")
 
 
 def cases() -> dict[tuple[str, str], list[Run]]:
