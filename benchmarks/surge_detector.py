@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import NormalDist, median
 
 from fallback_correction.surge_detector import SurgeDetector
@@ -157,24 +158,27 @@ def spread(values: list[int]) -> str:
     return f"{median(values):g} ({min(values)} to {max(values)})"
 
 
-def row(shape: Shape, seeds: int) -> str:
-    """One line of the table."""
+def cells(shape: Shape, seeds: int) -> list[str]:
+    """A shape's line of the table, without its name."""
     runs = [detect(shape, seed) for seed in range(seeds)]
     found = [run.onset for run in runs if run.onset is not None]
-    confirmed = [run.confirmed_at for run in runs if run.confirmed_at is not None]
     errors = [] if shape.onset is None else [onset - shape.onset for onset in found]
     # A surge reported well before the true one is a false alarm too.
     early = [error for error in errors if error < -5]
     false_alarms = len(found) if shape.onset is None else len(early)
     missed = "-" if shape.onset is None else str(seeds - len(found))
-    cells = [shape.name, str(shape.onset or "none"), spread(found), spread(confirmed)]
-    return "| " + " | ".join([*cells, spread(errors), missed, str(false_alarms)]) + " |"
+    onset = str(shape.onset or "none")
+    return [onset, spread(errors), missed, str(false_alarms)]
 
 
 def table(seeds: int) -> str:
-    """The whole table."""
-    head = "| mean length, tokens | true onset | found | confirmed at | error | missed | false alarms |"
-    return "\n".join([head, "|---" * 7 + "|", *(row(shape, seeds) for shape in SHAPES)])
+    """The whole table; neighbours with the same cells share a line."""
+    head = "| mean length, tokens | true onset | error | missed | false alarms |"
+    lines = [head, "|---" * 5 + "|"]
+    for same, shapes in groupby(SHAPES, lambda shape: cells(shape, seeds)):
+        names = "; ".join(shape.name for shape in shapes)
+        lines.append("| " + " | ".join([names, *same]) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

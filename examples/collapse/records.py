@@ -52,11 +52,7 @@ def summary(curves: Curves) -> dict[str, Any]:
         "reward": last,
         "peak": peak,
         "collapsed": last < peak / 2,
-        "k3_start": curves["k3"][0],
         "k3_first": k3[0],
         "k3_last": k3[-1],
         "largest_gradient_norm": max(curves["gradient_norm"]),
-        "entropy": windows(curves["entropy"], WINDOW)[-1],
-        "smallest_ess": min(curves.get("ess", [1.0])),
-        "truncated": windows(curves["truncated"], WINDOW)[-1],
     }

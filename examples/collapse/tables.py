@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import fmean, median
 
 from records import read_curves, summary
 from study import RESULTS, Run, plan, record_of
@@ -14,12 +15,11 @@ from page_tables import between, interval, table
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "collapse.md"
 
 COLUMNS = (
-    "engine", "arm", "seeds", "reward at the end: each; mean +- 95 %", "peak", "collapsed",
-    "k3: first rollout / first 20 / last 20", "largest gradient norm",
-    "entropy", "smallest ESS", "truncated",
+    "engine", "arm", "reward at the end: each; mean +- 95 %", "peak", "collapsed",
+    "k3: first 20 / last 20", "gradient norm",
 )  # fmt: skip
 
-K3 = ("k3_start", "k3_first", "k3_last")
+K3 = ("k3_first", "k3_last")
 
 
 def cases() -> dict[tuple[str, str], list[Run]]:
@@ -39,23 +39,19 @@ def row(engine: str, arm: str, runs: list[Run]) -> list[str]:
     """The cells of a case."""
     summaries = [summary(read_curves(record_of(run))) for run in runs]
 
-    def each(key: str, form: str = ".2f") -> str:
-        return ", ".join(format(summary[key], form) for summary in summaries)
+    def of(key: str) -> list[float]:
+        return [summary[key] for summary in summaries]
 
-    k3 = [" / ".join(f"{s[key]:.0e}" for key in K3 if s[key]) or "0" for s in summaries]
-    rewards = [s["reward"] for s in summaries]
+    each = ", ".join(f"{reward:.2f}" for reward in of("reward"))
+    k3 = [f"{median(of(key)):.0e}" for key in K3]
     return [
         engine,
         arm,
-        ", ".join(str(run.seed) for run in runs),
-        "; ".join(filter(None, (each("reward"), interval(rewards)))),
-        each("peak"),
-        f"{sum(s['collapsed'] for s in summaries)} of {len(runs)}",
-        ", ".join(k3),
-        each("largest_gradient_norm", ".1f"),
-        each("entropy"),
-        each("smallest_ess"),
-        each("truncated"),
+        "; ".join(filter(None, (each, interval(of("reward"))))),
+        f"{fmean(of('peak')):.2f}",
+        f"{sum(of('collapsed'))} of {len(runs)}",
+        " / ".join(k3) if any(of("k3_last")) else "0",
+        f"{max(of('largest_gradient_norm')):.1f}",
     ]
 
 

@@ -27,9 +27,8 @@ END = 5
 """Rollouts whose mean reward is that of the end, and that a point of a curve is the mean of."""
 
 COLUMNS = (
-    "lag", "what is done", "seeds", "reward at the end", "reward over the run",
-    "evaluation", "k3: mean / largest", "ESS: mean / smallest", "above 2: mean / largest",
-    "largest gradient norm", "length at the end",
+    "lag", "what is done", "reward at the end", "reward over the run", "evaluation",
+    "k3", "ESS", "above 2",
 )  # fmt: skip
 
 Record = dict[str, Any]
@@ -55,24 +54,20 @@ def row(run: Run, records: list[Record]) -> list[str]:
     def mean(values: list[float]) -> str:
         return interval(values, ".3f") or f"{values[0]:.3f}"
 
-    def by_lag(name: str, worst: Any, form: str) -> str:
+    def by_lag(name: str, form: str) -> str:
         values = of(f"lag/{run.lag}/{name}") if run.lag else []
-        return f"{fmean(values):{form}} / {worst(values):{form}}" if values else "-"
+        return f"{fmean(values):{form}}" if values else "-"
 
     rewards = [record["curves"][REWARD] for record in records]
-    lengths = [fmean(record["curves"]["rollout/response_length"][-END:]) for record in records]
     return [
         str(run.lag),
         run.arm or "-",
-        str(len(records)),
         mean([fmean(values[-END:]) for values in rewards]),
         mean([fmean(values) for values in rewards]),
         mean([record["evaluation"] for record in records]),
-        by_lag("k3", max, ".1e"),
-        by_lag("ess", min, ".3f"),
-        by_lag("clip_share", max, ".1%"),
-        f"{max(of('train/grad_norm')):.2f}",
-        f"{fmean(lengths):.2f}",
+        by_lag("k3", ".1e"),
+        by_lag("ess", ".3f"),
+        by_lag("clip_share", ".1%"),
     ]
 
 

@@ -54,28 +54,38 @@ Results = dict[str, dict[str, Cell]]
 
 HEAD = """# Architectures
 
-Which models run on aligned operators? Those whose cells say 0. For every architecture `make
-architectures` makes a random checkpoint of a few layers (`tests/support/tiny.py`) and runs
-`onpolicy verify` on it: the real SGLang server and the real trainer on a CPU, prompts in chunks,
-cache hits, an optimizer step and a push. It writes this page from [a
-record](../benchmarks/results/architectures.json); edit neither by hand. `onpolicy verify
---hf-checkpoint DIR` says whether your own checkpoint works, at its real size.
+Which models run on aligned operators? Those whose row says `0 of 144`: both engines gave each of 144
+sampled tokens the same log-probability. `onpolicy verify --hf-checkpoint DIR` says it of your own
+checkpoint, at its real size.
 
-A cell says how many of the sampled tokens had another log-probability on the other side, and how
-many were compared, at temperature 0.7 (with bfloat16 at 1). *Tensor-parallel 2* is a rollout on two
-ranks and a trainer on one, *Megatron* is `--train-backend megatron`, both in float32. *Refused*:
-the command ends with a sentence before it starts anything; those are below the tables. **Bold**
-cells are open faults: such a run stops at its first token that differs, or its engine does not
-start. `tests/onpolicy/models/test_architectures.py` and `test_published.py` beside it try the same
-without servers, in seconds.
+`make architectures` makes a random checkpoint of a few layers of every architecture
+(`tests/support/tiny.py`) and runs `onpolicy verify` on it: the real SGLang server and the real trainer
+on a CPU, with prompts in chunks, cache hits, an optimizer step and a push. The temperature is 0.7, and
+1 in bfloat16. The command writes this page from [a
+record](../benchmarks/results/architectures.json); edit neither by hand.
+
+| | meaning |
+|---|---|
+| n of m | n of m sampled tokens had another log-probability on the other side |
+| refused | the command says why ([below](#why-some-are-refused)) before it starts anything |
+| **bold** | an open fault: the run stops at the first token that differs, or its engine does not start |
+| tensor-parallel 2 | a rollout on two ranks and a trainer on one, in float32 |
+| Megatron | `--train-backend megatron`, in float32 |
+
+`tests/onpolicy/models/test_architectures.py` and `test_published.py` beside it try the same without
+servers, in seconds.
 """
 
 PUBLISHED_HEAD = """
 ## As published
 
 These are checkpoints as their publishers ship them, shrunk: `tests/support/published/` has the
-config.json of each, with the keys, scaling, windows, code and quantisation that are published;
-weights are in several files. Numbers of a checkpoint with LongRoPE are for its long factors.
+config.json of each, with its keys, scaling, windows, code and quantisation, and the weights are in
+several files. Checkpoints with LongRoPE ran with their long factors.
+"""
+
+REFUSALS_HEAD = """
+## Why some are refused
 """
 
 
@@ -138,18 +148,23 @@ def page(results: Results) -> str:
     saved = _table("architecture", ALL_ARCHITECTURES, COLUMNS, results)
     published = _table("checkpoint", FILES, PUBLISHED_COLUMNS, results)
     reasons = list(_reasons(results))
-    refusals = ["", "What is said of those that are refused:", "", *reasons] if reasons else []
+    refusals = [REFUSALS_HEAD, *reasons] if reasons else []
     return "\n".join([HEAD, *saved, PUBLISHED_HEAD, *published, *refusals, ""])
 
 
 def _table(
     kind: str, names: Collection[str], columns: Collection[str], results: Results
 ) -> Iterator[str]:
+    """A row for all names of which the same came."""
     yield f"| {kind} | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
+    rows: dict[str, list[str]] = {}
     for name in names:
         cells = results.get(name, {})
-        yield f"| {_name(name)} | {' | '.join(_shown(cells.get(c)) for c in columns)} |"
+        row = " | ".join(_shown(cells.get(column)) for column in columns)
+        rows.setdefault(row, []).append(_name(name))
+    for row, alike in rows.items():
+        yield f"| {', '.join(alike)} | {row} |"
 
 
 def _name(name: str) -> str:
@@ -168,18 +183,21 @@ def _shown(cell: Cell | None) -> str:
 
 
 def _reasons(results: Results) -> Iterator[str]:
-    """A line for each sentence: of which columns it is said, and of which architectures."""
-    said: dict[tuple[str, str], list[str]] = {}
-    for architecture in dict.fromkeys((*ALL_ARCHITECTURES, *FILES)):
+    """A line for each sentence: what it is said of, in which columns."""
+    said: dict[str, dict[str, list[str]]] = {}
+    for name in dict.fromkeys((*ALL_ARCHITECTURES, *FILES)):
         columns: dict[str, list[str]] = {}
         for column in COLUMNS:
-            cell = results.get(architecture, {}).get(column, {})
+            cell = results.get(name, {}).get(column, {})
             if text := cell.get("refused") or cell.get("failed"):
-                columns.setdefault(re.sub(r"^architecture=\w+: ", "", text), []).append(column)
-        for text, names in columns.items():
-            said.setdefault((", ".join(names), text), []).append(_name(architecture))
-    for (names, text), architectures in said.items():
-        yield f"- {', '.join(architectures)}; {names}: {text}"
+                text = text.removeprefix("--hf-checkpoint=DIR: ")
+                text = re.sub(r"(model_type|architecture)=\w+", r"\1=...", text)  # one line for all
+                columns.setdefault(text, []).append(column)
+        for text, those in columns.items():
+            said.setdefault(text, {}).setdefault(", ".join(those), []).append(f"`{name}`")
+    for text, places in said.items():
+        whose = ", and ".join(f"{', '.join(names)} in {those}" for those, names in places.items())
+        yield f"- {whose}: {text}"
 
 
 def main() -> None:

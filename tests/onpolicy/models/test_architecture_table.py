@@ -30,4 +30,4 @@ def test_what_differs_or_fails_is_shown_as_such():
         "Megatron": {"refused": "because"},
     }})  # fmt: skip
     assert "| Qwen3 (`qwen3`) | **3 of 144** | **fails** | not run | refused |" in shown
-    assert "- Qwen3 (`qwen3`); Megatron: because" in shown
+    assert "- `qwen3` in Megatron: because" in shown
