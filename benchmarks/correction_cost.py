@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +22,7 @@ prepare_process()  # before torch is imported
 
 import torch
 
+from benchmarks.bench.turns import seconds, take_turns
 from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
 from fallback_correction.correction import correct
 from fallback_correction.discrepancy import DiscrepancyConfig, DiscrepancyPenalty
@@ -51,12 +52,6 @@ EVERYTHING = CorrectionConfig(
     veto=Veto(lower=1e-4),
     self_normalize=True,
 )
-
-
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def make_batch() -> tuple[TokenBatch, torch.Tensor]:
@@ -103,8 +98,10 @@ def make_forward(path: str) -> Callable[[], object]:
     packed = PackedTokens.after_prompts(sequences, [1] * len(sequences), 1.0)
 
     def forward() -> None:
+        torch.set_num_threads(1)  # the aligned operators bring threads of their own
         with torch.no_grad():
             model(packed)
+        torch.set_num_threads(share_of_cores(1))
 
     return forward
 
@@ -117,14 +114,11 @@ def main() -> None:
     batch, advantages = make_batch()
     forward, parts = make_forward(args.hf_checkpoint), correction_parts(batch, advantages)
     torch.set_num_threads(share_of_cores(1))
-    runs: dict[str, list[float]] = {name: [] for name in (*parts, "forward")}
-    for _ in range(REPETITIONS + 1):
-        for name, part in parts.items():
-            runs[name].append(seconds(part))
-        torch.set_num_threads(1)  # the aligned operators bring threads of their own
-        runs["forward"].append(seconds(forward))
-        torch.set_num_threads(share_of_cores(1))
-    medians = {name: median(values[1:]) for name, values in runs.items()}
+    measures = {
+        name: partial(seconds, part) for name, part in {**parts, "forward": forward}.items()
+    }
+    runs = take_turns(measures, 1, REPETITIONS)
+    medians = {name: median(values) for name, values in runs.items()}
     forward_seconds = medians.pop("forward") * SEQUENCES * LENGTH / FORWARD_TOKENS
     result = {
         "what": "correction of 1024 sequences x 8192 tokens",

@@ -10,24 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks.bench.turns import seconds, take_turns
 from onpolicy.run.commands.explain import Microscope
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.tiny import make_checkpoint
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def sample(pair: EnginePair, requests: list) -> None:  # type: ignore[type-arg]
@@ -67,12 +61,8 @@ def main() -> None:
             "score": lambda: plain.trainer.log_probs(sequences, prompts, 1.0),
             "score_recorded": lambda: microscope._score(completions),
         }
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for repetition in range(args.repetitions + 1):
-            for name, work in works.items():
-                took = seconds(work)
-                if repetition:
-                    times[name].append(took)
+        measures = {name: partial(seconds, work) for name, work in works.items()}
+        times = take_turns(measures, 1, args.repetitions)
     result = {name: median(values) for name, values in times.items()}
     for name in ("sample", "score"):
         result[f"{name}_ratio"] = result[f"{name}_recorded"] / result[name]

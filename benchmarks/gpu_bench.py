@@ -24,7 +24,7 @@ from benchmarks.random_checkpoint import GEOMETRIES
 from tests.support.gpu.machine import describe_machine, write_json
 
 LAST_LINES = 15
-"""Of what a part that failed has printed."""
+"""Those kept of what a part that failed has printed."""
 
 
 def commands(args: argparse.Namespace, model: Path, record: Path) -> dict[str, list[str]]:

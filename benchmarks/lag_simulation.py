@@ -49,7 +49,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of a run. Responses are `groups` times `samples` a step, and `slots` at once on an engine."""
+    """Sizes of a run. A step has `groups` times `samples` responses, `slots` at once on an engine."""
 
     groups: int
     samples: int
@@ -63,7 +63,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a run: seconds, and in how many of them each side was at work, engines by their slots."""
+    """What a run took: seconds, and for how many each side was at work, engines by their slots."""
 
     wall: float = 0.0
     tokens: int = 0
@@ -124,7 +124,7 @@ class _Engine:
 
 
 def lengths(seed: int = 0) -> Iterator[int]:
-    """Of responses, in the order of the prompts: the same whatever the schedule."""
+    """Lengths of responses, in the order of the prompts: the same whatever the schedule."""
     chance = random.Random(seed)
     while True:
         yield max(1, min(LONGEST, round(MEDIAN * math.exp(SPREAD * chance.gauss(0, 1)))))

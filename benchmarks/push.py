@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import push_metadata
-from onpolicy.run.bench.alternate import take_turns
+from benchmarks.bench.turns import take_turns
 from tests.support.gpu.machine import describe_machine, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ class Pusher:
 
 @contextmanager
 def pushers(args: argparse.Namespace, settings: dict[str, Any]) -> Iterator[dict[str, Pusher]]:
-    """Of this code, and of the commit that is named."""
+    """Processes that push by this code, and by that of the commit that is named."""
     with ExitStack() as on_exit:
         roots = {"now": ROOT}
         if args.before:
@@ -93,8 +93,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with pushers(args, settings) as kinds:
         for way in args.ways.split(","):
             for mib in args.bucket_mib:
-                of = [partial(pusher.push, way, mib) for pusher in kinds.values()]
-                runs = dict(zip(kinds, take_turns(of, 1, args.repetitions), strict=True))
+                of = {kind: partial(pusher.push, way, mib) for kind, pusher in kinds.items()}
+                runs = take_turns(of, 1, args.repetitions)
                 cells.append({"way": way, "bucket_mib": mib, **_compared(runs)})
                 print(json.dumps(cells[-1]), file=sys.stderr)
     return cells

@@ -11,11 +11,13 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from benchmarks.push_worker import buckets
 from onpolicy.models.stored import stored_tensors
 from onpolicy.system.garbage import collect_rarely
 from onpolicy.weights import flat
@@ -34,7 +36,7 @@ SIZES: dict[str, Any] = {
     "decoder_sparse_step": 1, "norm_topk_prob": True, "tie_word_embeddings": False,
     "max_position_embeddings": 40960,
 }  # fmt: skip
-"""Of Qwen/Qwen3-30B-A3B."""
+"""Those of Qwen/Qwen3-30B-A3B."""
 
 
 def measure() -> dict[str, Any]:
@@ -74,16 +76,9 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 def _buckets(model: Any) -> Iterator[WeightBucket]:
-    bucket: WeightBucket = []
-    size = 0
-    for name, parameter in model.named_parameters():
-        for stored in stored_tensors(model, name, parameter.detach()).items():
-            if bucket and size + stored[1].nbytes > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(stored)
-            size += stored[1].nbytes
-    yield bucket
+    parameters = model.named_parameters()
+    stored = (stored_tensors(model, name, each.detach()).items() for name, each in parameters)
+    return buckets(chain.from_iterable(stored), BUCKET)
 
 
 def _handle(bucket: WeightBucket) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,15 +40,15 @@ def load(checkpoint: Path, device: str) -> list[tuple[str, torch.Tensor]]:
     return tensors
 
 
-def buckets(tensors: WeightBucket, max_bytes: int) -> Iterator[WeightBucket]:
-    """Copies, `max_bytes` at a time, as a trainer gathers its weights anew for every push."""
+def buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[WeightBucket]:
+    """The tensors, `max_bytes` at a time."""
     bucket: WeightBucket = []
     size = 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > max_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor.clone()))
+        bucket.append((name, tensor))
         size += tensor.nbytes
     yield bucket
 
@@ -92,7 +92,9 @@ def main() -> None:
                 options = {"on_gpus": device == "cuda"} if way == "auto" else {}
                 transports[way] = make_transport(way, directory, **options)
             started, used = time.perf_counter(), time.process_time()
-            sent = buckets(tensors, asked["bucket_mib"] << 20)
+            # A trainer gathers its weights anew for every push.
+            copies = ((name, tensor.clone()) for name, tensor in tensors)
+            sent = buckets(copies, asked["bucket_mib"] << 20)
             digest = push_weights(sent, [client], transports[way], asked["version"])
             answer = {
                 "seconds": time.perf_counter() - started,

@@ -34,7 +34,7 @@ def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def share(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Of the numbers of function(x), those per 100 that differ when every row is alone."""
+    """The numbers of function(x), per 100 of them, that differ when every row is alone."""
     whole = function(x)
     return 100 * (row_by_row(function, x) != whole).float().mean().item()
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("onpolicy", "sglang_patches", "fallback_correction")
-FOLDERS = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "requirements")
+PACKAGES = ("onpolicy", "sglang_patches", "fallback_correction", "benchmarks")
+FOLDERS = (*PACKAGES, "tests", "docs", "examples", "requirements")
 
 FILE = re.compile(
     r"(?<![\w/.{<$-])(?:[\w.-]+/)*[\w-]+\.(?:py|md|sh|ya?ml|toml|c|css|js|html)\b(?!/)"

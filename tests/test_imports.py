@@ -80,7 +80,7 @@ def test_the_plugin_knows_only_operators_contract_models_taps_and_weights(file):
 def test_a_module_is_read_in_one_sitting():
     lengths = {
         str(file.relative_to(ROOT)): len(file.read_text().splitlines())
-        for package in ("onpolicy", "sglang_patches", "fallback_correction")
+        for package in ("onpolicy", "sglang_patches", "fallback_correction", "benchmarks/bench")
         for file in files(package)
     }
     assert {name: length for name, length in lengths.items() if length > 300} == {}
@@ -89,6 +89,12 @@ def test_a_module_is_read_in_one_sitting():
 @pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
 def test_onpolicy_reaches_the_plugin_only_by_starting_it(file):
     assert not ours(file, "sglang_patches")
+
+
+@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+def test_only_its_command_reaches_what_measures(file):
+    if file != ROOT / "onpolicy/cli/bench.py":
+        assert not ours(file, "benchmarks")
 
 
 @pytest.mark.parametrize("file", files("fallback_correction"), ids=lambda f: f.name)
@@ -148,16 +154,17 @@ def test_what_a_check_on_a_gpu_needs_is_not_a_benchmark(file):
 
 
 STATE = """
-import importlib, logging, pkgutil, os, sys
+import importlib, logging, os, sys
 import megatron.core.dist_checkpointing.strategies.torch as strategies
-import math_verify, torch, transformers
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+import math_verify, torch, transformers.modeling_utils
+
+OURS = ("onpolicy", "sglang_patches", "fallback_correction", "benchmarks")
 
 def state():
     return {
         "variables": dict(os.environ),
         "levels": {name: logging.getLogger(name).level for name in logging.root.manager.loggerDict
-                   if not name.startswith(("onpolicy", "sglang_patches", "fallback_correction"))},
+                   if not name.startswith(OURS)},
         "threads": torch.get_num_threads(),
         "dtype": str(torch.get_default_dtype()),
         "of Megatron": strategies._get_filesystem_reader.__module__,
@@ -182,7 +189,7 @@ def test_importing_changes_nothing():
     pytest.importorskip("megatron.core")
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        for package in ("onpolicy", "fallback_correction")
+        for package in ("onpolicy", "fallback_correction", "benchmarks/bench")
         for file in files(package)
         if not {"triton", "hopper", "__main__"} & {*file.with_suffix("").parts}
     ]

@@ -56,7 +56,7 @@ def _goal_met(case: Case, variant: Record, ceilings: Mapping[str, float]) -> boo
 
 
 def verdict(record: Record, name: str) -> str:
-    """Of one aligned variant, in words: `0.95 of torch.mm: met`, `missed`, `not judged` or `-`."""
+    """The goal, and how a variant fared: `0.95 of torch.mm: met`, `missed`, `not judged`; or `-`."""
     if record["goal"] is None:
         return "-"
     met = record["variants"][name]["goal_met"]

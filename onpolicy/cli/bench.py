@@ -26,20 +26,19 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
-    from onpolicy.run.bench.decode import bench_decode
-    from onpolicy.run.bench.input_checks import check_inputs
-    from onpolicy.run.bench.loop import bench_loop
-    from onpolicy.run.bench.rollout import bench_rollout
-    from onpolicy.run.bench.schedules import bench_schedules
-    from onpolicy.run.bench.step import bench_step
+    from benchmarks.bench.decode import bench_decode
+    from benchmarks.bench.input_checks import check_inputs
+    from benchmarks.bench.loop import bench_loop
+    from benchmarks.bench.rollout import bench_rollout
+    from benchmarks.bench.schedules import bench_schedules
+    from benchmarks.bench.step import bench_step
 
     config = check_inputs(config)
-    loop = bench_loop if config.longest_response is None else bench_schedules
     benches = {
         "rollout": bench_rollout,
         "decode": bench_decode,
         "step": bench_step,
-        "loop": loop,
+        "loop": bench_loop if config.longest_response is None else bench_schedules,
     }
     with _quiet():
         put_out(benches[config.what](config), config.json)
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Let only benchmarks say something: mismatches of the stock operators are no news here."""
-    levels = {"": logging.ERROR, "onpolicy": logging.ERROR, "onpolicy.run.bench": logging.INFO}
+    levels = {"": logging.ERROR, "onpolicy": logging.ERROR, "benchmarks": logging.INFO}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
         for name, level in levels.items():

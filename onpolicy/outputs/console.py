@@ -17,6 +17,9 @@ from typing import TextIO
 _BEGAN = time.monotonic()
 """When this process began, Python's own start left out: a command imports this module first."""
 
+OURS = ("onpolicy", "benchmarks")
+"""Packages whose lines do not name where they come from."""
+
 NOISY = ("httpx", "matplotlib", "megatron", "pebble")
 
 
@@ -61,5 +64,5 @@ class _Console(logging.StreamHandler[TextIO]):
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
-        source = "" if record.name.split(".")[0] == "onpolicy" else f"{record.name}: "
+        source = "" if record.name.split(".")[0] in OURS else f"{record.name}: "
         return f"[{duration(elapsed())}] {level}{source}{super().format(record)}"

@@ -17,7 +17,7 @@ PROMPTS, TOKENS = 6, 12
 @pytest.mark.parametrize(
     ("architecture", "dtype", "ranks", "flags"),
     [
-        ("qwen3", "float32", 1, []),
+        pytest.param("qwen3", "float32", 1, [], marks=pytest.mark.runs),  # explain runs it too
         ("glm4-moe", "bfloat16", 2, ["--megatron-tp", "2", "--megatron-sequence-parallel"]),
         ("qwen2", "float32", 2, ["--megatron-cp", "2"]),
         ("qwen3-tied", "bfloat16", 2, ["--megatron-pp", "2"]),

@@ -69,7 +69,7 @@ def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
 @pytest.fixture(scope="session")
 def engines(checkpoint, tmp_path_factory):
     """One server and one trainer in float32."""
-    with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines")), anew=True) as pair:
+    with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines"))) as pair:
         yield pair
 
 

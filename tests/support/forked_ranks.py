@@ -10,7 +10,13 @@ import multiprocessing
 
 import torch.multiprocessing
 
-multiprocessing.set_forkserver_preload(["tests.support.megatron_ranks"])
+IMPORTED = (
+    "tests.support.recorded_megatron", "tests.support.megatron_training",
+    "onpolicy.train.fsdp.sharded_model", "onpolicy.train.megatron.sharded_model",
+)  # fmt: skip
+"""What ranks call, or import when they make a trainer: each would import it for itself."""
+
+multiprocessing.set_forkserver_preload(["tests.support.megatron_ranks", *IMPORTED])
 CONTEXT = multiprocessing.get_context("forkserver")
 
 

@@ -74,7 +74,7 @@ def test_nobody_else_asks_the_flags_what_a_run_is():
     """Beside the plan: rules of flags about each other, and what makes flags of flags."""
     allowed = {
         "config/plan.py", "config/unread.py", "config/corrections.py", "config/groups/correction.py",
-        "run/bench/setting.py", "run/ladder.py",
+        "run/ladder.py",
     }  # fmt: skip
     root = Path(onpolicy.__file__).parent
     asking = {

@@ -36,13 +36,14 @@ MESSAGES = [
     ("onpolicy.run.engines", logging.DEBUG, "a detail"),
     ("onpolicy.run.run", logging.WARNING, "careful"),
     ("other.package", logging.WARNING, "deprecated"),
+    ("benchmarks.bench.turns", logging.INFO, "warmed up"),
 ]
 
 
 def test_every_line_says_for_how_long_the_command_has_run(logged):
     lines = logged(*MESSAGES)
     assert [re.sub(r"^\[\d+:\d\d:\d\d\] ", "", line) for line in lines] == [
-        "loading", "WARNING: careful", "WARNING: other.package: deprecated",
+        "loading", "WARNING: careful", "WARNING: other.package: deprecated", "warmed up",
     ]  # fmt: skip
 
 

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.bench.setting import make_train_config
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.bench.setting import make_train_config
 from onpolicy.run.commands import verify_inputs
 from onpolicy.run.launch.contracts import contract_for
 from tests.support.tiny import make_checkpoint

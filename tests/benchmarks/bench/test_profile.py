@@ -7,15 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.config.groups import CheckpointConfig, CpuConfig
-from onpolicy.config.tools import BenchConfig
-from onpolicy.models.hf_config import load_config
-from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.partial import OPERATORS
-from onpolicy.run.bench.profile import TOTAL, profile, table
-from onpolicy.run.bench.setting import KINDS, setting
-from onpolicy.run.bench.step import bench_step, step_measure
-from onpolicy.run.bench.stopwatch import (
+from benchmarks.bench.profile import TOTAL, profile, table
+from benchmarks.bench.setting import KINDS, setting
+from benchmarks.bench.step import bench_step, step_measure
+from benchmarks.bench.stopwatch import (
     BACKWARD,
     FORWARD,
     HEAD,
@@ -24,6 +19,11 @@ from onpolicy.run.bench.stopwatch import (
     watched_operators,
     watching,
 )
+from onpolicy.config.groups import CheckpointConfig, CpuConfig
+from onpolicy.config.tools import BenchConfig
+from onpolicy.models.hf_config import load_config
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.partial import OPERATORS
 from onpolicy.train import make_trainer
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from transformers import Qwen3Config
 
+from benchmarks.bench.cells import CONTEXT_LENS, Cell, cells, decode_work, fit_decode
 from onpolicy.config.tools import BenchConfig
-from onpolicy.run.bench.cells import CONTEXT_LENS, Cell, cells, decode_work, fit_decode
 
 DECODE = BenchConfig(what="decode", batch_sizes=(1, 4), max_new_tokens=10)
 

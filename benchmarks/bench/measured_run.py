@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 from transformers import PretrainedConfig
 
+from benchmarks.bench.requests import random_prompts
 from onpolicy.config import TrainConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.episodes import Episode, Rollouter, Turns
 from onpolicy.rollout.prompts import PromptSource
-from onpolicy.run.bench.requests import random_prompts
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.run.launch.inputs import Inputs, make_ladder
 from onpolicy.run.loop import begin, take_step

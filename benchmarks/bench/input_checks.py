@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from benchmarks.bench.cells import decode_work, fit_decode, require_cells
+from benchmarks.bench.schedules import schedules
+from benchmarks.bench.setting import backends, kinds, make_train_config, setting
 from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -11,9 +14,6 @@ from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.run.bench.cells import decode_work, fit_decode, require_cells
-from onpolicy.run.bench.schedules import schedules
-from onpolicy.run.bench.setting import backends, kinds, make_train_config, setting
 from onpolicy.run.launch.duration import Work, bench_work, say_how_long
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import check_layout

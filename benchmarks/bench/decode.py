@@ -7,18 +7,18 @@ the server has their keys and values already, so that the second time is decodin
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.bench.cells import Cell, cells
+from benchmarks.bench.requests import random_requests
+from benchmarks.bench.rollout import servers
+from benchmarks.bench.setting import settings
+from benchmarks.bench.turns import compare, take_turns
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
-from onpolicy.run.bench.alternate import compare, take_turns
-from onpolicy.run.bench.cells import Cell, cells
-from onpolicy.run.bench.requests import random_requests
-from onpolicy.run.bench.rollout import servers
-from onpolicy.run.bench.setting import settings
 
 PHASES = ("prefill", "decode")
 
@@ -44,16 +44,12 @@ def _measured(
     config: BenchConfig, vocab_size: int, groups: Mapping[str, RolloutGroup], cell: Cell
 ) -> dict[str, Any]:
     config = replace(config, num_prompts=cell.batch_size, prompt_len=cell.context_len)
-    measures = [_Measure(config, vocab_size, group) for group in groups.values()]
+    measures = {kind: _Measure(config, vocab_size, group) for kind, group in groups.items()}
     runs = take_turns(measures, 1, config.repetitions)
-    return {**cell._asdict(), **{phase: _compared(groups, runs, phase) for phase in PHASES}}
-
-
-def _compared(
-    kinds: Mapping[str, RolloutGroup], runs: Sequence[Sequence[Mapping[str, float]]], phase: str
-) -> dict[str, Any]:
-    speeds = [[run[phase] for run in of_kind] for of_kind in runs]
-    return compare(dict(zip(kinds, speeds, strict=True)))
+    return cell._asdict() | {
+        phase: compare({kind: [run[phase] for run in runs[kind]] for kind in runs})
+        for phase in PHASES
+    }
 
 
 class _Measure:

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.input_checks import processes
+from benchmarks.bench.requests import random_requests
+from benchmarks.bench.setting import kinds, setting, settings
+from benchmarks.bench.turns import Measure, compare_in_turns
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
-from onpolicy.run.bench.alternate import Measure, alternate
-from onpolicy.run.bench.input_checks import processes
-from onpolicy.run.bench.requests import random_requests
-from onpolicy.run.bench.setting import kinds, setting, settings
 from onpolicy.run.launch.cluster_engines import places_on_cluster
 from onpolicy.run.launch.engine_specs import make_rollout_group, rollout_spec
 from onpolicy.run.launch.host_shares import placement_of_servers
@@ -33,7 +33,7 @@ def bench_rollout(config: BenchConfig) -> dict[str, Any]:
         return {
             "what": "rollout",
             "unit": "sampled tokens per second",
-            **alternate(measures, config.repetitions),
+            **compare_in_turns(measures, config.repetitions),
             **settings(config),
         }
 

@@ -4,12 +4,8 @@ from statistics import median
 
 import pytest
 
-from onpolicy.config import groups
-from onpolicy.config.tools import BenchConfig
-from onpolicy.errors import ConfigError
-from onpolicy.models.hf_config import load_config
-from onpolicy.run.bench.input_checks import check_inputs
-from onpolicy.run.bench.schedules import (
+from benchmarks.bench.input_checks import check_inputs
+from benchmarks.bench.schedules import (
     WARM_UP,
     drawn_length,
     make_config,
@@ -17,6 +13,10 @@ from onpolicy.run.bench.schedules import (
     started,
     summed,
 )
+from onpolicy.config import groups
+from onpolicy.config.tools import BenchConfig
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
 from onpolicy.train import distributed
 from tests.support.engines_in_memory import Host
 from tests.support.tiny_policy import VOCAB_SIZE

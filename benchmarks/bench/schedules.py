@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from benchmarks.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
+from benchmarks.bench.setting import backends, make_train_config, setting, settings
+from benchmarks.bench.turns import take_turns
 from onpolicy.config import TrainConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.bench.alternate import take_turns
-from onpolicy.run.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
-from onpolicy.run.bench.setting import backends, make_train_config, setting, settings
 from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
 
 SPREAD = 1.0
@@ -57,7 +56,7 @@ def bench_schedules(config: BenchConfig) -> dict[str, Any]:
             name: on_exit.enter_context(started(config, hf_config, name, make_engines))
             for name in schedules(config)
         }
-        take_turns([run.step for run in runs.values()], WARM_UP, config.repetitions)
+        take_turns({name: run.step for name, run in runs.items()}, WARM_UP, config.repetitions)
     found = {name: summed(run.steps[WARM_UP:]) for name, run in runs.items()}
     base = found["lag 0"]["tokens_per_second"]
     for result in found.values():
@@ -86,16 +85,14 @@ def drawn_length(config: BenchConfig, seed: int) -> int:
     return max(1, min(config.longest_response, round(length)))
 
 
-@contextmanager
 def started(
     config: BenchConfig, hf_config: PretrainedConfig, schedule: str, make_engines: MakeEngines
-) -> Iterator[MeasuredRun]:
+) -> AbstractContextManager[MeasuredRun]:
     """A run under a schedule, whose responses have lengths of their own by their requests' seeds."""
     made, name = make_config(config, schedule), schedule.replace(", ", "_")
     rollouter = ForcedLengths(lambda seed: drawn_length(config, seed))
     steps = WARM_UP + config.repetitions
-    with measured_run(config, made, hf_config, name, make_engines, rollouter, steps) as run:
-        yield run
+    return measured_run(config, made, hf_config, name, make_engines, rollouter, steps)
 
 
 def summed(steps: list[dict[str, float]]) -> dict[str, Any]:

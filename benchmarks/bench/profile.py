@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from onpolicy.run.bench.stopwatch import BACKWARD, FORWARD, ROWS
+from benchmarks.bench.stopwatch import BACKWARD, FORWARD, ROWS
+from benchmarks.bench.turns import take_turns
 
 TOTAL = "step"
 
@@ -21,10 +22,7 @@ def profile(
 
     A ratio is the second side's time over the first's: throughput of the first over the second's.
     """
-    runs: dict[str, list[Seconds]] = {side: [] for side in measures}
-    for _ in range(repetitions):
-        for side, measure in measures.items():
-            runs[side].append(measure())
+    runs = take_turns(measures, 0, repetitions)
     steps = [step for steps in runs.values() for step in steps]
     rows = [(row, phase) for row in ROWS for phase in (FORWARD, BACKWARD)]
     table = [

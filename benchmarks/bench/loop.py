@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from benchmarks.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
+from benchmarks.bench.setting import KINDS, backends, setting, settings
+from benchmarks.bench.turns import compare_in_turns
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.bench.alternate import alternate
-from onpolicy.run.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
-from onpolicy.run.bench.setting import KINDS, backends, setting, settings
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
 
@@ -38,7 +37,9 @@ def bench_loop(config: BenchConfig) -> dict[str, Any]:
             kind: on_exit.enter_context(started_run(config, hf_config, kind, make_engines))
             for kind in KINDS
         }
-        result = alternate({kind: run.step for kind, run in runs.items()}, config.repetitions)
+        result = compare_in_turns(
+            {kind: run.step for kind, run in runs.items()}, config.repetitions
+        )
     for kind, run in runs.items():
         measured = run.steps[1:]  # the first warms up
         result[kind]["seconds"] = {
@@ -47,18 +48,16 @@ def bench_loop(config: BenchConfig) -> dict[str, Any]:
     return {"what": "loop", "unit": "sampled tokens per second", **result, **settings(config)}
 
 
-@contextmanager
 def started_run(
     config: BenchConfig,
     hf_config: PretrainedConfig,
     kind: str,
     make_engines: MakeEngines = EnginePair,
-) -> Iterator[MeasuredRun]:
+) -> AbstractContextManager[MeasuredRun]:
     """A run on one kind of operators, whose responses all have --max-new-tokens."""
     train_config, _ = setting(config, hf_config, kind, backends(config)[0])
     length = config.max_new_tokens
     rollout = replace(train_config.rollout, rollout_max_response_len=length)
     made, rollouter = replace(train_config, rollout=rollout), ForcedLengths(lambda seed: length)
     steps = 1 + config.repetitions
-    with measured_run(config, made, hf_config, kind, make_engines, rollouter, steps) as run:
-        yield run
+    return measured_run(config, made, hf_config, kind, make_engines, rollouter, steps)

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from onpolicy.outputs.console import duration
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +18,9 @@ Measure = Callable[[], float]
 """Runs once and returns tokens per second."""
 
 
-def alternate(measures: Mapping[str, Measure], repetitions: int) -> dict[str, Any]:
-    """Warm both up, measure in turns, and compare medians: each by its name, and `ratio`."""
-    measured = take_turns(list(measures.values()), 1, repetitions)
-    return compare(dict(zip(measures, measured, strict=True)))
+def compare_in_turns(measures: Mapping[str, Measure], repetitions: int) -> dict[str, Any]:
+    """Warm all up, measure in turns, and compare medians: each by its name, and `ratio`."""
+    return compare(take_turns(measures, 1, repetitions))
 
 
 def compare(runs: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -44,22 +45,30 @@ def _ratio(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def take_turns(
-    measures: Sequence[Callable[[], Any]], warm_up: int, repetitions: int
-) -> list[list[Any]]:
-    """What each returned in `repetitions` turns, after `warm_up` that are thrown away and timed.
+    measures: Mapping[str, Callable[[], T]], warm_up: int, repetitions: int
+) -> dict[str, list[T]]:
+    """What each returned in `repetitions` turns, by its name.
 
-    Logs how long the others will take.
+    Turns to warm up come first and are thrown away; they are timed, and it is logged how long the
+    others will take.
     """
     started = time.perf_counter()
     for _ in range(warm_up):
-        for measure in measures:
+        for measure in measures.values():
             measure()
-    spent = time.perf_counter() - started
-    logger.info(
-        "warmed up in %s; about %s more", duration(spent), duration(repetitions / warm_up * spent)
-    )
-    runs: list[list[Any]] = [[] for _ in measures]
+    if warm_up:
+        spent = time.perf_counter() - started
+        left = duration(repetitions / warm_up * spent)
+        logger.info("warmed up in %s; about %s more", duration(spent), left)
+    runs: dict[str, list[T]] = {name: [] for name in measures}
     for _ in range(repetitions):
-        for values, measure in zip(runs, measures, strict=True):
-            values.append(measure())
+        for name, measure in measures.items():
+            runs[name].append(measure())
     return runs
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The time that a call takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

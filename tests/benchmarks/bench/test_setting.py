@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.bench.setting import make_train_config
 from onpolicy.config.tools import BenchConfig
-from onpolicy.run.bench.setting import make_train_config
 
 LOOP = BenchConfig(what="loop", num_prompts=3, n_samples_per_prompt=5)
 

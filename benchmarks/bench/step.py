@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.bench.profile import Seconds, profile, table
+from benchmarks.bench.setting import KINDS, Backend, backends, setting, settings
+from benchmarks.bench.stopwatch import watching
+from benchmarks.bench.turns import Measure, compare_in_turns
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.bench.alternate import Measure, alternate
-from onpolicy.run.bench.profile import Seconds, profile, table
-from onpolicy.run.bench.setting import KINDS, Backend, backends, setting, settings
-from onpolicy.run.bench.stopwatch import watching
 from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import make_trainer
 from onpolicy.train.advantages import RewardEstimator
@@ -61,7 +61,7 @@ def _measured(
         side: step_measure(trainer, num_tokens, config, threads if side == "stock" else 1)
         for side, trainer in trainers.items()
     }
-    result = alternate(measures, config.repetitions)
+    result = compare_in_turns(measures, config.repetitions)
     for side in trainers:
         result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
     if config.profile:

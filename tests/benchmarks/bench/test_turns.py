@@ -3,7 +3,7 @@
 import logging
 import re
 
-from onpolicy.run.bench.alternate import alternate, take_turns
+from benchmarks.bench.turns import compare_in_turns, take_turns
 
 
 def test_neighbours_are_compared_and_the_first_round_is_thrown_away():
@@ -18,7 +18,7 @@ def test_neighbours_are_compared_and_the_first_round_is_thrown_away():
 
         return run
 
-    result = alternate(
+    result = compare_in_turns(
         {"ours": measure("ours", [99.0, 2.0, 8.0, 3.0]), "theirs": measure("theirs", [1, 1, 2, 1])},
         3,
     )
@@ -36,6 +36,7 @@ def test_after_the_turns_that_warm_up_the_time_of_the_others_is_said(caplog):
         said.append(len(caplog.records))
         return next(values)
 
-    assert take_turns([measure, measure], 2, 3) == [[4, 6, 8], [5, 7, 9]]
+    turns = take_turns({"ours": measure, "theirs": measure}, 2, 3)
+    assert turns == {"ours": [4, 6, 8], "theirs": [5, 7, 9]}
     assert said == [0] * 4 + [1] * 6
     assert re.fullmatch(r"warmed up in \S+; about \S+ more", caplog.messages[0])
