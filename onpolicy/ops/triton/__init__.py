@@ -18,7 +18,6 @@ from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import log_probs, rotary
-from onpolicy.ops.triton.attention_tiles import Sequences
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
 from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
@@ -73,8 +72,7 @@ class TritonOperators(Operators):
         if torch.is_grad_enabled():
             out: Tensor = attentions.TritonAttention.apply(q, k, v, sinks, layout, scores)
             return out
-        sequences = Sequences.of(layout)
-        return attentions.blockwise_attention(q, k, v, sequences, scores, sinks)[0]
+        return attentions.blockwise_attention(q, k, v, layout.by_pages(), scores, sinks)[0]
 
     def paged_attention(
         self,
@@ -86,18 +84,8 @@ class TritonOperators(Operators):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        result, _ = attentions.paged_attention(
-            q,
-            k,
-            v,
-            layout.page_table,
-            layout.key_lens,
-            layout.query_starts,
-            layout.max_query_len,
-            scores,
-            layout.page_size,
-            sinks,
-        )
+        stores = k.flatten(0, 1), v.flatten(0, 1)
+        result, _ = attentions.blockwise_attention(q, *stores, layout, scores, sinks)
         return result if out is None else out.copy_(result)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
