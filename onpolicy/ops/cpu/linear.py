@@ -14,7 +14,7 @@ K elsewhere below 192 columns. Ranks that share columns check theirs: `ops/check
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
 them oneDNN multiplies bfloat16 twice as fast as float32. It sums in float32 and rounds once too, in an
-order of its own: the same tiles, other bits, so the contract says which (`ops/backends/onednn.py`).
+order of its own: the same tiles, other bits, so the contract says which (`ops/backends/cpu.py`).
 With AMX instructions that order depends on the number of rows, so there all products have 64.
 """
 
