@@ -29,12 +29,9 @@ from onpolicy.ops.triton.device import UNFUSED
 
 @triton.jit
 def _load(
-    x: tl.tensor,
-    rows: tl.tensor,
-    is_row: tl.tensor,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    x: tl.tensor, rows: tl.tensor, is_row: tl.tensor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     dims = tl.arange(0, BLOCK)
     return tl.load(
         x + rows[:, None] + dims[None, :], mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0
@@ -43,13 +40,9 @@ def _load(
 
 @triton.jit
 def _store(
-    x: tl.tensor,
-    values: tl.tensor,
-    rows: tl.tensor,
-    is_row: tl.tensor,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, values: tl.tensor, rows: tl.tensor, is_row: tl.tensor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     dims = tl.arange(0, BLOCK)
     tl.store(
         x + rows[:, None] * DIM + dims[None, :],

@@ -24,12 +24,9 @@ def sequences(layout: PagedLayout) -> tuple[Any, ...]:
 
 @triton.jit
 def sequence_at(
-    sequence: tl.tensor,
-    page_table: tl.tensor,
-    key_lens: tl.tensor,
-    query_starts: tl.tensor,
+    sequence: tl.tensor, page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor,
     stride_table: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """A sequence's first query row, how many queries and keys it has, and its row of the page table."""
     first = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - first
@@ -39,14 +36,10 @@ def sequence_at(
 
 @triton.jit
 def rows_of_tile(
-    tile: tl.tensor,
-    kv_head: tl.tensor,
-    first_query: tl.tensor,
-    query_len: tl.tensor,
+    tile: tl.tensor, kv_head: tl.tensor, first_query: tl.tensor, query_len: tl.tensor,
     key_len: tl.tensor,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    GROUP: tl.constexpr, ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Row of the queries, head, position, and whether it exists, of every row of a tile.
 
     Rows past the end repeat the last token: they see a key, so nothing in them is 0 / 0.
@@ -148,13 +141,9 @@ def chunk_sums(
 
 @triton.jit
 def with_next(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    next_largest: tl.tensor,
-    next_total: tl.tensor,
-    next_mixed: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    largest: tl.tensor, total: tl.tensor, mixed: tl.tensor, next_largest: tl.tensor,
+    next_total: tl.tensor, next_mixed: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Sums over keys and over the chunk after them, put together."""
     larger = tl.maximum(largest, next_largest)
     base = tl.where(larger == float("-inf"), 0.0, larger)
@@ -166,12 +155,9 @@ def with_next(
 
 @triton.jit
 def before_all_chunks(
-    sinks: tl.tensor,
-    heads: tl.tensor,
-    ROWS: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    sinks: tl.tensor, heads: tl.tensor,
+    ROWS: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """What the sums of rows begin with: a sink, or nothing."""
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -183,16 +169,10 @@ def before_all_chunks(
 
 @triton.jit
 def store_rows(
-    out: tl.tensor,
-    lse: tl.tensor,
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    out_rows: tl.tensor,
-    is_row: tl.tensor,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-) -> None:
+    out: tl.tensor, lse: tl.tensor, largest: tl.tensor, total: tl.tensor, mixed: tl.tensor,
+    out_rows: tl.tensor, is_row: tl.tensor,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     value_dims = tl.arange(0, VALUE_BLOCK)
     mixed = mixed / total[:, None]
     tl.store(

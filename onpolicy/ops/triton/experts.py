@@ -139,12 +139,9 @@ class TritonGroupedLinear(torch.autograd.Function):
 
 @triton.jit
 def _topk_kernel(
-    values: tl.tensor,
-    indices: tl.tensor,
-    SIZE: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    values: tl.tensor, indices: tl.tensor,
+    SIZE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(values + row * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
