@@ -1,7 +1,7 @@
 """Input embeddings that are multiplied with a number, as transformers multiplies them.
 
 Diverges in stock SGLang: it multiplies with the factor in float32, where transformers rounds it to the
-dtype of the weights first. And it keeps the factor in no buffer, where buffers.py looks for it.
+dtype of the weights first. And it keeps the factor in no buffer, where trainers_model.py looks for it.
 Source: replace_vocab_embed_class, sglang/srt/models/transformers.py. Can go when it rounds there too.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onpolicy.models.embedding import scaled
+from onpolicy.models.align import scaled
 from sglang_patches import registry
 
 TARGET = "sglang.srt.models.transformers.TransformersBase.replace_vocab_embed_class"

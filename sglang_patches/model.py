@@ -13,8 +13,7 @@ from typing import Any
 
 from onpolicy.contract import KINDS, NumericsContract
 from onpolicy.models.align import align_modules
-from onpolicy.models.keywords import hand_on_keywords
-from onpolicy.models.layers import follow_layers
+from onpolicy.models.layers import follow_layers, hand_on_keywords
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops import Operators, PagedLayout, ScoreRule
-from sglang_patches import own_layers
+from sglang_patches import own_layers, registry
 
 MODULE = "sglang.srt.layers.attention.flashattention_backend"
 TARGET = f"{MODULE}.flash_attn_with_kvcache"
+SCHEDULE_TARGET = f"{MODULE}.FlashAttentionBackend._compute_scheduler_metadata"
 
 SCHEDULE = {"cu_seqlens_k_new", "scheduler_metadata"}
 """Arguments that say how FlashAttention-3 goes about it, which its own operator hands on."""
@@ -32,6 +33,16 @@ def install(operators: Operators) -> None:
         return attend(operators, *args, **kwargs)
 
     own_layers.replace(TARGET, flash_attn_with_kvcache, operators)
+
+
+def install_triton(operators: Operators) -> None:
+    """Without the precomputation for FlashAttention-3's scheduler, which knows no float32."""
+    install(operators)
+    registry.hook(SCHEDULE_TARGET, _no_schedule, "replace")
+
+
+def _no_schedule(*_: Any, **__: Any) -> None:
+    """Without one, the backend hands none to the function that attends."""
 
 
 def attend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,23 @@ from onpolicy.contract import (
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
-    backend_checks,
     configurations,
-    cpu_sizes,
+    cpu,
     determinism,
-    echo,
     embedding,
     experts,
-    forks,
     harmful_requests,
     head_sizes,
     layer_attention,
     linear,
     lm_head,
-    lm_head_bias,
     model,
     model_names,
-    parallel_samples,
+    prompt_answers,
     prompt_log_probs,
-    prompt_logprobs_field,
     registry,
     request_seeds,
     requests,
-    routed_experts,
     sampler,
     shared_names,
     status,
@@ -65,9 +60,7 @@ def load() -> None:
     status.install()
     weights.install(contract)
     if contract.device == "cpu":
-        forks.install()
-        cpu_sizes.install()
-        routed_experts.install()
+        cpu.install()
     taps = _taps()
     if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
@@ -89,12 +82,12 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
     configurations.install(contract)
     embedding.install()
     head_sizes.install(contract)
-    lm_head_bias.install()
     if contract.aligns("linear", OUTSIDE):
         lm_head.install(operators)
     if contract.aligns("attention"):
-        importlib.import_module(backend_of(contract.backend).engine_attention).install(operators)
-        backend_checks.install(contract)
+        pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
+        if contract.device == "cpu":
+            cpu.accept_attention()
     if contract.aligns("experts"):
         experts.install()
     if contract.aligns("log_probs", OUTSIDE):
@@ -102,10 +95,8 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
         sampler.install(operators, contract)
         prompt_log_probs.install(operators, contract)
         requests.install()
-        echo.install()
-        prompt_logprobs_field.install()
+        prompt_answers.install()
         request_seeds.install()
-        parallel_samples.install()
     trainers_model.install(contract)
     model.install(operators, contract)
 

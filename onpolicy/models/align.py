@@ -19,13 +19,15 @@ operators know which one is running (`models/layers.py`), and norms of the other
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from onpolicy.contract import KINDS
-from onpolicy.models.embedding import is_known_embedding
 from onpolicy.models.experts import (
     AlignedExperts,
     expert_blocks,
@@ -38,6 +40,7 @@ from onpolicy.models.norms import AlignedLayerNorm, AlignedRMSNorm, aligned_norm
 from onpolicy.models.rotary import rotate_by_operators
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
+from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 
@@ -161,6 +164,30 @@ def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str
             and module not in routing
         }
     )
+
+
+def scaled(embedded: Tensor, scale: Tensor) -> Tensor:
+    """What input embeddings that multiply by a number (Gemma's) make of the rows that they looked up.
+
+    The factor is rounded to their dtype first.
+    """
+    return embedded * scale.to(embedded.dtype)
+
+
+def is_known_embedding(module: Any) -> bool:
+    """Whether the module looks rows up, and at most multiplies them with its `embed_scale`."""
+    if type(module) is nn.Embedding:
+        return True
+    scale = getattr(module, "embed_scale", None)
+    if not isinstance(module, nn.Embedding) or not isinstance(scale, Tensor):
+        return False
+    weight, ids = probe(5, 4, seed=1).bfloat16(), torch.tensor([[3, 1, 4]])
+    scale = torch.tensor(1.2345678)  # which bfloat16 rounds
+    try:
+        got = torch.func.functional_call(module, {"weight": weight, "embed_scale": scale}, (ids,))
+    except Exception:  # whatever a module's own code does with a probe
+        return False
+    return torch.equal(got, scaled(F.embedding(ids, weight), scale))
 
 
 SINKS = {"sinks"}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.models.keywords import hand_on_keywords
+from onpolicy.models.layers import hand_on_keywords
 from onpolicy.models.llama4 import use_usual_form
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -11,6 +12,9 @@ from transformers import PreTrainedModel
 from onpolicy.contract import OUTSIDE
 from onpolicy.ops.base import Operators
 from onpolicy.ops.partial import running_layer
+
+DROPPING = {"NemotronDecoderLayer"}
+"""Classes of layers that take keywords and hand none on to `self_attn` (transformers 5.12 to 5.19)."""
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -40,3 +44,27 @@ def _follow(model: PreTrainedModel, operators: Operators) -> Iterator[RemovableH
     for number, layer in enumerate(decoder_layers(model)):
         yield layer.register_forward_pre_hook(lambda *_, name=str(number): running.enter(name))
         yield layer.register_forward_hook(lambda *_: running.enter(OUTSIDE), always_call=True)
+
+
+def hand_on_keywords(model: nn.Module) -> None:
+    """Make layers that drop keywords hand on what `self_attn` is not given already.
+
+    Both engines tell attention by keyword what its layout is.
+    """
+    for layer in model.modules():
+        if type(layer).__name__ in DROPPING:
+            _hand_on(layer)
+
+
+def _hand_on(layer: Any) -> None:
+    given: dict[str, Any] = {}
+
+    def remember(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given.clear()
+        given.update(kwargs)
+
+    def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**given, **kwargs}
+
+    layer.register_forward_pre_hook(remember, with_kwargs=True)
+    layer.self_attn.register_forward_pre_hook(add, with_kwargs=True)

@@ -1,12 +1,14 @@
-"""The safetensors files of a Hugging Face checkpoint: all there, undamaged, of the model's sizes.
+"""The safetensors files of a Hugging Face checkpoint: all there, undamaged, of the model's sizes; and
+what reads blocks of their tensors.
 
-Only their headers are read, so the check takes seconds for any model.
+A check reads their headers alone, so it takes seconds for any model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,46 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if had_bar:
             transformers_logging.enable_progress_bar()
+
+
+class CheckpointReader:
+    """The safetensors files of a directory, opened when a tensor of theirs is first asked for."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._open: dict[Path, Any] = {}
+        self._files: dict[str, Path] = {}
+        for file in weight_files(self.path, "--hf-checkpoint"):
+            self._files |= dict.fromkeys(self._handle(file).keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]
+
+    def require(self, shapes: dict[str, tuple[int, ...]], unread: Collection[str] = ()) -> None:
+        """Raise ConfigError unless the checkpoint has exactly these tensors.
+
+        It may have others whose names one of the regular expressions `unread` finds.
+        """
+        found = {n for n in self._files if n in shapes or not any(re.search(p, n) for p in unread)}
+        name = f"--hf-checkpoint={self.path}"
+        _require_none(sorted(shapes.keys() - found), "the model needs tensors it lacks", name)
+        _require_none(sorted(found - shapes.keys()), "it has tensors the model does not know", name)
+        wrong = []
+        for tensor, shape in shapes.items():
+            stored = tuple(self._slice(tensor).get_shape())
+            if stored != shape:
+                wrong.append(f"{tensor} {list(stored)} for {list(shape)}")
+        _require_none(wrong, "tensors have other shapes than the model's", name)
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self._files[name]).get_slice(name)
+
+    def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
+        """The block of a tensor, in the dtype in which it is stored."""
+        index = tuple(block) or (slice(None),)
+        return torch.as_tensor(self._slice(name)[index])

@@ -2,8 +2,7 @@
 
 from onpolicy.contract import ATTENTION_CHUNK, KINDS, NumericsContract
 from onpolicy.errors import ContractError
-from onpolicy.ops.backends import Demand, backend_of
-from onpolicy.ops.backends.stock import STOCK
+from onpolicy.ops.backends import STOCK, Demand, backend_of
 from onpolicy.ops.base import Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.machine import Machine

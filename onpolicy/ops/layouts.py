@@ -40,6 +40,25 @@ class AttentionLayout:
             query_lens=lens, key_lens=lens, key_rows=rows.clamp_(max=sum(lens) - 1)
         )
 
+    def by_pages(self) -> PagedLayout:
+        """This layout with every key on a page of its own, for all layers of a model."""
+        if PagedLayout not in self.plans:
+            device = self.key_rows.device
+            self.plans[PagedLayout] = PagedLayout(
+                page_table=self.key_rows.to(torch.int32),
+                page_size=1,
+                key_lens=torch.tensor(self.key_lens, dtype=torch.int32).to(device),
+                query_starts=starts_of(self.query_lens).to(device),
+                max_query_len=max(self.query_lens),
+            )
+        layout: PagedLayout = self.plans[PagedLayout]
+        return layout
+
+
+def starts_of(lens: tuple[int, ...]) -> Tensor:
+    """int32 [S + 1]: where sequences laid end to end begin, and where the last one ends."""
+    return torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayout:
@@ -61,7 +80,7 @@ class PagedLayout:
     """int32 [S + 1]: first query row of each sequence; its queries are its last tokens."""
 
     max_query_len: int
-    """Upper bound on the queries of a sequence."""
+    """Upper bound on the queries of a sequence; sets the grids of kernels."""
 
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """What the engine worked out for the kernel of one backend, under that kernel's names. It may
@@ -104,3 +123,14 @@ class ScoreRule:
 
     softcap: float | None = None
     """Bound of the scores' absolute value, greater than 0; None: they are not capped."""
+
+
+def sink_gradient(sinks: Tensor | None, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+    """-sum over rows of exp(sink - lse) * (grad . out): a softmax's gradient for a value of 0.
+
+    sinks: [H]; grad, out: [T, H, D_v]; lse: float32 [T, H], the sinks in it -> [H], or None for None.
+    """
+    if sinks is None:
+        return None
+    delta = (grad.float() * out.float()).sum(-1)
+    return -(torch.exp(sinks.float() - lse) * delta).sum(0).to(sinks.dtype)

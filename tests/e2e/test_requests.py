@@ -13,7 +13,7 @@ import requests
 from onpolicy.rollout.server import EngineServer
 from onpolicy.run.launch.contracts import contract_for
 from sglang_patches.harmful_requests import MOST_SAMPLES
-from sglang_patches.parallel_samples import next_seed
+from sglang_patches.request_seeds import next_seed
 from tests.support.engines_fixture import make_engines
 
 pytestmark = pytest.mark.engine

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onpolicy.ops.backends.hopper_limits import FLASH_HEAD_DIMS
+from onpolicy.ops.backends.gpu import FLASH_HEAD_DIMS
 from tests.gpu import attention_checks
 from tests.gpu.attention_checks import Heads
 from tests.support.gpu.paged_attention import paged_attention_of

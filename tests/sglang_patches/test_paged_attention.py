@@ -82,17 +82,22 @@ def test_windows_soft_caps_and_sinks_reach_the_operator():
 def test_triton_computes_it_by_its_own_kernel(monkeypatch):
     seen = []
 
-    def paged_attention(*args):
-        seen.append(args)
+    def blockwise_attention(q, k, v, layout, scores, sinks=None):
+        seen.append((q, k, v, layout, scores, sinks))
         return torch.full((3, 4, 4), 7.0), None
 
-    inspect.signature(attention.paged_attention).bind(*range(10))
-    monkeypatch.setattr(attention, "paged_attention", paged_attention)
+    inspect.signature(attention.blockwise_attention).bind(*range(6))
+    monkeypatch.setattr(attention, "blockwise_attention", blockwise_attention)
     call = given()
     assert attend(TritonOperators(), **call).unique().item() == 7
-    names = ["q", "k_cache", "v_cache", "page_table", "cache_seqlens", "cu_seqlens_q"]
-    assert all(a is call[name] for a, name in zip(seen[0], names, strict=False))
-    assert seen[0][6:] == (2, ScoreRule(0.5), 1, None)
+    q, *stores, layout, scores, sinks = seen[0]
+    assert q is call["q"] and (scores, sinks) == (ScoreRule(0.5), None)
+    for store, name in zip(stores, ("k_cache", "v_cache"), strict=True):
+        assert torch.equal(store, call[name].flatten(0, 1))
+        assert store.data_ptr() == call[name].data_ptr()
+    assert layout.page_table is call["page_table"] and layout.key_lens is call["cache_seqlens"]
+    assert layout.query_starts is call["cu_seqlens_q"]
+    assert (layout.max_query_len, layout.page_size) == (2, 1)
     buffer = torch.zeros(3, 4, 4)
     assert attend(TritonOperators(), **given(out=buffer)) is buffer
     assert buffer.unique().item() == 7

@@ -22,8 +22,8 @@ from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops import Operators
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.log_probs import VocabParallel
 from onpolicy.ops.row_parallel import RowParallel
-from onpolicy.ops.vocab_parallel import VocabParallel
 from onpolicy.taps.recorder import Recorder
 from onpolicy.taps.recording import Recording
 from tests.support.ranks import on_ranks

@@ -1,17 +1,33 @@
-"""The registry of backends: all that the rest of the house knows about a device's operators."""
+"""The registry of backends: all that the rest of the house knows about a device's operators, and which
+of them a machine can keep.
+
+Nothing here imports a GPU library: the entries judge facts (`onpolicy/ops/machine.py`).
+"""
 
 from __future__ import annotations
 
-from onpolicy.errors import ContractError
-from onpolicy.ops.backends.base import Backend, Demand
-from onpolicy.ops.backends.cpu import CPU
-from onpolicy.ops.backends.hopper import HOPPER
-from onpolicy.ops.backends.onednn import ONEDNN
-from onpolicy.ops.backends.portable import PORTABLE
-from onpolicy.ops.backends.stock import STOCK
-from onpolicy.ops.backends.triton import TRITON
+import logging
 
-__all__ = ["BACKENDS", "CPU_BACKENDS", "GPU_BACKENDS", "Backend", "Demand", "backend_of"]
+from onpolicy.contract import OperatorShapes
+from onpolicy.errors import ConfigError, ContractError
+from onpolicy.ops.backends.base import Backend, Demand
+from onpolicy.ops.backends.cpu import CPU, ONEDNN, PORTABLE, STOCK
+from onpolicy.ops.backends.gpu import HOPPER, TRITON
+from onpolicy.ops.machine import DISTRIBUTIONS, INSTALL, Machine
+
+__all__ = [
+    "BACKENDS",
+    "CPU_BACKENDS",
+    "GPU_BACKENDS",
+    "STOCK",
+    "Backend",
+    "Demand",
+    "backend_of",
+    "choose_backend",
+    "require_servable",
+]
+
+logger = logging.getLogger(__name__)
 
 CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
 """In the order in which `--operators auto` asks them. The one that every CPU keeps comes first, so that
@@ -33,3 +49,49 @@ def backend_of(name: str) -> Backend:
         f"backend={name!r}: this version has the operator backends {names}. Start both engines with "
         "the same version of onpolicy."
     )
+
+
+def choose_backend(
+    operators: str, dtype: str, shapes: OperatorShapes, row_parallel_blocks: int, machine: Machine
+) -> str:
+    """The contract's backend for `--operators`: auto, or one of this kind of machine.
+
+    auto: the first whose kernels are made for this processor and model. A package that is missing never
+    changes the choice. Raises ConfigError if the machine cannot keep the backend.
+    """
+    has_gpu = machine.capability is not None
+    candidates = GPU_BACKENDS if has_gpu else CPU_BACKENDS
+    names = [backend.name for backend in candidates]
+    if operators not in ("auto", *names):
+        raise ConfigError(
+            f"--operators={operators}: this machine has {'a' if has_gpu else 'no'} GPU. Choose "
+            f"{' or '.join(names)}, or leave it out."
+        )
+    demand = Demand(dtype=dtype, shapes=shapes, row_parallel_blocks=row_parallel_blocks)
+    chosen = backend_of(
+        _preferred(candidates, demand, machine) if operators == "auto" else operators
+    )
+    if problem := chosen.refusal(demand, machine):
+        raise ConfigError(f"--operators={operators}: {problem}")
+    if operators == "auto" and not has_gpu and not ONEDNN.refusal(demand, machine):
+        logger.info(
+            "--operators onednn would be faster on models of a real size: this CPU has bfloat16 "
+            "instructions. A run then has the same bits on such CPUs alone"
+        )
+    return chosen.name
+
+
+def require_servable(backend: str, machine: Machine) -> None:
+    """Raise ConfigError if SGLang cannot serve this backend's operators on `machine`."""
+    for module in backend_of(backend).engine_modules:
+        if module not in machine.packages:
+            raise ConfigError(
+                f"operators={backend}: {module} is missing, which SGLang imports to serve them (package "
+                f"{DISTRIBUTIONS[module]}, in the version that SGLang asks for). {INSTALL}"
+            )
+
+
+def _preferred(candidates: tuple[Backend, ...], demand: Demand, machine: Machine) -> str:
+    """The first that fits; else the last, the most general, which will say why it does not."""
+    fit = [backend for backend in candidates if not backend.unfit(demand, machine)]
+    return (fit or candidates[-1:])[0].name

@@ -46,7 +46,7 @@ class Backend:
     """What SGLang imports besides, whose server runs these operators; of `machine.DISTRIBUTIONS`."""
 
     engine_attention: str = ""
-    """The module of the SGLang plug-in whose `install(operators)` has SGLang attend by them."""
+    """`module:name` of the plug-in's function that has SGLang attend by the operators it is given."""
 
     def refusal(self, demand: Demand, machine: Machine) -> str | None:
         """Why `machine` cannot keep a contract of this backend, and what to do; None if it can."""

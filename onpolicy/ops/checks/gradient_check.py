@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onpolicy.contract import AttentionShape, NumericsContract
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.attention_inputs import LENS, AttentionInputs
+from onpolicy.ops.checks.attention_check import LENS, AttentionInputs
 from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
 from onpolicy.ops.checks.self_check import MAX_EXPERTS
 from onpolicy.ops.experts import gated_halves, mix_experts

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from onpolicy.contract import NumericsContract
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.attention_check import check_attention, check_paged_attention
-from onpolicy.ops.checks.attention_inputs import AttentionInputs
+from onpolicy.ops.checks.attention_check import (
+    AttentionInputs,
+    check_attention,
+    check_paged_attention,
+)
 from onpolicy.ops.checks.probe import ROWS, Results, check_rows, columns_to_check, probe
 from onpolicy.ops.checks.rowwise_check import check_rowwise
 from onpolicy.ops.checks.shard_check import check_shards

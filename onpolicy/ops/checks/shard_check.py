@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onpolicy.contract import AttentionShape, NumericsContract
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.attention_inputs import AttentionInputs
+from onpolicy.ops.checks.attention_check import AttentionInputs
 from onpolicy.ops.checks.probe import columns_to_check, probe, require_equal
 from onpolicy.ops.layouts import AttentionLayout
 from onpolicy.ops.row_parallel import RowParallel, tree_sum

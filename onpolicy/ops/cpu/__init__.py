@@ -11,9 +11,8 @@ from torch import Tensor
 
 from onpolicy.ops.base import Operators, Piece
 from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
-from onpolicy.ops.cpu.elementwise import whole_vectors
 from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
-from onpolicy.ops.cpu.layout import on_whole_tensors, whole
+from onpolicy.ops.cpu.layout import on_whole_tensors, whole, whole_vectors
 from onpolicy.ops.cpu.linear import (
     AlignedGroupedLinear,
     AlignedLinear,

@@ -29,12 +29,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.cpu.attention_batches import Batch, batches_of, work
-from onpolicy.ops.cpu.attention_limits import KEY_BLOCK
 from onpolicy.ops.cpu.attention_sums import Sums, attend
-from onpolicy.ops.cpu.attention_tiles import Shape, Tile
+from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, Shape, Tile
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.layouts import AttentionLayout, ScoreRule
-from onpolicy.ops.sinks import sink_gradient
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule, sink_gradient
 
 ROW_BLOCK = 64
 """Query rows of one product in the backward pass, where keys and values sum over them."""

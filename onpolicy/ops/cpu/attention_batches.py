@@ -15,8 +15,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onpolicy.ops.cpu.attention_limits import KEY_BLOCK, KEY_CHUNK, ROW_MULTIPLE
-from onpolicy.ops.cpu.attention_tiles import MAX_ROWS, Shape, Tile, first_seen
+from onpolicy.ops.cpu.attention_tiles import (
+    KEY_BLOCK,
+    KEY_CHUNK,
+    MAX_ROWS,
+    ROW_MULTIPLE,
+    Shape,
+    Tile,
+    first_seen,
+)
 from onpolicy.ops.layouts import AttentionLayout
 
 BATCH_FLOATS = 1 << 22

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onpolicy.ops.cpu.attention_limits import KEY_BLOCK
-from onpolicy.ops.cpu.attention_tiles import Tile, blocks_of, by_chunk
+from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, Tile, blocks_of, by_chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.ops.cpu.attention_limits import KEY_BLOCK, KEY_CHUNK, ROW_MULTIPLE
+from onpolicy.contract import ATTENTION_CHUNK
+
+KEY_CHUNK = ATTENTION_CHUNK
+
+KEY_BLOCK = 64
+"""Keys of one product with values; a chunk's sum goes through its blocks in order: it decides bits."""
+
+ROW_MULTIPLE = 16
+"""The size from which a single-threaded GEMM gives a row the same bits whatever rows surround it."""
 
 MAX_ROWS = 256
 

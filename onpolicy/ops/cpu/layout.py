@@ -3,6 +3,12 @@
 Libraries choose kernels by strides and alignment as they do by size. (A column-major input changed
 12 of 37 rows of an RMS norm; MKL for Intel's AVX-512 sums over a transposed weight in another order.)
 So an operator and its backward pass see contiguous tensors only, wherever their callers cut them from.
+
+PyTorch's CPU kernels run full vectors through SIMD code and the remainder through scalar code, and
+for SiLU, GELU or sigmoid the two differ in the last bit: an element's value depends on how many
+elements follow it. Padding the flattened input to whole vectors sends every element through the
+SIMD code. (Measured with torch 2.13 in float32: 4 % of the elements of SiLU differ; exp, cos, sin
+and tanh do not.)
 """
 
 from __future__ import annotations
@@ -11,11 +17,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 64
 """Bytes. PyTorch allocates so, and MKL's guide asks for it where results are to be reproducible."""
+
+VECTOR = 128
+"""Elements; a multiple of every SIMD loop's stride (32 for AVX-512 in float32, 64 in bfloat16)."""
 
 
 def whole(x: Tensor) -> Tensor:
@@ -50,3 +60,18 @@ def on_whole_tensors(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _whole(argument: Any) -> Any:
     return whole(argument) if isinstance(argument, Tensor) else argument
+
+
+def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)` for a function that maps each element by itself: contiguous [...] -> [...]."""
+    missing = -x.numel() % VECTOR
+    if not missing:  # a slice of everything would still be a copy in the backward pass
+        return function(x)
+    return function(F.pad(x.view(-1), (0, missing)))[: x.numel()].view(x.shape)
+
+
+def exponentiate_(x: Tensor) -> Tensor:
+    """`whole_vectors(torch.exp, x)`, in place: contiguous [...] -> [...]."""
+    if x.numel() % VECTOR == 0 and x.data_ptr() % ALIGNMENT == 0:
+        return x.exp_()
+    return x.copy_(whole_vectors(torch.exp, whole(x)))

@@ -14,7 +14,7 @@ K elsewhere below 192 columns. Ranks that share columns check theirs: `ops/check
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
 them oneDNN multiplies bfloat16 twice as fast as float32. It sums in float32 and rounds once too, in an
-order of its own: the same tiles, other bits, so the contract says which (`ops/backends/onednn.py`).
+order of its own: the same tiles, other bits, so the contract says which (`ops/backends/cpu.py`).
 With AMX instructions that order depends on the number of rows, so there all products have 64.
 """
 
@@ -114,6 +114,8 @@ def _pieces(
 def _whole_rows(gemms: Gemms, x: Tensor, out_dtype: torch.dtype) -> Tensor:
     operand = gemms.operand(x, out_dtype)
     multiple, _ = gemms.row_limits(operand)
+    if x.dtype == operand and len(x) % multiple == 0:
+        return whole(x)
     return whole(pad_rows(x, multiple).to(operand))
 
 
@@ -127,10 +129,16 @@ def _fill(
     rows: slice,
     blocks: int,
 ) -> None:
-    """Compute `columns` of some `rows` of `out`, one GEMM for each tile of them."""
+    """Compute `columns` of some `rows` of `out`, one GEMM for each tile of them.
+
+    Nothing is cut or converted that stays what it is: after a product, which has the core's caches, a
+    call of PyTorch takes 10 to 20 us, and a small product 800.
+    """
     width = columns.stop - columns.start
     alone = len(weight) <= width
-    tile = (weight if alone else weight[columns]).to(x.dtype)
+    tile = weight if alone else weight[columns]
+    if tile.dtype != x.dtype:
+        tile = tile.to(x.dtype)
     results = out if alone else out[:, columns]
     count = len(tile)
     if count < width:
@@ -139,9 +147,11 @@ def _fill(
     tile_bias = None if bias is None else F.pad(bias[columns].to(x.dtype), (0, len(tile) - count))
     in_place = blocks == 1 and count == len(tile) and out.dtype == x.dtype
     _, most = gemms.row_limits(x.dtype)
-    for start in range(rows.start, min(rows.stop, len(x)), most):
-        some = slice(start, min(start + most, rows.stop))
-        part, result = x[some], results[some]
+    stop = min(rows.stop, len(x))
+    for start in range(rows.start, stop, most):
+        end = min(start + most, stop)
+        is_all = end - start == len(x)
+        part, result = (x, results) if is_all else (x[start:end], results[start:end])
         if in_place:
             gemms.multiply_into(result, part, tile, tile_bias)
         else:
@@ -154,6 +164,11 @@ def _tree(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, bloc
     (x_left, x_right), (left, right) = x.chunk(2, dim=-1), weight.chunk(2, dim=-1)
     half = blocks // 2
     return _tree(product, x_left, left, bias, half).add_(_tree(product, x_right, right, None, half))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
 def _weight_grad(gemms: Gemms, grad: Tensor, x: Tensor) -> Tensor:
@@ -173,9 +188,10 @@ def _weight_grad_pieces(
     """Pieces of `out = grad.T @ x`, or of `out += grad.T @ x`, rounded to the dtype of `x` in both."""
     operand = gemms.operand(grad, x.dtype)
     grad, wide = grad.to(operand), x.to(operand)
+    is_one = len(out) <= COLUMNS
 
     def piece(rows: slice) -> None:
-        part, result = grad[:, rows].t(), out[rows]
+        part, result = (grad.t(), out) if is_one else (grad[:, rows].t(), out[rows])
         if adds:
             result.add_(gemms.product(part, wide.t(), None).to(x.dtype))
         elif out.dtype == operand:
@@ -218,8 +234,8 @@ class AlignedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gemms = gemms  # type: ignore[attr-defined]
-        out = tiled_linear(gemms, x.view(-1, x.shape[-1]), weight, bias, out_dtype, blocks)
-        return out.view(*x.shape[:-1], len(weight))
+        out = tiled_linear(gemms, _flat(x), weight, bias, out_dtype, blocks)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -227,7 +243,7 @@ class AlignedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
-        rows, grad = x.view(-1, x.shape[-1]), whole(grad).view(-1, len(weight))
+        rows, grad = _flat(x), _flat(whole(grad))
         of_x = of_weight = None
         pieces: list[Piece] = []  # of both gradients: one alone may be too few for all threads
         if needs_weight:
@@ -237,7 +253,9 @@ class AlignedLinear(torch.autograd.Function):
             of_x, of_rows = _product(gemms, grad, weight.t(), None, x.dtype)
             pieces += of_rows
         gemms.pool.run(pieces, (needs_x + needs_weight) * _weight_grad_flops(grad, rows))
-        of_x = None if of_x is None else first_rows(of_x, len(rows)).view(x.shape)
+        if of_x is not None:
+            of_x = first_rows(of_x, len(rows))
+            of_x = of_x if x.dim() == 2 else of_x.view(x.shape)
         of_bias = grad.sum(0) if needs_bias else None
         return of_x, of_weight, of_bias, None, None, None
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onpolicy.ops.cpu.elementwise import exponentiate_, whole_vectors
+from onpolicy.ops.cpu.layout import exponentiate_, whole_vectors
 from onpolicy.ops.cpu.threads import PiecePool
 
 NUMBERS = 1 << 17

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.hopper import flash_attention, gemm
-from onpolicy.ops.hopper.attention import HopperAttention
-from onpolicy.ops.hopper.linear import HopperLinear, deep_gemm_linear
-from onpolicy.ops.hopper.pages import Pages
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import TritonOperators
 
@@ -42,9 +39,9 @@ class DeepGemmLinears(TritonOperators):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            out: Tensor = HopperLinear.apply(rows, weight, bias, out_dtype)
+            out: Tensor = gemm.HopperLinear.apply(rows, weight, bias, out_dtype)
         else:
-            out = deep_gemm_linear(rows, weight, bias, out_dtype)
+            out = gemm.deep_gemm_linear(rows, weight, bias, out_dtype)
         return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -68,9 +65,9 @@ class FlashAttention(TritonOperators):
             return super().attention(q, k, v, layout, scores, sinks)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if torch.is_grad_enabled():
-            out: Tensor = HopperAttention.apply(q, k, v, layout, scores)
+            out: Tensor = flash_attention.HopperAttention.apply(q, k, v, layout, scores)
             return out
-        return flash_attention.forward(q, k, v, Pages.of(layout), scores)[0]
+        return flash_attention.forward(q, k, v, layout, scores)[0]
 
     def paged_attention(
         self,

@@ -1,4 +1,4 @@
-"""FlashAttention-3's forward pass, by the very function that SGLang's `fa3` backend calls.
+"""FlashAttention-3, by the very function that SGLang's `fa3` backend calls, and with gradients.
 
 SGLang reads keys through a page table in prefill and in decoding, so training does too, with pages
 of one key: all three then run the same compiled kernels, whose sums over keys go in blocks of one
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.layouts import PagedLayout, ScoreRule
+from onpolicy.ops.hopper import flash_backward
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
+from onpolicy.ops.triton.attention_backward import attention_backward
 
 
 @cache
@@ -48,24 +50,14 @@ def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages, scores: ScoreRule
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Causal attention: [T, H, D], [rows, H_kv, D], [rows, H_kv, D_v] -> [T, H, D_v], float32 [H, T].
 
     The second is the log of the softmax's normaliser. bfloat16, no autograd.
     """
-    out, lse, *_ = loaded().flash_attn_with_kvcache(
-        q=q,
-        k_cache=k[:, None],
-        v_cache=v[:, None],
-        cache_seqlens=pages.key_lens,
-        page_table=pages.table,
-        cu_seqlens_q=pages.query_starts,
-        max_seqlen_q=pages.max_query_len,
-        num_splits=1,
-        return_softmax_lse=True,
-        **_how(scores),
-    )
+    pages = layout.by_pages()
+    out, lse, *_ = _attend(q, k[:, None], v[:, None], pages, scores, return_softmax_lse=True)
     return out, lse
 
 
@@ -83,7 +75,17 @@ def over_pages(
     `scheduler_metadata` and `cu_seqlens_k_new`.
     """
     buffer = {} if out is None else {"out": out}
-    result: Tensor = loaded().flash_attn_with_kvcache(
+    result: Tensor = _attend(q, k, v, layout, scores, **buffer)
+    return result
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scores: ScoreRule, **more: Any
+) -> Any:
+    how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
+    how |= {"window_size": (scores.window - 1, 0)} if scores.window else {}
+    how |= {"softcap": scores.softcap} if scores.softcap else {}
+    return loaded().flash_attn_with_kvcache(
         q=q,
         k_cache=k,
         v_cache=v,
@@ -92,15 +94,39 @@ def over_pages(
         cu_seqlens_q=layout.query_starts,
         max_seqlen_q=layout.max_query_len,
         num_splits=1,
-        **_how(scores),
+        **how,
         **layout.schedule,
-        **buffer,
+        **more,
     )
-    return result
 
 
-def _how(scores: ScoreRule) -> dict[str, Any]:
-    """The arguments in which FlashAttention-3 takes a layer's scores."""
-    how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
-    how |= {"window_size": (scores.window - 1, 0)} if scores.window else {}
-    return how | ({"softcap": scores.softcap} if scores.softcap else {})
+class HopperAttention(torch.autograd.Function):
+    """See `Operators.attention`; the gradients need every key row to be used at most once."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scores: ScoreRule,
+    ) -> Tensor:
+        out, lse = forward(q, k, v, layout, scores)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
+        if scores.softcap:  # which PyTorch's backward pass does not know
+            by_row = lse.t().contiguous()
+            return (*attention_backward(grad, q, k, v, out, by_row, layout, scores), None, None)
+        rows = flash_backward.PackedKeys.of(layout).rows
+        dq, dk, dv = flash_backward.backward(grad, (q, k[rows], v[rows]), out, lse, layout, scores)
+        grad_k = torch.zeros_like(k).index_copy_(0, rows, dk)
+        grad_v = torch.zeros_like(v).index_copy_(0, rows, dv)
+        return dq, grad_k, grad_v, None, None

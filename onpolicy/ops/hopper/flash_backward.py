@@ -11,14 +11,14 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.hopper.pages import Pages
-from onpolicy.ops.layouts import ScoreRule
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule, starts_of
 
 UPSTREAM = "flash_attn_interface"
 """Upstream's module, which registers torch.ops.flash_attn_3."""
@@ -26,12 +26,36 @@ UPSTREAM = "flash_attn_interface"
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedKeys:
+    """The keys of S sequences laid end to end, on the device that computes."""
+
+    rows: Tensor
+    """int64 [keys of all sequences]: row of the key/value store that holds each key, in that order."""
+
+    starts: Tensor
+    """int32 [S + 1]: first key of each sequence."""
+
+    @staticmethod
+    def of(layout: AttentionLayout) -> PackedKeys:
+        """Those of `layout`, worked out once for all layers of a model."""
+        if PackedKeys not in layout.plans:
+            rows = layout.key_rows
+            is_key = torch.arange(rows.shape[1]) < torch.tensor(layout.key_lens)[:, None]
+            layout.plans[PackedKeys] = PackedKeys(
+                rows=rows[is_key.to(rows.device)],
+                starts=starts_of(layout.key_lens).to(rows.device),
+            )
+        keys: PackedKeys = layout.plans[PackedKeys]
+        return keys
+
+
 def backward(
     grad: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
-    pages: Pages,
+    layout: AttentionLayout,
     scores: ScoreRule,
 ) -> Grads:
     """Gradients of `inputs` = (q [T, H, D], k [keys, H_kv, D], v [keys, H_kv, D]).
@@ -42,7 +66,7 @@ def backward(
     q, k, v = inputs
     # Upstream has no deterministic kernel for head size 256.
     run = flash_attention_3 if q.shape[-1] < 256 and has_upstream() else flash_attention_2
-    return run(grad.contiguous(), q, k, v, out, lse, pages, scores)
+    return run(grad.contiguous(), q, k, v, out, lse, layout, scores)
 
 
 @cache
@@ -67,7 +91,7 @@ def flash_attention_3(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    pages: Pages,
+    layout: AttentionLayout,
     scores: ScoreRule,
 ) -> Grads:
     """The gradients by upstream's library; see `backward`."""
@@ -82,10 +106,10 @@ def flash_attention_3(
         dq=dq,
         dk=dk,
         dv=dv,
-        cu_seqlens_q=pages.query_starts,
-        cu_seqlens_k=pages.key_starts,
-        max_seqlen_q=pages.max_query_len,
-        max_seqlen_k=pages.max_key_len,
+        cu_seqlens_q=layout.by_pages().query_starts,
+        cu_seqlens_k=PackedKeys.of(layout).starts,
+        max_seqlen_q=max(layout.query_lens),
+        max_seqlen_k=max(layout.key_lens),
         softmax_scale=scores.scale,
         is_causal=True,
         **_window(scores),
@@ -101,7 +125,7 @@ def flash_attention_2(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    pages: Pages,
+    layout: AttentionLayout,
     scores: ScoreRule,
 ) -> Grads:
     """The gradients by PyTorch; see `backward`."""
@@ -113,10 +137,10 @@ def flash_attention_2(
             v,
             out,
             lse,
-            pages.query_starts,
-            pages.key_starts,
-            pages.max_query_len,
-            pages.max_key_len,
+            layout.by_pages().query_starts,
+            PackedKeys.of(layout).starts,
+            max(layout.query_lens),
+            max(layout.key_lens),
             dropout_p=0.0,
             is_causal=True,
             rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),

@@ -1,4 +1,4 @@
-"""DeepGEMM's bfloat16 matrix product, called in the one way that does not depend on the batch.
+"""Linear by DeepGEMM's bfloat16 product, called in the one way that does not depend on the batch.
 
 Row invariance: the kernel walks K in ascending blocks of 64 into one float32 accumulator and never
 splits it. The number of rows M chooses the size of the output's tiles, not the order of a sum.
@@ -18,10 +18,12 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.backends.hopper_limits import GEMM_COLUMNS
+from onpolicy.ops.backends.gpu import GEMM_COLUMNS
 from onpolicy.ops.cuda_toolkit import REMEDY, CudaToolkit, find_cuda_toolkit
+from onpolicy.ops.triton.linear import TritonLinear
 
 ALIGNMENT = 8
 """bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
@@ -86,3 +88,27 @@ def readable(matrix: Tensor) -> Tensor:
     if fits and matrix.data_ptr() % 16 == 0:
         return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def deep_gemm_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+
+    With a bias the product is left in float32 until the bias is in, as the Triton operators and
+    `Operators.row_parallel_linear` do it. (SGLang's own operators round before and after.)
+    """
+    if bias is None:
+        return multiply(x, weight, out_dtype)
+    return multiply(x, weight, torch.float32).add_(bias.float()).to(out_dtype)
+
+
+class HopperLinear(TritonLinear):
+    """The forward above; the backward is that of the Triton operators, PyTorch's own GEMMs."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return deep_gemm_linear(x, weight, bias, out_dtype)

@@ -15,16 +15,13 @@ from torch import Tensor
 
 from onpolicy.ops.base import GPU_LOGITS, Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
-from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
-from onpolicy.ops.triton import log_probs, rotary
-from onpolicy.ops.triton.attention_tiles import Sequences
-from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
-from onpolicy.ops.triton.layer_norm import TritonLayerNorm
+from onpolicy.ops.triton import log_probs
+from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
+from onpolicy.ops.triton.experts import TritonGroupedLinear, tiled_grouped_linear, topk
 from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
-from onpolicy.ops.triton.norm import TritonRMSNorm
+from onpolicy.ops.triton.norm import TritonNorm
 from onpolicy.ops.triton.sampling import sample, uniform
-from onpolicy.ops.triton.topk import topk
 
 
 class TritonOperators(Operators):
@@ -73,8 +70,7 @@ class TritonOperators(Operators):
         if torch.is_grad_enabled():
             out: Tensor = attentions.TritonAttention.apply(q, k, v, sinks, layout, scores)
             return out
-        sequences = Sequences.of(layout)
-        return attentions.blockwise_attention(q, k, v, sequences, scores, sinks)[0]
+        return attentions.blockwise_attention(q, k, v, layout.by_pages(), scores, sinks)[0]
 
     def paged_attention(
         self,
@@ -86,22 +82,12 @@ class TritonOperators(Operators):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        result, _ = attentions.paged_attention(
-            q,
-            k,
-            v,
-            layout.page_table,
-            layout.key_lens,
-            layout.query_starts,
-            layout.max_query_len,
-            scores,
-            layout.page_size,
-            sinks,
-        )
+        stores = k.flatten(0, 1), v.flatten(0, 1)
+        result, _ = attentions.blockwise_attention(q, *stores, layout, scores, sinks)
         return result if out is None else out.copy_(result)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
-        out: Tensor = TritonRMSNorm.apply(x, weight, eps, round_last)
+        out: Tensor = TritonNorm.apply(x, weight, None, eps, round_last)
         return out
 
     def layer_norm(
@@ -109,20 +95,20 @@ class TritonOperators(Operators):
     ) -> Tensor:
         weight = x.new_ones(x.shape[-1]) if weight is None else weight
         bias = torch.zeros_like(weight) if bias is None else bias
-        out: Tensor = TritonLayerNorm.apply(x, weight, bias, eps)
+        out: Tensor = TritonNorm.apply(x, weight, bias, eps, True)
         return out
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
 
     def gated(self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-        if activations.is_silu(activation):
-            out: Tensor = activations.TritonSiluAndMul.apply(gate, up)
+        if is_silu(activation):
+            out: Tensor = TritonSiluAndMul.apply(gate, up)
             return out
         return super().gated(activation, gate, up)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = rotary.TritonRotary.apply(q, k, cos, sin)
+        out: tuple[Tensor, Tensor] = TritonRotary.apply(q, k, cos, sin)
         return out
 
     def softmax(self, x: Tensor) -> Tensor:

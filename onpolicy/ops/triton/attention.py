@@ -3,7 +3,7 @@
 Row invariance: a query row (one token of one head) visits its keys in chunks of ATTENTION_CHUNK, and a
 chunk in blocks of a fixed size, both from absolute position 0, with the online softmax of
 FlashAttention-2 (Dao, 2023) in float32, so the order of its sums depends on its own position alone.
-Every chunk is summed by itself and then put to those before it (`attention_chunks.py`). A block or a
+Every chunk is summed by itself and then put to those before it (`attention_tiles.py`). A block or a
 chunk after that position changes nothing: its weights are exactly 0, the maximum stays, and what was
 summed is scaled by exactly 1. So chunks can be summed by one program or by many (`attention_split.py`).
 
@@ -27,22 +27,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.layouts import AttentionLayout, ScoreRule
-from onpolicy.ops.sinks import sink_gradient
+from onpolicy.contract import ATTENTION_CHUNK
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule, sink_gradient
 from onpolicy.ops.triton.attention_backward import attention_backward
-from onpolicy.ops.triton.attention_chunks import (
-    before_all_chunks,
-    chunk_sums,
-    store_rows,
-    with_next,
-)
 from onpolicy.ops.triton.attention_split import attend_split, is_split
 from onpolicy.ops.triton.attention_tiles import (
-    Sequences,
+    before_all_chunks,
+    chunk_sums,
     dim_block,
     first_block,
-    row_positions,
+    load_queries,
+    rows_of_tile,
+    sequence_at,
+    sequences,
+    store_rows,
     unit_stride,
+    with_next,
 )
 from onpolicy.ops.triton.device import UNFUSED, capability
 
@@ -51,56 +51,29 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _attention_kernel(
-    page_table: tl.tensor,
-    key_lens: tl.tensor,
-    query_starts: tl.tensor,
-    stride_table: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    sinks: tl.tensor,
-    scale: tl.float32,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kr: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_vr: tl.tensor,
-    stride_vh: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-) -> None:
+    page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor, stride_table: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor,
+    out: tl.tensor, lse: tl.tensor, sinks: tl.tensor, scale: tl.float32,
+    stride_qt: tl.tensor, stride_qh: tl.tensor, stride_kr: tl.tensor, stride_kh: tl.tensor,
+    stride_vr: tl.tensor, stride_vh: tl.tensor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+) -> None:  # fmt: skip
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys start first
-    first_query = tl.load(query_starts + sequence)
-    query_len = tl.load(query_starts + sequence + 1) - first_query
-    key_len = tl.load(key_lens + sequence)
+    first_query, query_len, key_len, table = sequence_at(
+        sequence, page_table, key_lens, query_starts, stride_table
+    )
     if tile * ROWS >= query_len * GROUP:
         return
-    tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
-    heads = kv_head * GROUP + group
-    query_rows = (first_query + tokens).to(tl.int64)
-    dims = tl.arange(0, DIM_BLOCK)
-    queries = tl.load(
-        q + (query_rows * stride_qt + heads * stride_qh)[:, None] + dims[None, :],
-        mask=(dims < DIM)[None, :],
-        other=0.0,
+    query_rows, heads, positions, is_row = rows_of_tile(
+        tile, kv_head, first_query, query_len, key_len, GROUP, ROWS
     )
+    queries = load_queries(q + query_rows * stride_qt + heads * stride_qh, DIM, DIM_BLOCK)
     k += kv_head * stride_kh
     v += kv_head * stride_vh
-    table = page_table + sequence.to(tl.int64) * stride_table
     largest, total, mixed = before_all_chunks(sinks, heads, ROWS, VALUE_BLOCK, HAS_SINKS)
     end = key_len - query_len + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, query_len - 1) + 1
     first = first_block(tl.min(positions, 0), KEYS, WINDOW)
@@ -121,12 +94,13 @@ def blockwise_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequences: Sequences,
+    layout: PagedLayout,
     scores: ScoreRule,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Row-invariant causal attention without autograd; see `Operators.attention`.
 
+    k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the rows of all pages of `layout` end to end.
     Returns (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
@@ -137,7 +111,7 @@ def blockwise_attention(
         return out, lse
     rows = 64 if q.dtype != torch.float32 else 32
     wide = max(D, value_dim) > 128  # whose sums leave registers for half a block of keys
-    tiles = triton.cdiv(sequences.max_query_len * group, rows)
+    tiles = triton.cdiv(layout.max_query_len * group, rows)
     tensors = q, k, v, out, lse, lse if sinks is None else sinks.contiguous()
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
     options = {
@@ -145,10 +119,10 @@ def blockwise_attention(
         "GROUP": group,
         "DIM": D,
         "VALUE_DIM": value_dim,
-        "PAGE_SIZE": sequences.page_size,
+        "PAGE_SIZE": layout.page_size,
         "ROWS": rows,
         "KEYS": 32 if wide else rows,
-        "CHUNK": sequences.chunk,
+        "CHUNK": ATTENTION_CHUNK,
         "DIM_BLOCK": dim_block(D),
         "VALUE_BLOCK": dim_block(value_dim),
         "WINDOW": scores.window or 0,
@@ -159,11 +133,11 @@ def blockwise_attention(
         **UNFUSED,
     }
     scale = scores.scale * LOG2_E
-    if is_split(sequences, tiles * kv_heads):
-        attend_split(sequences, tensors, scale, strides, options)
+    if is_split(layout, tiles * kv_heads):
+        attend_split(layout, tensors, scale, strides, options)
         return out, lse
-    grid = tiles, kv_heads, len(sequences)
-    _attention_kernel[grid](*sequences.arguments(), *tensors, scale, *strides, **options)
+    grid = tiles, kv_heads, len(layout.key_lens)
+    _attention_kernel[grid](*sequences(layout), *tensors, scale, *strides, **options)
     return out, lse
 
 
@@ -192,7 +166,7 @@ class TritonAttention(torch.autograd.Function):
         layout: AttentionLayout,
         scores: ScoreRule,
     ) -> Tensor:
-        out, lse = blockwise_attention(q, k, v, Sequences.of(layout), scores, sinks)
+        out, lse = blockwise_attention(q, k, v, layout.by_pages(), scores, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
         ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
         return out
@@ -204,29 +178,3 @@ class TritonAttention(torch.autograd.Function):
         layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
         grads = attention_backward(grad, q, k, v, out, lse, layout, scores)
         return (*grads, sink_gradient(sinks, grad, out, lse), None, None)
-
-
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    scores: ScoreRule,
-    page_size: int,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention whose layout lies on the device, as a CUDA graph needs it; no autograd.
-
-    The arguments mean what they mean to FlashAttention-3's `flash_attn_with_kvcache`:
-    q: [T, H, D]; k_cache: [rows, H_kv, D] or [pages, page_size, H_kv, D], v_cache likewise with
-    D_v; page_table: int32 [B, >= pages]; cache_seqlens: int32 [B], the queries' keys included;
-    cu_seqlens_q: int32 [B + 1]; max_seqlen_q: upper bound on the queries of a sequence.
-    Returns (out [T, H, D_v], lse float32 [T, H]).
-    """
-    page_table = unit_stride(page_table)
-    sequences = Sequences(page_table, page_size, cache_seqlens, cu_seqlens_q, max_seqlen_q)
-    stores = k_cache.flatten(0, -3), v_cache.flatten(0, -3)
-    return blockwise_attention(q, *stores, sequences, scores, sinks)

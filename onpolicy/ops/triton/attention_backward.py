@@ -14,13 +14,14 @@ from torch import Tensor
 
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.triton.attention_tiles import (
-    Sequences,
     capped,
     dim_block,
     first_block,
     is_visible,
     key_rows,
-    row_positions,
+    rows_of_tile,
+    sequence_at,
+    sequences,
     unit_stride,
 )
 from onpolicy.ops.triton.device import UNFUSED
@@ -28,12 +29,9 @@ from onpolicy.ops.triton.device import UNFUSED
 
 @triton.jit
 def _load(
-    x: tl.tensor,
-    rows: tl.tensor,
-    is_row: tl.tensor,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    x: tl.tensor, rows: tl.tensor, is_row: tl.tensor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     dims = tl.arange(0, BLOCK)
     return tl.load(
         x + rows[:, None] + dims[None, :], mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0
@@ -42,13 +40,9 @@ def _load(
 
 @triton.jit
 def _store(
-    x: tl.tensor,
-    values: tl.tensor,
-    rows: tl.tensor,
-    is_row: tl.tensor,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, values: tl.tensor, rows: tl.tensor, is_row: tl.tensor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     dims = tl.arange(0, BLOCK)
     tl.store(
         x + rows[:, None] * DIM + dims[None, :],
@@ -85,47 +79,26 @@ def _through_cap(grad_scores: tl.tensor, scores: tl.tensor, SOFTCAP: tl.constexp
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _query_grad_kernel(
-    page_table: tl.tensor,
-    key_lens: tl.tensor,
-    query_starts: tl.tensor,
-    stride_table: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    grad: tl.tensor,
-    lse: tl.tensor,
-    out: tl.tensor,
-    delta: tl.tensor,
-    grad_q: tl.tensor,
-    scale: tl.float32,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kr: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_vr: tl.tensor,
-    stride_vh: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-) -> None:
+    page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor, stride_table: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, lse: tl.tensor, out: tl.tensor,
+    delta: tl.tensor, grad_q: tl.tensor, scale: tl.float32,
+    stride_qt: tl.tensor, stride_qh: tl.tensor, stride_kr: tl.tensor, stride_kh: tl.tensor,
+    stride_vr: tl.tensor, stride_vh: tl.tensor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Also writes `delta` = grad . out of every row, which the other kernel reads."""
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    first_query = tl.load(query_starts + sequence)
-    query_len = tl.load(query_starts + sequence + 1) - first_query
-    key_len = tl.load(key_lens + sequence)
+    first_query, query_len, key_len, table = sequence_at(
+        sequence, page_table, key_lens, query_starts, stride_table
+    )
     if tile * ROWS >= query_len * GROUP:
         return
-    tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
-    heads = kv_head * GROUP + group
-    query_rows = (first_query + tokens).to(tl.int64)
+    query_rows, heads, positions, is_row = rows_of_tile(
+        tile, kv_head, first_query, query_len, key_len, GROUP, ROWS
+    )
     out_rows = query_rows * HEADS + heads
     queries = _load(q, query_rows * stride_qt + heads * stride_qh, is_row, DIM, DIM_BLOCK)
     grads = _load(grad, out_rows * VALUE_DIM, is_row, VALUE_DIM, VALUE_BLOCK)
@@ -133,7 +106,6 @@ def _query_grad_kernel(
     row_lse = tl.load(lse + out_rows)
     row_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     tl.store(delta + out_rows, row_delta, mask=is_row)
-    table = page_table + sequence.to(tl.int64) * stride_table
     total = tl.zeros((ROWS, DIM_BLOCK), dtype=tl.float32)
     end = tl.minimum(key_len, tl.max(positions, 0) + 1)
     for start in range(first_block(tl.min(positions, 0), KEYS, WINDOW), end, KEYS):
@@ -154,46 +126,24 @@ def _query_grad_kernel(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _key_grad_kernel(
-    page_table: tl.tensor,
-    key_lens: tl.tensor,
-    query_starts: tl.tensor,
-    stride_table: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    grad: tl.tensor,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    grad_k: tl.tensor,
-    grad_v: tl.tensor,
-    scale: tl.float32,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kr: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_vr: tl.tensor,
-    stride_vh: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-) -> None:
+    page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor, stride_table: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, lse: tl.tensor, delta: tl.tensor,
+    grad_k: tl.tensor, grad_v: tl.tensor, scale: tl.float32,
+    stride_qt: tl.tensor, stride_qh: tl.tensor, stride_kr: tl.tensor, stride_kh: tl.tensor,
+    stride_vr: tl.tensor, stride_vh: tl.tensor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> None:  # fmt: skip
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     first_key = tl.program_id(0) * KEYS
-    first_query = tl.load(query_starts + sequence)
-    query_len = tl.load(query_starts + sequence + 1) - first_query
-    key_len = tl.load(key_lens + sequence)
+    first_query, query_len, key_len, table = sequence_at(
+        sequence, page_table, key_lens, query_starts, stride_table
+    )
     if first_key >= key_len:
         return
     keys = first_key + tl.arange(0, KEYS)
     is_key = keys < key_len
-    table = page_table + sequence.to(tl.int64) * stride_table
     rows = key_rows(table, keys, is_key, 1)
     key_tile = _load(k + kv_head * stride_kh, rows * stride_kr, is_key, DIM, DIM_BLOCK)
     value_tile = _load(v + kv_head * stride_vh, rows * stride_vr, is_key, VALUE_DIM, VALUE_BLOCK)
@@ -206,9 +156,9 @@ def _key_grad_kernel(
         last_seen_from = first_key + KEYS - 1 + WINDOW - 1 - (key_len - query_len)
         end_token = tl.minimum(tl.maximum(last_seen_from + 1, 0), query_len)
     for tile in range(first_token * GROUP // ROWS, tl.cdiv(end_token * GROUP, ROWS)):
-        tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
-        heads = kv_head * GROUP + group
-        query_rows = (first_query + tokens).to(tl.int64)
+        query_rows, heads, positions, is_row = rows_of_tile(
+            tile, kv_head, first_query, query_len, key_len, GROUP, ROWS
+        )
         out_rows = query_rows * HEADS + heads
         queries = _load(q, query_rows * stride_qt + heads * stride_qh, is_row, DIM, DIM_BLOCK)
         grads = _load(grad, out_rows * VALUE_DIM, is_row, VALUE_DIM, VALUE_BLOCK)
@@ -243,7 +193,7 @@ def attention_backward(
     [T, H]. Returns gradients of q, k, v.
     """
     q, k, v, grad = unit_stride(q), unit_stride(k), unit_stride(v), grad.contiguous()
-    sequences = Sequences.of(layout)
+    where, count = sequences(layout.by_pages()), len(layout.query_lens)
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
     group, widest = heads // kv_heads, max(dim_block(dim), dim_block(value_dim))
     # Nothing has to match these sums, so tiles are simply as large as fit.
@@ -268,25 +218,14 @@ def attention_backward(
         **UNFUSED,
     }
     scale = scores.scale
-    row_tiles = (triton.cdiv(sequences.max_query_len * group, size), kv_heads, len(sequences))
+    row_tiles = (triton.cdiv(max(layout.query_lens) * group, size), kv_heads, count)
     _query_grad_kernel[row_tiles](
-        *sequences.arguments(), q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
+        *where, q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
     )
     # Half a tile of queries at a time, where the whole would not fit into registers.
     options["ROWS"] = 32 if pipelined and widest == 128 else size
-    key_tiles = (triton.cdiv(max(layout.key_lens), size), kv_heads, len(sequences))
+    key_tiles = (triton.cdiv(max(layout.key_lens), size), kv_heads, count)
     _key_grad_kernel[key_tiles](
-        *sequences.arguments(),
-        q,
-        k,
-        v,
-        grad,
-        lse,
-        delta,
-        grad_k,
-        grad_v,
-        scale,
-        *strides,
-        **options,
+        *where, q, k, v, grad, lse, delta, grad_k, grad_v, scale, *strides, **options
     )
     return grad_q, grad_k, grad_v

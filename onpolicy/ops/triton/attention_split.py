@@ -14,13 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onpolicy.ops.triton.attention_chunks import (
+from onpolicy.contract import ATTENTION_CHUNK
+from onpolicy.ops.layouts import PagedLayout
+from onpolicy.ops.triton.attention_tiles import (
     before_all_chunks,
     chunk_sums,
+    first_block,
+    load_queries,
+    rows_of_tile,
+    sequence_at,
+    sequences,
     store_rows,
     with_next,
 )
-from onpolicy.ops.triton.attention_tiles import Sequences, first_block, row_positions
 
 FEW_PROGRAMS = 264
 """Two for each multiprocessor of an H100; a step that has as many without splitting is not split."""
@@ -35,17 +41,22 @@ REDUCED = (
 """The options of the second kernel."""
 
 
-def is_split(sequences: Sequences, programs: int) -> bool:
+def is_split(layout: PagedLayout, programs: int) -> bool:
     """Whether a call of so many programs a sequence leaves most of a device idle for long.
 
     Nothing here depends on what a tensor holds, so a CUDA graph can hold the answer.
     """
-    is_decode, is_small = sequences.max_query_len == 1, programs * len(sequences) < FEW_PROGRAMS
-    return is_decode and is_small and sequences.max_chunks > 1
+    is_decode, is_small = layout.max_query_len == 1, programs * len(layout.key_lens) < FEW_PROGRAMS
+    return is_decode and is_small and _max_chunks(layout) > 1
+
+
+def _max_chunks(layout: PagedLayout) -> int:
+    """Upper bound on the chunks of a sequence's keys, from the width of the page table alone."""
+    return -(-layout.page_table.shape[1] * layout.page_size // ATTENTION_CHUNK)
 
 
 def attend_split(
-    sequences: Sequences,
+    layout: PagedLayout,
     tensors: tuple[Tensor, ...],
     scale: float,
     strides: tuple[int, ...],
@@ -56,75 +67,50 @@ def attend_split(
     tensors: q, k, v, out [T, H, D_v], lse float32 [T, H], sinks.
     """
     q, k, v, out, lse, sinks = tensors
-    chunks, parts = sequences.max_chunks, min(sequences.max_chunks, MAX_PARTS)
+    chunks = _max_chunks(layout)
+    parts = min(chunks, MAX_PARTS)
     largest, total = lse.new_empty(2, *lse.shape, chunks)
     mixed = out.new_empty(*out.shape[:2], chunks, out.shape[2], dtype=torch.float32)
     sums = largest, total, mixed, chunks
     tiles = triton.cdiv(options["GROUP"], options["ROWS"])
-    shape = options["HEADS"] // options["GROUP"], len(sequences)
+    shape = options["HEADS"] // options["GROUP"], len(layout.key_lens)
     _chunks_kernel[(parts * tiles, *shape)](
-        *sequences.arguments(), q, k, v, *sums, scale, *strides, TILES=tiles,
+        *sequences(layout), q, k, v, *sums, scale, *strides, TILES=tiles,
         **{name: value for name, value in options.items() if name != "HAS_SINKS"},
     )  # fmt: skip
     _reduce_kernel[(tiles, *shape)](
-        *sequences.arguments(), *sums, out, lse, sinks, **{name: options[name] for name in REDUCED}
+        *sequences(layout), *sums, out, lse, sinks, **{name: options[name] for name in REDUCED}
     )
 
 
 @triton.jit(do_not_specialize=["stride_table", "max_chunks"])
 def _chunks_kernel(
-    page_table: tl.tensor,
-    key_lens: tl.tensor,
-    query_starts: tl.tensor,
-    stride_table: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    max_chunks: tl.tensor,
+    page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor, stride_table: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor,
+    largest: tl.tensor, total: tl.tensor, mixed: tl.tensor, max_chunks: tl.tensor,
     scale: tl.float32,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kr: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_vr: tl.tensor,
-    stride_vh: tl.tensor,
-    TILES: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-) -> None:
+    stride_qt: tl.tensor, stride_qh: tl.tensor, stride_kr: tl.tensor, stride_kh: tl.tensor,
+    stride_vr: tl.tensor, stride_vh: tl.tensor,
+    TILES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CHUNK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Sums over every `parts`-th chunk of a sequence, each by itself."""
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES
-    first_query = tl.load(query_starts + sequence)
-    query_len = tl.load(query_starts + sequence + 1) - first_query
-    key_len = tl.load(key_lens + sequence)
+    first_query, query_len, key_len, table = sequence_at(
+        sequence, page_table, key_lens, query_starts, stride_table
+    )
     if tile * ROWS >= query_len * GROUP:
         return
-    tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
-    heads = kv_head * GROUP + group
-    query_rows = (first_query + tokens).to(tl.int64)
-    dims, value_dims = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
-    queries = tl.load(
-        q + (query_rows * stride_qt + heads * stride_qh)[:, None] + dims[None, :],
-        mask=(dims < DIM)[None, :],
-        other=0.0,
+    query_rows, heads, positions, is_row = rows_of_tile(
+        tile, kv_head, first_query, query_len, key_len, GROUP, ROWS
     )
+    queries = load_queries(q + query_rows * stride_qt + heads * stride_qh, DIM, DIM_BLOCK)
     k += kv_head * stride_kh
     v += kv_head * stride_vh
-    table = page_table + sequence.to(tl.int64) * stride_table
+    value_dims = tl.arange(0, VALUE_BLOCK)
     first = first_block(tl.min(positions, 0), KEYS, WINDOW)
     parts = tl.num_programs(0) // TILES
     for chunk in range(first // CHUNK + part, tl.cdiv(key_len, CHUNK), parts):
@@ -145,37 +131,24 @@ def _chunks_kernel(
 
 @triton.jit(do_not_specialize=["stride_table", "max_chunks"])
 def _reduce_kernel(
-    page_table: tl.tensor,
-    key_lens: tl.tensor,
-    query_starts: tl.tensor,
-    stride_table: tl.tensor,
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    max_chunks: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    sinks: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-) -> None:
+    page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor, stride_table: tl.tensor,
+    largest: tl.tensor, total: tl.tensor, mixed: tl.tensor, max_chunks: tl.tensor,
+    out: tl.tensor, lse: tl.tensor, sinks: tl.tensor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Put the chunks of a sequence together, in ascending order."""
     sequence, kv_head, tile = tl.program_id(2), tl.program_id(1), tl.program_id(0)
-    first_query = tl.load(query_starts + sequence)
-    query_len = tl.load(query_starts + sequence + 1) - first_query
-    key_len = tl.load(key_lens + sequence)
+    first_query, query_len, key_len, _ = sequence_at(
+        sequence, page_table, key_lens, query_starts, stride_table
+    )
     if tile * ROWS >= query_len * GROUP:
         return
-    tokens, group, positions, is_row = row_positions(tile, query_len, key_len, GROUP, ROWS)
-    heads = kv_head * GROUP + group
-    out_rows = (first_query + tokens).to(tl.int64) * HEADS + heads
+    query_rows, heads, positions, is_row = rows_of_tile(
+        tile, kv_head, first_query, query_len, key_len, GROUP, ROWS
+    )
+    out_rows = query_rows * HEADS + heads
     value_dims = tl.arange(0, VALUE_BLOCK)
     is_value = (value_dims < VALUE_DIM)[None, :]
     row_largest, row_total, row_mixed = before_all_chunks(

@@ -1,87 +1,61 @@
-"""What all kernels of attention share: where a tile's rows and keys are, and which keys a row sees."""
+"""What all kernels of attention share: a tile's rows, the keys that they see, and their softmax over a
+chunk of keys and over chunks.
+
+Source of the formulas: FlashAttention-2 (Dao, 2023), inside a chunk and between chunks alike.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from onpolicy.contract import ATTENTION_CHUNK
-from onpolicy.ops.layouts import AttentionLayout
+from onpolicy.ops.layouts import PagedLayout
 from onpolicy.ops.triton.device import next_power_of_2
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Where the queries and keys of B sequences are, on the device that computes."""
-
-    page_table: Tensor
-    """int32 or int64 [B, >= pages]: page of the store that holds each run of `page_size` keys."""
-
-    page_size: int
-
-    key_lens: Tensor
-    """int32 [B]: keys of each sequence, those of its queries included."""
-
-    query_starts: Tensor
-    """int32 [B + 1]: first query row of each sequence; its queries are its last tokens."""
-
-    max_query_len: int
-    """Upper bound on the queries of a sequence; sets the grid, so a constant under a CUDA graph."""
-
-    @staticmethod
-    def of(layout: AttentionLayout) -> Sequences:
-        """The layout's rows as pages of one key each, kept for the model's other layers."""
-        if Sequences not in layout.plans:
-            device = layout.key_rows.device
-            starts = torch.tensor([0, *layout.query_lens]).cumsum(0, dtype=torch.int32)
-            layout.plans[Sequences] = Sequences(
-                page_table=layout.key_rows,
-                page_size=1,
-                key_lens=torch.tensor(layout.key_lens, dtype=torch.int32).to(device),
-                query_starts=starts.to(device),
-                max_query_len=max(layout.query_lens),
-            )
-        sequences: Sequences = layout.plans[Sequences]
-        return sequences
-
-    @property
-    def chunk(self) -> int:
-        """Keys that are summed apart."""
-        return ATTENTION_CHUNK
-
-    @property
-    def max_chunks(self) -> int:
-        """Upper bound on the chunks of a sequence's keys, from the width of the page table alone."""
-        return -(-self.page_table.shape[1] * self.page_size // self.chunk)
-
-    def arguments(self) -> tuple[Any, ...]:
-        """What every attention kernel takes first."""
-        return self.page_table, self.key_lens, self.query_starts, self.page_table.stride(0)
-
-    def __len__(self) -> int:
-        return len(self.key_lens)
+def sequences(layout: PagedLayout) -> tuple[Any, ...]:
+    """What every attention kernel takes first: page table, key lengths, query starts, a stride."""
+    table = unit_stride(layout.page_table)
+    return table, layout.key_lens, layout.query_starts, table.stride(0)
 
 
 @triton.jit
-def row_positions(
-    tile: tl.tensor,
-    query_len: tl.tensor,
+def sequence_at(
+    sequence: tl.tensor, page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor,
+    stride_table: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """A sequence's first query row, how many queries and keys it has, and its row of the page table."""
+    first = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - first
+    table = page_table + sequence.to(tl.int64) * stride_table
+    return first, query_len, tl.load(key_lens + sequence), table
+
+
+@triton.jit
+def rows_of_tile(
+    tile: tl.tensor, kv_head: tl.tensor, first_query: tl.tensor, query_len: tl.tensor,
     key_len: tl.tensor,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Query token, head in its group, position, and whether it exists, of every row of a tile.
+    GROUP: tl.constexpr, ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Row of the queries, head, position, and whether it exists, of every row of a tile.
 
     Rows past the end repeat the last token: they see a key, so nothing in them is 0 / 0.
     """
     rows = tile * ROWS + tl.arange(0, ROWS)
     tokens = tl.minimum(rows // GROUP, query_len - 1)
-    return tokens, rows % GROUP, key_len - query_len + tokens, rows < query_len * GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    positions = key_len - query_len + tokens
+    return (first_query + tokens).to(tl.int64), heads, positions, rows < query_len * GROUP
+
+
+@triton.jit
+def load_queries(rows: tl.tensor, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr) -> tl.tensor:
+    """[ROWS, DIM_BLOCK] from pointers to rows, all of which exist."""
+    dims = tl.arange(0, DIM_BLOCK)
+    return tl.load(rows[:, None] + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -115,6 +89,98 @@ def first_block(position: tl.tensor, KEYS: tl.constexpr, WINDOW: tl.constexpr) -
     if WINDOW:
         return tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS
     return position * 0
+
+
+@triton.jit
+def chunk_sums(
+    queries: tl.tensor, k: tl.tensor, v: tl.tensor, table: tl.tensor, positions: tl.tensor,
+    first: tl.tensor, end: tl.tensor, scale: tl.float32,
+    stride_kr: tl.tensor, stride_vr: tl.tensor,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The softmax of a tile's rows over the keys from `first` to `end`, not normalised.
+
+    Largest score [ROWS], total [ROWS] and mixed values [ROWS, VALUE_BLOCK]; -inf, 0 and 0 of a row that
+    sees none of them.
+    """
+    dims, value_dims = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
+    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    mixed = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
+    # One loop for whole and for masked blocks: the compiler would round two of them differently.
+    for start in range(first, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        is_key = keys < end
+        rows = key_rows(table, keys, is_key, PAGE_SIZE)
+        key_tile = tl.load(
+            k + (rows * stride_kr)[None, :] + dims[:, None],
+            mask=(dims < DIM)[:, None] & is_key[None, :],
+            other=0.0,
+        )
+        value_tile = tl.load(
+            v + (rows * stride_vr)[:, None] + value_dims[None, :],
+            mask=is_key[:, None] & (value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(queries, key_tile, input_precision="ieee") * scale
+        if SOFTCAP > 0.0:
+            scores = capped(scores, SOFTCAP)
+        scores = tl.where(is_visible(keys, positions, WINDOW), scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)  # of a row that saw nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weights.to(v.dtype.element_ty), value_tile, mixed, input_precision="ieee")
+        largest = larger
+    return largest, total, mixed
+
+
+@triton.jit
+def with_next(
+    largest: tl.tensor, total: tl.tensor, mixed: tl.tensor, next_largest: tl.tensor,
+    next_total: tl.tensor, next_mixed: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Sums over keys and over the chunk after them, put together."""
+    larger = tl.maximum(largest, next_largest)
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    kept, added = tl.exp2(largest - base), tl.exp2(next_largest - base)
+    total = total * kept + next_total * added
+    mixed = mixed * kept[:, None] + next_mixed * added[:, None]
+    return larger, total, mixed
+
+
+@triton.jit
+def before_all_chunks(
+    sinks: tl.tensor, heads: tl.tensor,
+    ROWS: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """What the sums of rows begin with: a sink, or nothing."""
+    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    if HAS_SINKS:
+        largest = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    return largest, total, tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
+
+
+@triton.jit
+def store_rows(
+    out: tl.tensor, lse: tl.tensor, largest: tl.tensor, total: tl.tensor, mixed: tl.tensor,
+    out_rows: tl.tensor, is_row: tl.tensor,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    mixed = mixed / total[:, None]
+    tl.store(
+        out + out_rows[:, None] * VALUE_DIM + value_dims[None, :],
+        mixed.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )
+    tl.store(lse + out_rows, (largest + tl.log2(total)) * 0.6931471805599453, mask=is_row)
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ how one of them is summed, and all tiles of a GPU generation use the same tensor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -29,6 +30,11 @@ class Tile:
     warps: int
     stages: int
     """Steps of the loop whose operands are on their way at the same time."""
+
+    def options(self) -> dict[str, Any]:
+        """How a kernel that computes such tiles is launched."""
+        sizes = {"ROWS": self.rows, "COLUMNS": self.columns, "INNER": self.inner}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages, **UNFUSED}
 
 
 HALF_INNER, FLOAT_INNER = 64, 16
@@ -70,19 +76,11 @@ def choose_tile(x: Tensor, rows: float) -> Tile:
 
 @triton.jit
 def multiply_tile(
-    x: tl.tensor,
-    weight: tl.tensor,
-    row_offsets: tl.tensor,
-    is_row: tl.tensor,
-    column_offsets: tl.tensor,
-    is_column: tl.tensor,
-    K: tl.tensor,
-    stride_xk: tl.tensor,
-    stride_wk: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-) -> tl.tensor:
+    x: tl.tensor, weight: tl.tensor,
+    row_offsets: tl.tensor, is_row: tl.tensor, column_offsets: tl.tensor, is_column: tl.tensor,
+    K: tl.tensor, stride_xk: tl.tensor, stride_wk: tl.tensor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The one sum over K that all linears share: float32 [ROWS, COLUMNS]."""
     inner = tl.arange(0, INNER)
     x += row_offsets[:, None] + inner[None, :] * stride_xk
@@ -100,23 +98,12 @@ def multiply_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    M: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    stride_xm: tl.tensor,
-    stride_xk: tl.tensor,
-    stride_wn: tl.tensor,
-    stride_wk: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    GROUP: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor,
+    M: tl.tensor, N: tl.tensor, K: tl.tensor,
+    stride_xm: tl.tensor, stride_xk: tl.tensor, stride_wn: tl.tensor, stride_wk: tl.tensor,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+) -> None:  # fmt: skip
     # Groups of GROUP row tiles share a column of weight tiles while it is in the L2 cache.
     row_tiles = tl.cdiv(M, ROWS)
     per_group = GROUP * tl.cdiv(N, COLUMNS)
@@ -128,19 +115,9 @@ def _linear_kernel(
     is_row, is_column = rows < M, columns < N
     wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
     total = multiply_tile(
-        x,
-        weight,
-        wide_rows * stride_xm,
-        is_row,
-        wide_columns * stride_wn,
-        is_column,
-        K,
-        stride_xk,
-        stride_wk,
-        ROWS,
-        COLUMNS,
-        INNER,
-    )
+        x, weight, wide_rows * stride_xm, is_row, wide_columns * stride_wn, is_column,
+        K, stride_xk, stride_wk, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     out += wide_rows[:, None] * N + columns[None, :]
@@ -160,24 +137,9 @@ def tiled_linear(
     grid = (triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),)
     if M:
         _linear_kernel[grid](
-            x,
-            weight,
-            bias,
-            out,
-            M,
-            N,
-            K,
-            *x.stride(),
-            *weight.stride(),
-            HAS_BIAS=bias is not None,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            INNER=tile.inner,
-            GROUP=8,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **UNFUSED,
-        )
+            x, weight, bias, out, M, N, K, *x.stride(), *weight.stride(),
+            HAS_BIAS=bias is not None, GROUP=8, **tile.options(),
+        )  # fmt: skip
     return out
 
 

@@ -30,14 +30,10 @@ def _scaled(
 
 @triton.jit
 def _statistics_kernel(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    largest: tl.tensor,
-    log_total: tl.tensor,
-    entropy: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    logits: tl.tensor, temperature: tl.tensor,
+    largest: tl.tensor, log_total: tl.tensor, entropy: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * SIZE
     t = tl.load(temperature + row)
@@ -63,15 +59,9 @@ def _statistics_kernel(
 
 @triton.jit
 def _log_softmax_kernel(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    largest: tl.tensor,
-    log_total: tl.tensor,
-    out: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EXP: tl.constexpr,
-) -> None:
+    logits: tl.tensor, temperature: tl.tensor, largest: tl.tensor, log_total: tl.tensor,
+    out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXP: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < SIZE
@@ -84,16 +74,10 @@ def _log_softmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gather_kernel(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    targets: tl.tensor,
-    largest: tl.tensor,
-    log_total: tl.tensor,
-    out: tl.tensor,
-    M: tl.tensor,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    logits: tl.tensor, temperature: tl.tensor, targets: tl.tensor,
+    largest: tl.tensor, log_total: tl.tensor, out: tl.tensor, M: tl.tensor,
+    SIZE: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = rows < M
     columns = rows * SIZE + tl.load(targets + rows, mask=is_row, other=0)
@@ -106,16 +90,10 @@ def _gather_kernel(
 
 @triton.jit
 def _grad_logits_kernel(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    targets: tl.tensor,
-    largest: tl.tensor,
-    log_total: tl.tensor,
-    grad: tl.tensor,
-    out: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    logits: tl.tensor, temperature: tl.tensor, targets: tl.tensor,
+    largest: tl.tensor, log_total: tl.tensor, grad: tl.tensor, out: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < SIZE
@@ -171,18 +149,9 @@ def gather_log_probs(logits: Tensor, temperature: Tensor, targets: Tensor) -> tu
     largest, log_total, entropy = _statistics(logits, temperature)
     if rows:
         _gather_kernel[(triton.cdiv(rows, block),)](
-            logits,
-            temperature,
-            targets.contiguous(),
-            largest,
-            log_total,
-            out,
-            rows,
-            SIZE=size,
-            ROWS=block,
-            num_warps=4,
-            **UNFUSED,
-        )
+            logits, temperature, targets.contiguous(), largest, log_total, out, rows,
+            SIZE=size, ROWS=block, num_warps=4, **UNFUSED,
+        )  # fmt: skip
     return out, entropy
 
 
@@ -195,16 +164,9 @@ def grad_logits(logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tens
     options = _block(size)
     if rows:
         _grad_logits_kernel[rows, triton.cdiv(size, options["BLOCK"])](
-            logits,
-            temperature,
-            targets.contiguous(),
-            largest,
-            log_total,
-            grad.contiguous(),
-            out,
-            **options,
-            **UNFUSED,
-        )
+            logits, temperature, targets.contiguous(), largest, log_total, grad.contiguous(), out,
+            **options, **UNFUSED,
+        )  # fmt: skip
     return out
 
 

@@ -29,12 +29,9 @@ def _probabilities(log_probs: tl.tensor, columns: tl.tensor, SIZE: tl.constexpr)
 
 @triton.jit
 def _sums_kernel(
-    log_probs: tl.tensor,
-    sums: tl.tensor,
-    SIZE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
+    log_probs: tl.tensor, sums: tl.tensor,
+    SIZE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     total = tl.sum(_probabilities(log_probs + row * SIZE, columns, SIZE), 0)
@@ -43,15 +40,9 @@ def _sums_kernel(
 
 @triton.jit
 def _draw_kernel(
-    log_probs: tl.tensor,
-    sums: tl.tensor,
-    uniform: tl.tensor,
-    tokens: tl.tensor,
-    SIZE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PADDED_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
+    log_probs: tl.tensor, sums: tl.tensor, uniform: tl.tensor, tokens: tl.tensor,
+    SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, PADDED_CHUNKS)
     ends = tl.cumsum(tl.load(sums + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=0.0), 0)
@@ -82,15 +73,9 @@ def _splitmix64(
 
 @triton.jit
 def _uniform_kernel(
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    numbers: tl.tensor,
-    count: int,
-    GAMMA: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    seeds: tl.tensor, positions: tl.tensor, numbers: tl.tensor, count: int,
+    GAMMA: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state = _splitmix64(tl.load(seeds + rows, mask=rows < count, other=0), GAMMA, FIRST, SECOND)
     state += tl.load(positions + rows, mask=rows < count, other=0)
@@ -123,14 +108,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     count, block = seeds.numel(), 256
     if count:
         _uniform_kernel[(triton.cdiv(count, block),)](
-            seeds.contiguous(),
-            positions.to(torch.int64).contiguous(),
-            numbers,
-            count,
-            GAMMA=GAMMA,
-            FIRST=FIRST,
-            SECOND=SECOND,
-            BLOCK=block,
-            **UNFUSED,
-        )
+            seeds.contiguous(), positions.to(torch.int64).contiguous(), numbers, count,
+            GAMMA=GAMMA, FIRST=FIRST, SECOND=SECOND, BLOCK=block, **UNFUSED,
+        )  # fmt: skip
     return numbers

@@ -22,7 +22,7 @@ from onpolicy.models.llama4 import require_context
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.tensor_parallel import require_shardable
-from onpolicy.ops.capability import choose_backend
+from onpolicy.ops.backends import choose_backend
 from onpolicy.ops.environment import require_exact
 from onpolicy.ops.machine import Machine
 

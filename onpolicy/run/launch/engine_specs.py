@@ -18,7 +18,7 @@ from onpolicy.config.secrets import reveal
 from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.ops.capability import require_servable
+from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec

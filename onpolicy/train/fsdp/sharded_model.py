@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import PackedTokens, PolicyModel
-from onpolicy.models.trainable import trainable_parameters
+from onpolicy.models.policy import PackedTokens, PolicyModel, trainable_parameters
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
 from onpolicy.taps.door import recording

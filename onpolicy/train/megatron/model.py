@@ -33,8 +33,7 @@ from transformers import PretrainedConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops.base import Operators
-from onpolicy.ops.log_probs import Scores, token_log_probs
-from onpolicy.ops.vocab_parallel import VocabParallel
+from onpolicy.ops.log_probs import Scores, VocabParallel, token_log_probs
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import share_rows

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 
-from onpolicy.models.embedding import is_known_embedding, scaled
+from onpolicy.models.align import is_known_embedding, scaled
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable

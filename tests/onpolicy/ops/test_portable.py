@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.errors import ContractError
+from onpolicy.ops import portable
 from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.cpu.gemms import Gemms
 from onpolicy.ops.cpu.linear import tiled_linear
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.portable import order_check, products
 from onpolicy.train.fsdp.optimizer import make_optimizer
 from tests.support.golden import DIGESTS, bare_environment, digests_elsewhere, expected
 from tests.support.instruction_sets import intel_kernels
@@ -71,32 +71,33 @@ def numbers(*shape, seed=0):
 @pytest.mark.parametrize(("rows", "k", "columns"), [(16, 40, 16), (1, 700, 3), (19, 1500, 300)])
 def test_a_product_is_summed_in_the_order_that_is_written_down(rows, k, columns):
     x, weight, bias = numbers(rows, k), numbers(columns, k, seed=1), numbers(columns, seed=2)
-    wanted = order_check.written_out(x[None], weight.t()[None], products.BLOCK, fused=True)[0]
-    assert torch.equal(products.product(x, weight, None), wanted)
-    assert torch.equal(products.product(x, weight, bias), wanted + bias)
-    tiled = tiled_linear(Gemms(PiecePool(1), product=products.product), x, weight, bias)
+    wanted = portable.written_out(x[None], weight.t()[None], portable.BLOCK, fused=True)[0]
+    assert torch.equal(portable.product(x, weight, None), wanted)
+    assert torch.equal(portable.product(x, weight, bias), wanted + bias)
+    tiled = tiled_linear(Gemms(PiecePool(1), product=portable.product), x, weight, bias)
     assert torch.equal(tiled, wanted + bias)
-    other = order_check.written_out(x[None], weight.t()[None], products.BLOCK, fused=False)[0]
+    other = portable.written_out(x[None], weight.t()[None], portable.BLOCK, fused=False)[0]
     assert not torch.equal(other, wanted)  # so one can tell
 
 
 def test_another_order_is_refused(monkeypatch):
-    def backwards(x, weight, bias):
-        return products.product(x.flip(1), weight.flip(1), bias)
+    product = portable.product
 
-    monkeypatch.setattr(order_check, "product", backwards)
+    def backwards(x, weight, bias):
+        return product(x.flip(1), weight.flip(1), bias)
+
+    monkeypatch.setattr(portable, "product", backwards)
     with pytest.raises(
         ContractError, match=r"16x512x256: \d+ of 4096 sums of oneDNN .*CBWR=COMPAT"
     ):
-        order_check.require_order()
+        portable.require_order()
 
 
 def test_mkls_part_is_tried_too(monkeypatch):
-    monkeypatch.setattr(order_check, "product", products.product)
     batched = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: batched(a.flip(2), b.flip(1)))
     with pytest.raises(ContractError, match=r"sums of MKL are not in the order"):
-        order_check.require_order()
+        portable.require_order()
 
 
 class Called(TorchDispatchMode):

@@ -40,7 +40,7 @@ def missing_part(part: str) -> str | None:
 
 def make_part(part: str) -> Operators:
     """The Triton operators, but for what this part of `hopper` computes; raises ContractError."""
-    from onpolicy.ops.backends.triton import exact_float32
+    from onpolicy.ops.backends.gpu import exact_float32
     from onpolicy.ops.hopper import DeepGemmLinears, FlashAttention
 
     exact_float32()

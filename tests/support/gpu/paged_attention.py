@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onpolicy.ops import AttentionLayout, Operators, ScoreRule
+from onpolicy.ops import Operators, PagedLayout, ScoreRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,16 @@ class PagedBatch:
             page_size=page_size,
         )
 
+    def layout(self) -> PagedLayout:
+        """The same, as the operators take it."""
+        return PagedLayout(
+            page_table=self.page_table,
+            page_size=self.page_size,
+            key_lens=self.cache_seqlens,
+            query_starts=self.cu_seqlens_q,
+            max_query_len=self.max_seqlen_q,
+        )
+
 
 class PagedAttention(Protocol):
     """Causal attention of a batch's queries over keys and values on pages, without autograd."""
@@ -60,19 +70,9 @@ def paged_attention_of(backend: str) -> PagedAttention:
 def _by_triton(
     q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
 ) -> tuple[Tensor, Tensor]:
-    from onpolicy.ops.triton.attention import paged_attention
+    from onpolicy.ops.triton.attention import blockwise_attention
 
-    return paged_attention(
-        q,
-        _pages(k, batch),
-        _pages(v, batch),
-        batch.page_table,
-        batch.cache_seqlens,
-        batch.cu_seqlens_q,
-        batch.max_seqlen_q,
-        ScoreRule(scale),
-        batch.page_size,
-    )
+    return blockwise_attention(q, k, v, batch.layout(), ScoreRule(scale))
 
 
 def _by_flash_attention_3(
@@ -113,20 +113,9 @@ def over_rows(operators: Operators) -> PagedAttention:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
     ) -> tuple[Tensor, None]:
-        return operators.attention(q, k, v, _layout(batch), ScoreRule(scale)), None
+        return operators.attention(q, k, v, batch.layout().by_rows(), ScoreRule(scale)), None
 
     return attend
-
-
-def _layout(batch: PagedBatch) -> AttentionLayout:
-    """The batch's pages as rows; waits for the device."""
-    offsets = torch.arange(batch.page_size, device=batch.page_table.device)
-    rows = batch.page_table[..., None].long() * batch.page_size + offsets
-    return AttentionLayout(
-        query_lens=tuple(batch.cu_seqlens_q.diff().tolist()),
-        key_lens=tuple(batch.cache_seqlens.tolist()),
-        key_rows=rows.flatten(1),
-    )
 
 
 def _on_cpu(
@@ -138,6 +127,6 @@ def _on_cpu(
 
     lse = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
     out = blockwise_attention(
-        PiecePool(1), q.contiguous(), k, v, None, _layout(batch), ScoreRule(scale), lse
+        PiecePool(1), q.contiguous(), k, v, None, batch.layout().by_rows(), ScoreRule(scale), lse
     )
     return out, lse[..., 0]

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.ops.base import Operators
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.cpu.elementwise import exponentiate_, whole_vectors
+from onpolicy.ops.cpu.layout import exponentiate_, whole_vectors
 from onpolicy.ops.cpu.rows import NUMBERS
 
 ROWS, SIZE = 70, 20011

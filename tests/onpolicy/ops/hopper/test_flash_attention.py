@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.hopper import HopperOperators, flash_attention, flash_backward
-from onpolicy.ops.hopper.pages import Pages
+from onpolicy.ops.hopper.flash_backward import PackedKeys
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from tests.support.recorded_kernels import attend, flash_attn
 
@@ -77,9 +77,8 @@ def test_gradients_reach_the_rows_that_keys_came_from(calls, operators, name):
     grad = random(queries, HEADS, DIM)
     operators.attention(*ours, layout, ScoreRule(SCALE)).backward(grad)
     q, k, v = (x.detach().clone().requires_grad_() for x in ours)
-    pages = Pages.of(layout)
-    rows = pages.key_rows
-    out, _ = attend(q, k[rows], v[rows], pages.query_starts, pages.key_starts, SCALE)
+    keys, query_starts = PackedKeys.of(layout), layout.by_pages().query_starts
+    out, _ = attend(q, k[keys.rows], v[keys.rows], query_starts, keys.starts, SCALE)
     out.backward(grad)
     for a, b in zip(ours, (q, k, v), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -136,9 +135,7 @@ def test_pytorchs_backward_takes_our_call_and_runs_deterministically():
     q, k, v = (x.to("meta", torch.bfloat16) for x in inputs(queries, keys))
     lse = torch.empty(HEADS, queries, device="meta")
     with _Watch() as watch:
-        grads = flash_backward.flash_attention_2(
-            q, q, k, v, q, lse, Pages.of(layout), ScoreRule(SCALE)
-        )
+        grads = flash_backward.flash_attention_2(q, q, k, v, q, lse, layout, ScoreRule(SCALE))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert watch.seen["aten._flash_attention_backward.default"]
     assert not torch.are_deterministic_algorithms_enabled()
@@ -154,18 +151,19 @@ def test_the_backward_is_upstreams_where_it_is_installed_and_can_be_deterministi
     for version in (2, 3):
         monkeypatch.setattr(flash_backward, f"flash_attention_{version}", lambda *_, v=version: v)
     q = torch.empty(1, 1, dim)
-    pages = Pages.of(AttentionLayout.packed((1,)))
-    assert flash_backward.backward(q, (q, q, q), q, q, pages, ScoreRule(1.0)) == chosen
+    layout = AttentionLayout.packed((1,))
+    assert flash_backward.backward(q, (q, q, q), q, q, layout, ScoreRule(1.0)) == chosen
 
 
 def test_pages_hold_int32_tables_and_the_rows_of_keys_end_to_end():
-    pages = Pages.of(scattered())
-    assert pages.table.dtype == pages.query_starts.dtype == pages.key_lens.dtype == torch.int32
+    layout = scattered()
+    pages, keys, table = layout.by_pages(), PackedKeys.of(layout), layout.key_rows
+    assert pages.page_table.dtype == pages.query_starts.dtype == pages.key_lens.dtype == torch.int32
+    assert (pages.page_size, pages.page_table.tolist()) == (1, table.tolist())
     assert pages.query_starts.tolist() == [0, 3, 4, 9]
-    assert pages.key_starts.tolist() == [0, 9, 13, 18]
-    assert (pages.max_query_len, pages.max_key_len) == (5, 9)
-    table = scattered().key_rows
-    assert pages.key_rows.tolist() == [*table[0, :9], *table[1, :4], *table[2, :5]]
+    assert (pages.max_query_len, pages.key_lens.tolist()) == (5, [9, 4, 5])
+    assert keys.starts.tolist() == [0, 9, 13, 18]
+    assert keys.rows.tolist() == [*table[0, :9], *table[1, :4], *table[2, :5]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library may be there")

@@ -7,7 +7,7 @@ import torch
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.cuda_toolkit import CudaToolkit
-from onpolicy.ops.hopper import HopperOperators, gemm, linear
+from onpolicy.ops.hopper import HopperOperators, gemm
 from onpolicy.ops.triton import TritonOperators
 from tests.support.recorded_kernels import BF16_GEMM_NT, deep_gemm
 
@@ -105,7 +105,7 @@ def test_the_weights_shape_alone_decides_between_deep_gemm_and_triton(
 def test_a_bias_is_added_before_the_one_rounding(calls):
     x, weight, bias = random(40, 64), random(32, 64), random(32)
     exact = x.float() @ weight.float().t() + bias.float()
-    got = linear.deep_gemm_linear(x, weight, bias, torch.bfloat16)
+    got = gemm.deep_gemm_linear(x, weight, bias, torch.bfloat16)
     assert torch.equal(got, exact.bfloat16())
     twice = (x.float() @ weight.float().t()).bfloat16() + bias
     assert not torch.equal(got, twice)  # SGLang's own way

@@ -29,7 +29,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from onpolicy.ops import AttentionLayout, ScoreRule
+from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
@@ -123,8 +123,14 @@ def launch_experts(tensor: Any, training: Any) -> None:
 
 def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
     layout = AttentionLayout.packed((150, 50), "meta")
-    pages = torch.empty(4, 16, dtype=torch.int32, device="meta")
     lens = torch.empty(5, dtype=torch.int32, device="meta")
+    decoding = PagedLayout(
+        page_table=torch.empty(4, 16, dtype=torch.int32, device="meta"),
+        page_size=64,
+        key_lens=lens[:4],
+        query_starts=lens,
+        max_query_len=1,
+    )
     # In float32 the widest alone: its kernels take long to compile, and the most memory.
     for dim in (64, 128, 256) if dtype != torch.float32 else (256,):
         q, k, v = training(200, 32, dim), training(200, 8, dim), training(200, 8, dim)
@@ -133,9 +139,7 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
             special = ScoreRule(0.1, window=33, softcap=20.0)
             OPERATORS.attention(q, k, v, layout, special, training(32)).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
-        attention.paged_attention(
-            tensor(4, 32, dim), *stores, pages, lens[:4], lens, 1, ScoreRule(0.1), page_size=64
-        )
+        OPERATORS.paged_attention(tensor(4, 32, dim), *stores, decoding, ScoreRule(0.1))
 
 
 def launch_hashes() -> None:

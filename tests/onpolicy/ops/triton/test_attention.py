@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops import AttentionLayout, ScoreRule
+from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.stock import StockOperators
-from onpolicy.ops.triton import TritonOperators, attention_split, attention_tiles
-from onpolicy.ops.triton.attention import blockwise_attention, paged_attention
-from onpolicy.ops.triton.attention_tiles import Sequences
+from onpolicy.ops.triton import TritonOperators, attention, attention_split
+from onpolicy.ops.triton.attention import blockwise_attention
 
 OPERATORS = TritonOperators()
 
@@ -51,7 +50,7 @@ def sinks_of(q, special):
 def attend(q, k, v, layout, special=PLAIN):
     """out and lse"""
     sinks = sinks_of(q, special)
-    return blockwise_attention(q, k, v, Sequences.of(layout), scores_of(q, special), sinks)
+    return blockwise_attention(q, k, v, layout.by_pages(), scores_of(q, special), sinks)
 
 
 def paged(store, lens, page_size):
@@ -77,18 +76,15 @@ def test_decoding_and_chunked_prefill_equal_whole_sequences(
     last = [part[-n:] for part, n in zip(torch.arange(sum(lens)).split(lens), counts, strict=True)]
     rows = torch.cat(last)
     (store_k, table), (store_v, _) = paged(k, lens, page_size), paged(v, lens, page_size)
-    got = paged_attention(
-        q[rows],
-        store_k.view(-1, page_size, *k.shape[1:]),
-        store_v.view(-1, page_size, *v.shape[1:]),
-        table,
-        torch.tensor(lens, dtype=torch.int32),
-        torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32),
-        max(counts) + data.draw(st.integers(0, 20)),
-        scores_of(q, special),
-        page_size,
-        sinks_of(q, special),
+    layout = PagedLayout(
+        page_table=table,
+        page_size=page_size,
+        key_lens=torch.tensor(lens, dtype=torch.int32),
+        query_starts=torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32),
+        max_query_len=max(counts) + data.draw(st.integers(0, 20)),
     )
+    scores, sinks = scores_of(q, special), sinks_of(q, special)
+    got = blockwise_attention(q[rows], store_k, store_v, layout, scores, sinks)
     for ours, full in zip(got, whole, strict=True):
         assert torch.equal(ours, full[rows])
 
@@ -213,7 +209,8 @@ CHUNK = 64
 def in_chunks(size=CHUNK, programs=attention_split.FEW_PROGRAMS):
     """Small chunks, so that a few tokens have several; 0 programs: a decode step is never split."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_tiles, "ATTENTION_CHUNK", size)
+        patch.setattr(attention, "ATTENTION_CHUNK", size)
+        patch.setattr(attention_split, "ATTENTION_CHUNK", size)
         patch.setattr(attention_split, "FEW_PROGRAMS", programs)
         yield patch
 
@@ -223,18 +220,15 @@ def decode(inputs, lens, page_size, special, order):
     q, k, v = inputs
     ends = torch.tensor(lens).cumsum(0)[order] - 1
     (store_k, table), (store_v, _) = paged(k, lens, page_size), paged(v, lens, page_size)
-    return ends, paged_attention(
-        q[ends],
-        store_k.view(-1, page_size, *k.shape[1:]),
-        store_v.view(-1, page_size, *v.shape[1:]),
-        table[order],
-        torch.tensor(lens, dtype=torch.int32)[order],
-        torch.arange(len(lens) + 1, dtype=torch.int32),
-        1,
-        scores_of(q, special),
-        page_size,
-        sinks_of(q, special),
+    layout = PagedLayout(
+        page_table=table[order],
+        page_size=page_size,
+        key_lens=torch.tensor(lens, dtype=torch.int32)[order],
+        query_starts=torch.arange(len(lens) + 1, dtype=torch.int32),
+        max_query_len=1,
     )
+    scores, sinks = scores_of(q, special), sinks_of(q, special)
+    return ends, blockwise_attention(q[ends], store_k, store_v, layout, scores, sinks)
 
 
 @few

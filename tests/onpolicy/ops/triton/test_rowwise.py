@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.triton import TritonOperators
-from onpolicy.ops.triton.activation import is_silu
+from onpolicy.ops.triton.elementwise import is_silu
 
 OPERATORS = TritonOperators()
 

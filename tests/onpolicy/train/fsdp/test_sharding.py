@@ -9,7 +9,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.checkpoint_reader import CheckpointReader
+from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train import distributed
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onpolicy.models.trainable import trainable_parameters
+from onpolicy.models.policy import trainable_parameters
 from onpolicy.train.fsdp import sharded_model
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, weights
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.checkpoint_reader import CheckpointReader
+from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.weight_map import WeightMap, is_expert
 

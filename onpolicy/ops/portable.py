@@ -1,9 +1,22 @@
-"""Does this process multiply in the order that portable operators name? Tried when they are made.
+"""The CPU's operators, made to have the same bits on every x86-64 processor with AVX2.
 
-The reference writes the order out, element by element. What oneDNN multiplies is a chain of fused
-multiply-adds (`products.py`). What attention multiplies is MKL's, under MKL_CBWR=COMPATIBLE a chain
-of multiplications and additions, each rounded: over a block of 64 keys or rows, or over blocks of
-112 of the head dimension, each added to what is there.
+They are those of `ops/cpu` on kernels that all such processors have (`PORTABLE_KERNELS`), with
+matrix products whose order is written down, and tried when they are made. PyTorch's own AVX2 kernels are
+the same instructions everywhere, and so are MKL's of exp, log, sin, cos and tanh. Not so MKL's square
+root: it refines an approximation that AMD's processors make in another way than Intel's. No operator
+takes it, nor does the optimizer (`OperatorsConfig.is_portable`).
+
+An element of a product is a chain of fused multiply-adds, one for each k in its order,
+
+    s = 0;  s = fma(x_k, w_k, s)  for the k of a block of 512;  blocks are added in their order,
+
+as oneDNN's kernels for AVX2 compute it: every element has an accumulator of its own. oneDNN cuts
+longer sums where caches may decide (those of 2,048 on an AMD EPYC, Zen 4), and has other kernels
+for a single row or column and for matrices cut out of larger ones, so it gets none of these.
+
+What attention multiplies is MKL's, under MKL_CBWR=COMPATIBLE a chain of multiplications and additions,
+each rounded: over a block of 64 keys or rows, or over blocks of 112 of the head dimension, each added
+to what is there.
 """
 
 from __future__ import annotations
@@ -13,8 +26,19 @@ from torch import Tensor
 
 from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.errors import ContractError
-from onpolicy.ops.backends.portable_limits import MAX_HEAD_DIM
-from onpolicy.ops.portable.products import BLOCK, product
+from onpolicy.ops.backends.cpu import MAX_HEAD_DIM
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.cpu.gemms import Gemms
+from onpolicy.ops.cpu.layout import pad_rows
+
+COLUMNS = 256
+"""Columns of a tile of a product."""
+
+BLOCK = 512
+"""Elements of K in a block; half of what oneDNN was seen to sum in one chain."""
+
+MULTIPLE = 16
+"""Rows and columns are padded with zeros to a multiple of it."""
 
 MKL_BLOCK = 112
 """Elements of K in a block of MKL's, up to MAX_HEAD_DIM; how it cuts longer sums is not known here."""
@@ -33,8 +57,48 @@ BATCHED = (
 """Products side by side, rows, K, columns."""
 
 
+class PortableOperators(CpuOperators):
+    """`CpuOperators` with products in an order of their own.
+
+    Creating them keeps PyTorch from calling oneDNN by itself.
+    """
+
+    column_tile = COLUMNS
+
+    def __init__(self, num_threads: int = 1):
+        """Raises ContractError if this process's libraries multiply in another order."""
+        super().__init__(num_threads)
+        # PyTorch asks for it by the processor's instructions, not by those that are in force.
+        torch.backends.mkldnn.set_flags(False)
+        self.gemms = Gemms(self.pool, product=product, columns=COLUMNS)
+        require_order()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` of float32 [M, K], [N, K], [N] or None -> [M, N]."""
+    blocks = zip(x.split(BLOCK, dim=1), weight.split(BLOCK, dim=1), strict=True)
+    total = _chain(*next(blocks))
+    for pair in blocks:
+        total += _chain(*pair)
+    return total if bias is None else total.add_(bias)
+
+
+def _chain(x: Tensor, weight: Tensor) -> Tensor:
+    rows, columns = len(x), len(weight)
+    # oneDNN's product as TorchInductor calls it; F.linear takes MKL's in float32.
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(
+        pad_rows(x, MULTIPLE).contiguous(),
+        pad_rows(weight, MULTIPLE).contiguous(),
+        None,
+        "none",
+        [],
+        "",
+    )
+    return out[:rows, :columns]
+
+
 def require_order() -> None:
-    """Raise ContractError if a product differs from the written-out order in a bit."""
+    """Raise ContractError if a product of this process differs from the written-out order in a bit."""
     for m, k, n in PRODUCTS:
         x, weight = _numbers(1, m, k, 1), _numbers(1, n, k, 2)
         want = written_out(x, weight.transpose(1, 2), BLOCK, fused=True)

@@ -1,5 +1,6 @@
-"""SGLang's checks of single architectures, on a CPU with our attention in `torch_native`'s place."""
+"""SGLang on a CPU: how its processes start, and its checks of architectures with our attention."""
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,8 @@ from sglang.srt.arg_groups import model_hook
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.server_args import ServerArgs
 
-from sglang_patches import backend_checks, registry
-from sglang_patches.backend_checks import _as_if_accepted
+from sglang_patches import cpu
+from sglang_patches.cpu import _as_if_accepted
 from tests.support.tiny import make_checkpoint
 
 
@@ -37,9 +38,16 @@ def test_a_check_that_fails_leaves_nothing_behind():
     assert model_hook.resolved_view is resolved_view
 
 
-@pytest.mark.parametrize(("device", "is_asked_for"), [("cpu", True), ("cuda", False)])
-def test_it_is_for_cpus(device, is_asked_for, monkeypatch):
-    targets = []
-    monkeypatch.setattr(registry, "hook", lambda target, *_: targets.append(target))
-    backend_checks.install(SimpleNamespace(device=device))
-    assert targets == [backend_checks.TARGET] * is_asked_for
+@pytest.fixture
+def spawns():
+    """SGLang's choice, just before ours."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize(("dp_size", "method"), [(1, "fork"), (2, "spawn")])
+def test_they_are_forked_unless_threads_start_them(spawns, dp_size, method):
+    cpu._fork(None, SimpleNamespace(dp_size=dp_size))
+    assert multiprocessing.get_start_method() == method

@@ -1,4 +1,5 @@
-"""Answers `prompt_logprobs`, a field of vLLM's, on /v1/completions and /v1/chat/completions.
+"""Answers about a prompt's tokens on the OpenAI endpoints: `prompt_logprobs`, a field of vLLM's, on
+/v1/completions and /v1/chat/completions, and `echo` with `logprobs` on the former.
 
 SGLang drops the field without a word. The answer has vLLM's form: for each token of the prompt the
 numbers of the token itself and of as many of the likeliest as were asked for, and null for the first.
@@ -6,6 +7,10 @@ The log-probabilities are those of prompt_log_probs.py. A rank is null where SGL
 the token is none of the likeliest. Streams, as vLLM's, have no place for the answer.
 Source: `prompt_logprobs` in vLLM's documentation of its OpenAI-compatible server. Can go when SGLang
 has the field.
+
+With `echo` it takes `logprobs=0`, the log-probability of each token and of no other, for none where it
+comes to the prompt, whose text would then stand in the answer without numbers.
+Source: sglang/srt/entrypoints/openai/serving_completions.py. Can go when SGLang tells 0 from None there.
 """
 
 from __future__ import annotations
@@ -27,10 +32,22 @@ CHAT_ANSWER_TARGET = f"{_CHAT}._build_chat_response"
 
 
 def install() -> None:
+    registry.hook(COMPLETION_TARGET, _echo, "after")
     for target in (COMPLETION_TARGET, CHAT_TARGET):
         registry.hook(target, _ask, "after")
     registry.hook(COMPLETION_ANSWER_TARGET, _answer_completion, "after")
     registry.hook(CHAT_ANSWER_TARGET, _answer_chat, "after")
+
+
+def _echo(
+    converted: tuple[Any, Any], _: Any, request: Any, *__: Any, **___: Any
+) -> tuple[Any, Any]:
+    """What SGLang is asked, and the request that its answer is made for."""
+    asked, answered = converted
+    if request.echo and request.logprobs is not None:
+        asked.logprob_start_len = 0
+        answered = answered.model_copy(update={"logprobs": max(1, request.logprobs)})
+    return asked, answered
 
 
 def _ask(converted: tuple[Any, Any], _: Any, request: Any, raw_request: Any = None) -> Any:

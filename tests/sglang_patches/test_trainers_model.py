@@ -6,8 +6,7 @@ from transformers import AutoModel
 
 from onpolicy.errors import ContractError
 from onpolicy.models.empty import empty_causal_lm
-from sglang_patches.buffers import use_cpu_buffers
-from sglang_patches.trainers_model import trainers_model
+from sglang_patches.trainers_model import trainers_model, use_cpu_buffers
 from tests.support.tiny import ARCHITECTURES, SIZES
 
 

@@ -1,8 +1,10 @@
-"""Linears of all experts in one launch, without asking the device how many rows each one has.
+"""What a mixture of experts calls: its router's choice, and linears of all experts in one launch.
 
-Row invariance: rows of one expert are cut into tiles that start at the expert's first row, and each
-output is the same chain of sums over K as in `linear`. Which tile a thread block computes is worked
-out on the device from the offsets; the grid depends on sizes alone, so CUDA graphs can hold it.
+Row invariance: one thread block takes the largest of one row, k times; the first of equal ones wins.
+(`torch.topk` sorts by other algorithms for other sizes, and they break ties differently.) Rows of one
+expert are cut into tiles that start at the expert's first row, and each output is the same chain of sums
+over K as in `linear`. Which tile a thread block computes is worked out on the device from the offsets;
+the grid depends on sizes alone, so CUDA graphs can hold it.
 """
 
 from __future__ import annotations
@@ -13,29 +15,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.triton.device import UNFUSED, next_power_of_2
-from onpolicy.ops.triton.linear import HALF_INNER, choose_tile, multiply_tile
+from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
+from onpolicy.ops.triton.linear import HALF_INNER, Tile, choose_tile, multiply_tile
 
 
 @triton.jit
 def _grouped_linear_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    offsets: tl.tensor,
-    out: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    stride_xm: tl.tensor,
-    stride_xk: tl.tensor,
-    stride_we: tl.tensor,
-    stride_wn: tl.tensor,
-    stride_wk: tl.tensor,
-    EXPERTS: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, offsets: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor,
+    stride_xm: tl.tensor, stride_xk: tl.tensor,
+    stride_we: tl.tensor, stride_wn: tl.tensor, stride_wk: tl.tensor,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+) -> None:  # fmt: skip
     # The expert of a row tile is the number of experts whose tiles all come before it.
     experts = tl.arange(0, EXPERTS_BLOCK)
     is_expert = experts < EXPERTS
@@ -53,19 +44,10 @@ def _grouped_linear_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < tl.load(offsets + expert + 1), columns < N
     total = multiply_tile(
-        x,
-        weight + expert.to(tl.int64) * stride_we,
-        rows * stride_xm,
-        is_row,
-        columns.to(tl.int64) * stride_wn,
-        is_column,
-        K,
-        stride_xk,
-        stride_wk,
-        ROWS,
-        COLUMNS,
-        INNER,
-    )
+        x, weight + expert.to(tl.int64) * stride_we,
+        rows * stride_xm, is_row, columns.to(tl.int64) * stride_wn, is_column,
+        K, stride_xk, stride_wk, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     out += rows[:, None] * N + columns[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -81,42 +63,18 @@ def tiled_grouped_linear(
     grid = (S // tile.rows + min(E, S), triton.cdiv(N, tile.columns))
     if S:
         _grouped_linear_kernel[grid](
-            x,
-            weight,
-            offsets,
-            out,
-            N,
-            K,
-            *x.stride(),
-            *weight.stride(),
-            EXPERTS=E,
-            EXPERTS_BLOCK=next_power_of_2(E),
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            INNER=tile.inner,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **UNFUSED,
-        )
+            x, weight, offsets, out, N, K, *x.stride(), *weight.stride(),
+            EXPERTS=E, EXPERTS_BLOCK=next_power_of_2(E), **tile.options(),
+        )  # fmt: skip
     return out
 
 
 @triton.jit
 def _grouped_weight_grad_kernel(
-    grad: tl.tensor,
-    x: tl.tensor,
-    offsets: tl.tensor,
-    out: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    stride_gm: tl.tensor,
-    stride_gn: tl.tensor,
-    stride_xm: tl.tensor,
-    stride_xk: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-) -> None:
+    grad: tl.tensor, x: tl.tensor, offsets: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor,
+    stride_gm: tl.tensor, stride_gn: tl.tensor, stride_xm: tl.tensor, stride_xk: tl.tensor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+) -> None:  # fmt: skip
     expert = tl.program_id(2)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -147,22 +105,10 @@ def grouped_weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.d
     N, K, E = grad.shape[1], x.shape[1], len(offsets) - 1
     out = x.new_empty(E, N, K, dtype=dtype)
     half = x.dtype != torch.float32
-    size, inner = (128, HALF_INNER // 2) if half else (64, 16)
+    size = 128 if half else 64
+    tile = Tile(size, size, HALF_INNER // 2 if half else 16, warps=8 if half else 4, stages=3)
     _grouped_weight_grad_kernel[triton.cdiv(N, size), triton.cdiv(K, size), E](
-        grad,
-        x,
-        offsets,
-        out,
-        N,
-        K,
-        *grad.stride(),
-        *x.stride(),
-        ROWS=size,
-        COLUMNS=size,
-        INNER=inner,
-        num_warps=8 if half else 4,
-        num_stages=3,
-        **UNFUSED,
+        grad, x, offsets, out, N, K, *grad.stride(), *x.stride(), **tile.options()
     )
     return out
 
@@ -189,3 +135,38 @@ class TritonGroupedLinear(torch.autograd.Function):
             None,
             None,
         )
+
+
+@triton.jit
+def _topk_kernel(
+    values: tl.tensor, indices: tl.tensor,
+    SIZE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(values + row * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))  # NaN counts as largest, as in torch
+    is_left = columns < SIZE
+    for i in range(K):
+        largest = tl.max(tl.where(is_left, x, float("-inf")), 0)
+        chosen = tl.min(tl.where(is_left & (x == largest), columns, BLOCK), 0)
+        tl.store(indices + row * K + i, chosen.to(tl.int64))
+        is_left = is_left & (columns != chosen)
+
+
+def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See `Operators.topk`; ties go to the lowest index. Gradients flow to the values."""
+    rows, size = values.shape
+    indices = torch.empty(rows, k, dtype=torch.int64, device=values.device)
+    if rows:
+        block = next_power_of_2(size)
+        _topk_kernel[(rows,)](
+            whole(values.detach()),
+            indices,
+            SIZE=size,
+            K=k,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
+            **UNFUSED,
+        )
+    return values.gather(1, indices), indices

@@ -1,0 +1,94 @@
+"""The entries of a GPU's operators: Triton's, for every model and dtype, and Hopper's."""
+
+from __future__ import annotations
+
+import torch
+
+from onpolicy.ops.backends.base import Backend, Demand
+from onpolicy.ops.base import Operators
+from onpolicy.ops.machine import Machine
+
+FLASH_HEAD_DIMS = (96, 128, 192, 256)
+"""Head sizes for which FlashAttention-3 sums over keys in blocks of one width, however few queries
+there are, with a page table (kernels of sglang-kernel 0.4.5 and 0.4.7). With 64 it takes blocks of
+192 keys for few queries and of 128 for many; other sizes are padded to one of these."""
+
+GEMM_COLUMNS = 16
+"""DeepGEMM multiplies by weights whose out features are a multiple of this, its narrowest tile."""
+
+_OTHER = "Choose --operators triton."
+
+
+def exact_float32() -> None:
+    """For what no operator stands for, such as the product of positions and rotary frequencies."""
+    torch.set_float32_matmul_precision("highest")
+
+
+def _make_triton(num_threads: int) -> Operators:
+    from onpolicy.ops.triton import TritonOperators
+
+    exact_float32()
+    return TritonOperators()
+
+
+def _unfit_for_triton(demand: Demand, machine: Machine) -> str | None:
+    if machine.capability is None or not (8, 0) <= machine.capability <= (9, 0):
+        return (
+            f"compute capability={machine.capability_name}: triton operators are made for GPUs of "
+            "8.0 (A100) to 9.0 (H100, H200). Use such a GPU, or run without --true-on-policy-mode."
+        )
+    return None
+
+
+TRITON = Backend(
+    name="triton",
+    make=_make_triton,
+    unfit=_unfit_for_triton,
+    modules=("triton",),
+    engine_modules=("sgl_kernel",),  # its FlashAttention backend does
+    engine_attention="sglang_patches.paged_attention:install_triton",
+)
+"""GPUs from Ampere to Hopper."""
+
+
+def _make_hopper(num_threads: int) -> Operators:
+    from onpolicy.ops.hopper import HopperOperators
+
+    exact_float32()
+    return HopperOperators()
+
+
+def _unfit_for_hopper(demand: Demand, machine: Machine) -> str | None:
+    shapes, blocks = demand.shapes, demand.row_parallel_blocks
+    if machine.capability != (9, 0):
+        return (
+            f"compute capability={machine.capability_name}: hopper operators are made for 9.0 (H100, "
+            f"H200). {_OTHER}"
+        )
+    if demand.dtype != "bfloat16":
+        return f"dtype={demand.dtype}: hopper operators compute in bfloat16 only. {_OTHER}"
+    unfit = [x.head_dim for x in shapes.attention if x.head_dim not in FLASH_HEAD_DIMS]
+    if unfit:
+        return (
+            f"head_dim={unfit[0]}: FlashAttention-3 gives a query the same bits in every "
+            f"batch for head sizes {', '.join(map(str, FLASH_HEAD_DIMS))} only. {_OTHER}"
+        )
+    # Tensor parallelism shares out columns; the parts must take the kernel that the whole takes.
+    multiple = GEMM_COLUMNS * blocks
+    uneven = [n for n, _, _ in shapes.linear if n % multiple] if blocks > 1 else []
+    if uneven:
+        return (
+            f"out_features={uneven[0]}: with up to {blocks} tensor-parallel ranks DeepGEMM needs "
+            f"multiples of {multiple}. Lower the degree, or choose --operators triton."
+        )
+    return None
+
+
+HOPPER = Backend(
+    name="hopper",
+    make=_make_hopper,
+    unfit=_unfit_for_hopper,
+    modules=("sgl_kernel", "deep_gemm", "triton"),
+    engine_attention="sglang_patches.flash_attention:install",
+)
+"""Compute capability 9.0, bfloat16, and shapes that its kernels fit."""

@@ -1,0 +1,73 @@
+"""What stock SGLang does on a CPU as if it had a GPU, or kernels that this platform has not.
+
+- It rounds intermediate sizes up to a multiple of 32 for AMX kernels before it builds a model, and then
+  cannot load the checkpoint (208 against 224). Here sizes stay as they are wherever tensor parallelism
+  divides them. Source: sglang/srt/configs/update_config.py.
+- It keeps the experts of every token (`--enable-return-routed-experts`) in host memory that it registers
+  with the CUDA runtime, and fails. Source: sglang/srt/mem_cache/pool_host/common.py.
+- It spawns a server's processes, and each imports SGLang, PyTorch and transformers anew, which is most
+  of what a start costs here. They are forked from the first, which has imported everything, except where
+  a data-parallel controller starts them from threads. Source: sglang/srt/entrypoints/engine.py, which
+  sets the method just before.
+- For GPT-OSS and for Exaone-4 with windows it asks for another attention backend than `torch_native`,
+  since that computes neither windows nor sinks. Ours, in its place, does, so these checks are told of a
+  backend that all of them accept. Source: sglang/srt/arg_groups/model_hook.py.
+
+Each can go when SGLang asks for the device, or the backend, there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from sglang_patches import registry
+
+SIZES_TARGET = "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
+REGISTER_TARGET = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+START_TARGET = "sglang.srt.entrypoints.engine._set_envs_and_config"
+CHECKS_TARGET = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+
+ACCEPTED = {"attention_backend": "triton"}
+
+
+def install() -> None:
+    registry.hook(SIZES_TARGET, _keep_config, "around")
+    registry.hook(REGISTER_TARGET, _leave_unregistered, "replace")
+    registry.hook(START_TARGET, _fork, "after")
+
+
+def accept_attention() -> None:
+    """Have SGLang start every model on our attention."""
+    registry.hook(CHECKS_TARGET, _as_if_accepted, "around")
+
+
+def _keep_config(original: Any, model_config: Any, load_config: Any, tp_size: int) -> Any:
+    divides = (
+        model_config.num_attention_heads % tp_size == 0
+        and model_config.get_total_num_kv_heads() % tp_size == 0
+        and getattr(model_config.hf_text_config, "intermediate_size", 0) % tp_size == 0
+    )
+    return model_config if divides else original(model_config, load_config, tp_size)
+
+
+def _leave_unregistered(buffer: Any, *_: Any, **__: Any) -> None:
+    """The buffer is ordinary host memory."""
+
+
+def _fork(_: Any, server_args: Any) -> None:
+    if server_args.dp_size == 1:
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def _as_if_accepted(original: Any, *args: Any, **kwargs: Any) -> Any:
+    # For these checks alone: elsewhere the name decides whether SGLang calls Triton.
+    from sglang.srt.arg_groups import model_hook
+    from sglang.srt.arg_groups.overrides import ResolvedView
+
+    resolved_view = model_hook.resolved_view
+    model_hook.resolved_view = lambda args: ResolvedView(resolved_view(args), ACCEPTED)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        model_hook.resolved_view = resolved_view
