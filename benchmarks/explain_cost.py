@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from onpolicy.run.commands.explain import Microscope
+from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -51,7 +51,7 @@ def main() -> None:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = make_checkpoint(root / "model", "qwen3", **sizes)
         (root / "taps").mkdir()
-        tapped = partial(make_rollout_group, taps=str(root / "taps"))
+        tapped = partial(make_rollout_group, extensions={TAPS: str(root / "taps")})
         plain = stack.enter_context(running(make_engines(path, root / "plain"), anew=True))
         pair = make_engines(path, root / "tapped", make_rollout=tapped)
         recorded = stack.enter_context(running(pair, anew=True))

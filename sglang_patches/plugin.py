@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from pathlib import Path
-from typing import Any
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     OUTSIDE,
-    TAPS_VARIABLE,
     THREADS_VARIABLE,
-    TOKENS_VARIABLE,
     NumericsContract,
 )
 from onpolicy.ops import Operators, make_operators
@@ -26,6 +22,7 @@ from sglang_patches import (
     echo,
     embedding,
     experts,
+    extensions,
     forks,
     harmful_requests,
     head_sizes,
@@ -68,14 +65,14 @@ def load() -> None:
         forks.install()
         cpu_sizes.install()
         routed_experts.install()
-    taps = _taps()
+    asked = extensions.asked_for()
     if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
-        _share_model(contract, operators if taps is None else taps.behind(operators))
-    if taps is not None:
-        taps.install(by_operators=contract.shares_model)
-    if (file := os.environ.get(TOKENS_VARIABLE)) is not None:
-        importlib.import_module("sglang_patches.given_tokens").install(Path(file))
+        for extension in asked:
+            operators = extension.around(operators)
+        _share_model(contract, operators)
+    for extension in asked:
+        extension.install(contract)
     registry.started(contract)
 
 
@@ -108,11 +105,3 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
         parallel_samples.install()
     trainers_model.install(contract)
     model.install(operators, contract)
-
-
-def _taps() -> Any:
-    """What records this engine, if it is to be recorded (`onpolicy explain`)."""
-    directory = os.environ.get(TAPS_VARIABLE)
-    if directory is None:
-        return None
-    return importlib.import_module("sglang_patches.taps").Taps(Path(directory))

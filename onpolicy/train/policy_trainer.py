@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +19,14 @@ from onpolicy.train import distributed
 from onpolicy.train.base import Trainer
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
-from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.train.scoring import checked_operators, score_sequences
 from onpolicy.train.shares import Share, make_shares
 from onpolicy.train.state import load_state, save_state
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
+
+T = TypeVar("T")
 
 
 class PolicyTrainer(Trainer):
@@ -102,18 +104,8 @@ class PolicyTrainer(Trainer):
             self.policy, sequences, prompt_lens, temperature, max_tokens, self.device
         )
 
-    def recorded_log_probs(
-        self,
-        wanted: Wanted,
-        sequences: Sequence[list[int]],
-        prompt_lens: Sequence[int],
-        temperature: float,
-    ) -> tuple[list[Tensor], Recorded]:
-        recorder, rank = wanted.recorder(), self.policy.tensor_rank
-        with self.policy.recording(recorder) as passes:
-            scores = self.log_probs(sequences, prompt_lens, temperature)
-        evidence = recorder.evidence if rank == wanted.of_rank else None
-        return scores, Recorded(passes={rank: passes}, evidence=evidence, objects=recorder.objects)
+    def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
+        return [function(self, *args)]
 
     def push(self, engines: Sequence[Engine], version: int) -> str:
         return self.outlet.push(engines, version, self.contract)

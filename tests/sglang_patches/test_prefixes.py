@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onpolicy.taps.rows import prefix_keys
+from onpolicy.explain.taps.rows import prefix_keys
 from sglang_patches import given_tokens, registry
 from sglang_patches.given_tokens import GivenTokens
 from sglang_patches.prefixes import Prefixes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,8 +19,6 @@ from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.models.trainable import trainable_parameters
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
-from onpolicy.taps.door import recording
-from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
 from onpolicy.train.activations import recomputes_activations
 from onpolicy.train.batch import WeighedBatch
@@ -140,5 +138,7 @@ class FsdpModel(ShardedModel):
         assert self.optimizer is not None
         read_tensors(directory, self.module, self.optimizer)
 
-    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
-        return recording(self.module, recorder)
+    def around_operators(
+        self, around: Callable[[Operators], Operators]
+    ) -> AbstractContextManager[None]:
+        return self.module.around_operators(around)

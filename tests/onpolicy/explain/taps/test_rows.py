@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.taps.rows import by_row, digest, prefix_keys
+from onpolicy.explain.taps.rows import by_row, digest, prefix_keys
 from tests.support.violations import next_up
 
 TOKENS = st.lists(st.integers(0, 200_000), min_size=1, max_size=40)

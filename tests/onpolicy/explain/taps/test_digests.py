@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from onpolicy.taps.parts import Part, cut
-from onpolicy.taps.recorder import Recorder
-from onpolicy.taps.scope import Scope
+from onpolicy.explain.taps.digests import Part, cut
+from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.scope import Scope
 
 
 def taken(width, whole, ranks, **how):
@@ -48,10 +49,11 @@ def test_a_site_in_a_fused_result_is_shared_by_its_own_columns():
 
 
 def record(recorder, width):
+    layer = nn.Identity()
+    layer.forward = lambda x: recorder.run("softmax", torch.exp, (x,), {})
+    recorder.scoped(layer, lambda *_: Scope(module="layer"))
     recorder.open(torch.tensor([7, 8]), torch.tensor([1]))
-    recorder.enter(Scope(module="layer"))
-    x = torch.arange(2.0 * width).view(2, width)
-    recorder.run("softmax", torch.exp, (x,), {})
+    layer(torch.arange(2.0 * width).view(2, width))
     return recorder.close()
 
 

@@ -1,21 +1,22 @@
-"""Puts a recorder behind a model's operators, and takes it away again."""
+"""Puts a recorder behind the operators of a Hugging Face model, and takes it away again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from onpolicy.explain.taps.recorder import INPUTS, Call, Recorder
+from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.explain.taps.scope import Scope
 from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import AttentionLayout, Operators
 from onpolicy.ops.row_parallel import RowParallel
-from onpolicy.taps.recorder import INPUTS, Call, Recorder
-from onpolicy.taps.rows import prefix_keys
-from onpolicy.taps.scope import Scope
 
 
 def tapped(operators: Operators, recorder: Recorder) -> Operators:
@@ -38,28 +39,31 @@ def _watched(name: str, right: Callable[..., Any], recorder: Recorder) -> Callab
 
 
 @contextmanager
-def scopes(decoder: Any, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder which module of a decoder, by its Hugging Face name, is running."""
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks in the end."""
     with ExitStack() as stack:
-        for name, module in decoder.named_modules():
-            if name:
-                for handle in _scope_hooks(module, name, recorder):
-                    stack.callback(handle.remove)
-        handle = decoder.get_input_embeddings().register_forward_hook(record_embedding(recorder))
-        stack.callback(handle.remove)
+        for handle in handles:
+            stack.callback(handle.remove)
         yield
 
 
-def _scope_hooks(module: nn.Module, name: str, recorder: Recorder) -> Iterator[Any]:
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        scope = Scope(module=name)
-        if isinstance(module, AlignedExperts):
-            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-            scope = experts_scope(name, chosen, module.row_parallel, module.own_gate is None)
-        recorder.enter(scope)
+def scopes(decoder: Any, recorder: Recorder) -> list[RemovableHandle]:
+    """Hook a decoder, so that the recorder knows which module, by its Hugging Face name, is running."""
+    hooks = [decoder.get_input_embeddings().register_forward_hook(record_embedding(recorder))]
+    for name, module in decoder.named_modules():
+        if name:
+            hooks += recorder.scoped(module, _scope_of(name, module))
+    return hooks
 
-    yield module.register_forward_pre_hook(enter, with_kwargs=True)
-    yield module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
+
+def _scope_of(name: str, module: nn.Module) -> Callable[[Any, Any], Scope]:
+    def scope(args: Any, kwargs: Any) -> Scope:
+        if not isinstance(module, AlignedExperts):
+            return Scope(module=name)
+        chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        return experts_scope(name, chosen, module.row_parallel, module.own_gate is None)
+
+    return scope
 
 
 def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel, has_halves: bool) -> Scope:
@@ -83,30 +87,21 @@ def record_embedding(recorder: Recorder) -> Callable[[nn.Module, Any, Tensor], N
 
 
 @contextmanager
-def behind_operators(model: PolicyModel, recorder: Recorder) -> Iterator[None]:
-    """Record what the modules of a trainer's model call, while the recorder is open."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if (own := getattr(module, "operators", None)) is not None:
-                stack.callback(setattr, module, "operators", own)
-                module.operators = tapped(own, recorder)  # type: ignore[assignment]
-        stack.enter_context(scopes(model.causal_lm.base_model, recorder))
-        yield
-
-
-@contextmanager
-def recording(model: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call]]]:
-    """Record every forward pass of a trainer's model; yields what grows by the calls of each."""
+def passes_of(policy: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call]]]:
+    """Let each forward pass of a trainer's model, whose operators are tapped, be one of the recorder's;
+    yields what grows by the calls of each."""
     passes: list[list[Call]] = []
 
     def begin(_: nn.Module, args: tuple[PackedTokens]) -> None:
         batch = args[0]
         recorder.open(packed_keys(batch.tokens, batch.layout), batch.rows)
 
-    with behind_operators(model, recorder), ExitStack() as stack:
-        stack.callback(model.register_forward_pre_hook(begin).remove)
-        end = model.register_forward_hook(lambda *_: passes.append(recorder.close()))
-        stack.callback(end.remove)
+    hooks = [
+        *scopes(policy.causal_lm.base_model, recorder),
+        policy.register_forward_pre_hook(begin),
+        policy.register_forward_hook(lambda *_: passes.append(recorder.close())),
+    ]
+    with hooked(hooks):
         yield passes
 
 
