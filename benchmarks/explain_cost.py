@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from onpolicy.explain.microscope import TAPS, Microscope
+from onpolicy.explain.taps.recorder import Recorder
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -65,7 +66,7 @@ def main() -> None:
             "sample": lambda: sample(plain, requests),
             "sample_recorded": microscope._sample,
             "score": lambda: plain.trainer.log_probs(sequences, prompts, 1.0),
-            "score_recorded": lambda: microscope._score(completions),
+            "score_recorded": lambda: microscope._score(completions, Recorder()),
         }
         times: dict[str, list[float]] = {name: [] for name in works}
         for repetition in range(args.repetitions + 1):

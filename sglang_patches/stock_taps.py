@@ -97,9 +97,8 @@ def _watch_head(model: Any, recorder: Recorder) -> None:
 
     def watched(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         logits = compute(hidden, *args, **kwargs)
-        if recorder.is_open:
-            size = args[0].org_vocab_size  # SGLang pads the vocabulary
-            recorder.add(HEAD, "linear", (hidden,), (logits[:, :size],))
+        size = args[0].org_vocab_size  # SGLang pads the vocabulary
+        recorder.add(HEAD, "linear", (hidden,), (logits[:, :size],))
         return logits
 
     processor._compute_lm_head = watched

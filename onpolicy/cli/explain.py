@@ -25,8 +25,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
-    from onpolicy.explain.attribution import attribute
-    from onpolicy.explain.effects import attribution_text
+    from onpolicy.explain.attribution import attribute, attribution_text
     from onpolicy.explain.inputs import with_case
     from onpolicy.explain.microscope import explain
     from onpolicy.explain.text import told

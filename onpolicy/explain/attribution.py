@@ -11,28 +11,33 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.contract import KINDS, OUTSIDE, NumericsContract
 from onpolicy.errors import EngineError
-from onpolicy.explain.effects import ALIGNED, MODEL, STOCK, all_but, difference, model_and
 from onpolicy.explain.inputs import Inputs, Result, told
+from onpolicy.parity import compare_log_probs, k3
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.run.launch.contracts import require_attention
-from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 
 logger = logging.getLogger(__name__)
 
 GIVEN_TOKENS = "sglang_patches.given_tokens:GivenTokens"
 """The extension of a server that answers with the tokens of a file."""
+
+Row = Mapping[str, Any]
+
+STOCK, MODEL, ALIGNED = "stock", "model", "aligned"
+"""Rows: nothing is shared; the engine runs the trainer's modelling code, all stock; everything."""
 
 
 def attribute(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
@@ -45,9 +50,19 @@ def attribute(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> 
     contracts = list(contracts_of(aligned, stock, parts))
     tokens = inputs.directory / "tokens.json"
     tokens.unlink(missing_ok=True)
-    with inputs.engines(aligned, {GIVEN_TOKENS: tokens}, make_engines) as engines:
-        rows = list(Rows(engines, inputs.requests, config.temperature, tokens).of(contracts))
+    with inputs.engines(aligned, GIVEN_TOKENS, tokens, make_engines) as engines:
+        rows = list(measure(engines, inputs.requests, config.temperature, tokens, contracts))
     return {"by": config.attribution, "rows": rows, **told(aligned)}
+
+
+def model_and(part: str) -> str:
+    """The row in which one kind of operator, or one layer, is aligned."""
+    return f"{MODEL} + {part}"
+
+
+def all_but(part: str) -> str:
+    """The row in which one kind of operator, or one layer, is stock."""
+    return f"{ALIGNED} - {part}"
 
 
 Part = tuple[str, NumericsContract, NumericsContract]
@@ -87,40 +102,136 @@ def contracts_of(
     yield from ((all_but(name), others) for name, _, others in parts)
 
 
-class Rows:
-    """Engines that are taken from contract to contract, with the weights that the trainer loaded."""
+def measure(
+    engines: EnginePair,
+    requests: Sequence[Request],
+    temperature: float,
+    tokens: Path,
+    contracts: Sequence[tuple[str, NumericsContract]],
+) -> Iterator[Result]:
+    """What engines make of the same tokens and weights under each contract; the first samples them.
 
-    def __init__(
-        self, engines: EnginePair, requests: Sequence[Request], temperature: float, tokens: Path
-    ):
-        self.engines, self.requests = engines, requests
-        self.temperature, self.tokens = temperature, tokens
-        self._responses: list[list[int]] | None = None
-
-    def of(self, contracts: Sequence[tuple[str, NumericsContract]]) -> Iterator[Result]:
-        """What is measured under each; whoever is first samples the tokens."""
-        for number, (name, contract) in enumerate(contracts):
-            logger.info("%d of %d: %s", number + 1, len(contracts), name)
-            self.engines.use(contract, self.engines.config.fallback)
-            self.engines.push_weights(number)
-            rollout = self._sample()
-            train = self.engines.score(self.requests, rollout, self.temperature)
-            row = difference(train, [torch.tensor(c.rollout_log_probs) for c in rollout])
-            logger.info("%s: k3 %.2g", name, row["k3_kl_mean"])
-            aligned = {"kinds": list(contract.kinds), "layers": list(contract.layers)}
-            yield {"name": name, **aligned, **row}
-
-    def _sample(self) -> list[Completion]:
-        """The first time as drawn, and from then on the same tokens. Raises EngineError if not."""
-        completions = self.engines.generate(self.requests)
-        responses = [completion.response_ids for completion in completions]
-        if self._responses is None:
-            self._responses = responses
-            prompts = [request.prompt_ids for request in self.requests]
-            self.tokens.write_text(json.dumps(list(zip(prompts, responses, strict=True))))
-        if responses != self._responses:
+    tokens: the file that servers are given them in. Raises EngineError if one answers with others.
+    """
+    given: list[list[int]] | None = None
+    for number, (name, contract) in enumerate(contracts):
+        logger.info("%d of %d: %s", number + 1, len(contracts), name)
+        engines.use(contract, engines.config.fallback)
+        engines.push_weights(number)
+        rollout = engines.generate(requests)
+        responses = [completion.response_ids for completion in rollout]
+        if given is None:
+            given, prompts = responses, [request.prompt_ids for request in requests]
+            tokens.write_text(json.dumps(list(zip(prompts, given, strict=True))))
+        if responses != given:
             raise EngineError(
                 "a server did not answer with the tokens that it was given, so its log-probabilities "
                 "are of others. Two prompts may be the same: give a larger --max-prompt-len."
             )
-        return completions
+        train = engines.score(requests, rollout, temperature)
+        row = difference(train, [torch.tensor(c.rollout_log_probs) for c in rollout])
+        logger.info("%s: k3 %.2g", name, row["k3_kl_mean"])
+        aligned = {"kinds": list(contract.kinds), "layers": list(contract.layers)}
+        yield {"name": name, **aligned, **row}
+
+
+def difference(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, Any]:
+    """How two engines' log-probabilities of the same tokens differ: float32 [R] of each response."""
+    ours, theirs = torch.cat(list(train)), torch.cat(list(rollout))
+    counts, _ = compare_log_probs(ours, theirs)
+    return {
+        "num_compared_tokens": counts.num_compared,
+        "num_mismatched_tokens": counts.num_mismatched,
+        "k3_kl_mean": counts.mean_k3,
+        "k3_kl_standard_error": float(k3(ours, theirs).std()) / max(len(ours), 1) ** 0.5,
+        "mean_abs_diff": counts.mean_abs_diff,
+        "max_abs_diff": counts.max_abs_diff,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What aligning one part, a kind of operator or a layer, does to the mean k3."""
+
+    part: str
+    before: float
+    after: float
+
+    stands_out: bool
+    """Whether the change is more than twice the standard error of either number."""
+
+    left: float | None
+    """The k3 with every other part aligned, and this one stock; None of `model`, without which nothing
+    is aligned."""
+
+    @property
+    def percent(self) -> float:
+        """Change of the k3; 0 if there was none before."""
+        return 100 * (self.after / self.before - 1) if self.before else 0.0
+
+
+def effects(rows: Sequence[Row]) -> list[Effect]:
+    """The effect of `model` on stock engines, then of each part alone on top of it."""
+    by_name = {row["name"]: row for row in rows}
+    model = by_name[MODEL]
+    parts = [name.removeprefix(model_and("")) for name in by_name if name.startswith(model_and(""))]
+    of_parts = (_effect(p, model, by_name[model_and(p)], by_name[all_but(p)]) for p in parts)
+    return [_effect("model", by_name[STOCK], model, None), *of_parts]
+
+
+def _effect(part: str, one: Row, other: Row, others: Row | None) -> Effect:
+    before, after = one["k3_kl_mean"], other["k3_kl_mean"]
+    error = max(one["k3_kl_standard_error"], other["k3_kl_standard_error"])
+    left = None if others is None else others["k3_kl_mean"]
+    is_clear = abs(before - after) > 2 * error
+    return Effect(part=part, before=before, after=after, stands_out=is_clear, left=left)
+
+
+def sums(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """How far effects add up: (what parts take away one by one, what they leave when one by one they
+    are stock), each added up and as a share of the k3 that all of them together take away.
+
+    None if there is nothing to take away. `model` is no part of it: it comes with each of them.
+    """
+    whole = {row["name"]: row["k3_kl_mean"] for row in rows}[MODEL]
+    parts = [effect for effect in effects(rows) if effect.left is not None]
+    if not whole:
+        return None
+    taken = sum(effect.before - effect.after for effect in parts)
+    return taken / whole, sum(effect.left or 0.0 for effect in parts) / whole
+
+
+def attribution_text(rows: Sequence[Row], by: str) -> str:
+    """The table and what it says, for a terminal; `by`: kinds or layers."""
+    return "\n".join(_lines(rows, by))
+
+
+def _lines(rows: Sequence[Row], by: str) -> Iterator[str]:
+    yield f"{rows[0]['num_compared_tokens']} tokens, the same in every row"
+    yield f"{'':22}{'k3':>9} {'+-':>8} {'mean |d|':>9} {'max |d|':>9} {'mismatched':>11}"
+    for row in rows:
+        yield (
+            f"{row['name']:22}{row['k3_kl_mean']:9.2g} {row['k3_kl_standard_error']:8.1g} "
+            f"{row['mean_abs_diff']:9.2g} {row['max_abs_diff']:9.2g} {row['num_mismatched_tokens']:11}"
+        )
+    model, *parts = effects(rows)
+    yield f"Running the trainer's modelling code in the engine {_change(model)}."
+    yield f"There, of one of the {by} alone:"
+    for effect in parts:
+        yield (
+            f"  {effect.part}: aligned, it {_change(effect)}; stock, with all else aligned, it makes "
+            f"{effect.left:.2g}"
+        )
+    if (shares := sums(rows)) is not None:
+        taken, left = (f"{100 * share:.0f} %" for share in shares)
+        yield (
+            f"Added up, the {by} take away {taken} of that k3 one by one, and leave {left} of it; what "
+            "is missing to 100 % is what they do to each other."
+        )
+
+
+def _change(effect: Effect) -> str:
+    if effect.after == effect.before:
+        return "changes nothing"
+    told = f"takes k3 from {effect.before:.2g} to {effect.after:.2g} ({effect.percent:+.0f} %)"
+    return told if effect.stands_out else f"{told}, no more than chance"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,10 +43,10 @@ Result = dict[str, Any]
 class Inputs:
     """What both engines are made from, and what they are asked."""
 
-    config: ExplainConfig
     hf_config: PretrainedConfig
     train_config: TrainConfig
     requests: list[Request]
+    directory: Path
 
     @staticmethod
     def of(config: ExplainConfig) -> Inputs:
@@ -56,23 +56,18 @@ class Inputs:
         prompts = make_prompts(config, hf_config.vocab_size, longest)
         case = [case_request(read_case(Path(config.case)))] if config.case else None
         requests = case or requests_of(prompts, config, 0)
-        return Inputs(config, hf_config, make_train_config(config, longest), requests)
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return Path(self.config.run_dir).absolute()
+        directory = Path(config.run_dir).absolute()
+        return Inputs(hf_config, make_train_config(config, longest), requests, directory)
 
     def contract(self, *, aligned: bool) -> NumericsContract:
         return contract_for(self.train_config, self.hf_config, aligned=aligned)
 
     @contextmanager
     def engines(
-        self, contract: NumericsContract, extensions: Mapping[str, Path], make_engines: MakeEngines
+        self, contract: NumericsContract, extension: str, place: Path, make_engines: MakeEngines
     ) -> Iterator[EnginePair]:
-        """Both engines, started, the servers with extensions that use places in the run directory."""
+        """Both engines, started, the servers with an extension that has a place in the run directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        named = {name: str(place) for name, place in extensions.items()}
         engines = make_engines(
             self.train_config,
             self.hf_config,
@@ -81,10 +76,10 @@ class Inputs:
             longest_sequence=max(
                 len(r.prompt_ids) + r.params.max_new_tokens for r in self.requests
             ),
-            make_rollout=partial(make_rollout_group, extensions=named),
+            make_rollout=partial(make_rollout_group, extensions={extension: str(place)}),
         )
         rollout: SglangGroup = engines.rollout  # type: ignore[assignment]
-        flag = f"--run-dir={self.config.run_dir}"
+        flag = f"--run-dir={self.train_config.output.run_dir}"
         require_shared_by_servers(flag, self.directory, rollout.servers)
         try:
             engines.start()
@@ -150,7 +145,10 @@ def compare_weights(config: ExplainConfig, digest: str) -> None:
 
 
 def _exported(directory: Path, config: ExplainConfig) -> Path:
-    """The weights that a checkpoint of a run holds for other programs: those that were pushed."""
+    """The weights that a checkpoint of a run holds for other programs: those that were pushed.
+
+    It is the checkpoint that the case was sampled with, if it was saved; else the latest.
+    """
     if not (directory / STATE).exists():
         found = checkpoints(directory) if directory.is_dir() else {}
         if not found:
@@ -158,18 +156,13 @@ def _exported(directory: Path, config: ExplainConfig) -> Path:
                 f"--load={directory}: holds no checkpoint. Give the --save directory of the run, or one "
                 "checkpoint in it."
             )
-        directory = found[_wanted(sorted(found), config)]
+        latest = max(found)
+        step = read_case(Path(config.case))["step"] if config.case else latest
+        if step not in found:
+            logger.warning(
+                "--load=%s: has no checkpoint of rollout %d; taking the latest, %d, so the case may not "
+                "come again", config.load, step, latest,
+            )  # fmt: skip
+        directory = found.get(step, found[latest])
     logger.info("weights of %s", directory)
     return directory / "hf"
-
-
-def _wanted(available: Sequence[int], config: ExplainConfig) -> int:
-    """The checkpoint that the case was sampled with, if it was saved; else the latest."""
-    step = read_case(Path(config.case))["step"] if config.case else available[-1]
-    if step in available:
-        return step
-    logger.warning(
-        "--load=%s: has no checkpoint of rollout %d; taking the latest, %d, so the case may not come "
-        "again", config.load, step, available[-1],
-    )  # fmt: skip
-    return available[-1]

@@ -8,7 +8,7 @@ its own layers, by their numbers in the model; what other ranks share is put tog
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onpolicy.explain.taps.policy import experts_scope, hooked, packed_keys, record_embedding
+from onpolicy.explain.taps.policy import experts_scope, packed_keys, watched
 from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.scope import Scope
 from onpolicy.explain.together import (
@@ -51,27 +51,18 @@ def tensor_rank() -> int:
     return rank
 
 
-@contextmanager
-def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[list[list[Call]]]:
-    """Let each forward pass of a trainer's model, whose operators are tapped, be one of the recorder's;
-    yields what grows by the calls of each."""
+def passes_of(model: nn.Module, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+    """`watched`, of a trainer's model whose operators are tapped."""
     policy: PolicyGptModel = unwrap_model(model)
-    passes: list[list[Call]] = []
 
-    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def rows_of(_: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         local = kwargs["packed_seq_params"]
-        recorder.open(_keys(local, policy.cp_group), local.rows)
+        return _keys(local, policy.cp_group), local.rows
 
     assert policy.config.hf_config is not None
     vocabulary = policy.config.hf_config.vocab_size
     recorder.at_head = OverTensorRanks(COLUMNS, policy.tp_group, columns=vocabulary)
-    hooks = [
-        policy.register_forward_pre_hook(begin, with_kwargs=True),
-        policy.register_forward_hook(lambda *_: passes.append(recorder.close())),
-        *_hooks(policy, recorder),
-    ]
-    with hooked(hooks):
-        yield passes
+    return watched(policy, recorder, rows_of, _hooks(policy, recorder))
 
 
 def _keys(local: LocalTokens, group: dist.ProcessGroup) -> Tensor:
@@ -83,7 +74,7 @@ def _keys(local: LocalTokens, group: dist.ProcessGroup) -> Tensor:
 def _hooks(policy: PolicyGptModel, recorder: Recorder) -> Iterator[RemovableHandle]:
     def record(module: nn.Module, args: Any, out: Tensor) -> None:
         whole = _together(policy, "embedding", module).made("embedding", out)
-        record_embedding(recorder)(module, args, whole)
+        recorder.add_embedding(module, args, whole)
 
     if policy.pre_process:
         yield policy.embedding.register_forward_hook(record)

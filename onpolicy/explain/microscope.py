@@ -52,7 +52,7 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, mode=0o700)
     try:
-        with inputs.engines(contract, {TAPS: directory}, make_engines) as engines:
+        with inputs.engines(contract, TAPS, directory, make_engines) as engines:
             logger.info("pushing the trainer's weights")
             engines.push_weights(0)
             if config.case:
@@ -79,7 +79,7 @@ class Microscope:
         recorder = Recorder(shares=rollout.shares(), ranks=rollout.ranks)
         log_probs, recorded = self._score(completions, recorder)
         train = recordings(recorded)
-        responses = [
+        responses: list[Result] = [
             {
                 "tokens": completion.response_ids,
                 "rollout_log_probs": completion.rollout_log_probs,
@@ -103,7 +103,10 @@ class Microscope:
         firsts = [token for _, token in compared]
         if (found := self._source(rollout, train, completions, firsts)) is not None:
             number, source = found
-            result["first_token"] = _token(number, firsts[number], responses[number])
+            if (token := firsts[number]) is not None:
+                sides = ("rollout_log_prob", "train_log_prob")
+                apart = {side: responses[number][f"{side}s"][token] for side in sides}
+                result["first_token"] = {"sequence": number, "response_position": token, **apart}
             result["source"] = {"sequence": number, **asdict(source), "name": source.name}
             result["proof"] = self._prove(source, completions, recorder)
         return result
@@ -185,14 +188,3 @@ def _only_in_one(rollout: Recording, train: Sequence[Recording]) -> list[str]:
     sites = set(rollout) ^ set(ours)
     sites |= {site for site in set(rollout) & set(ours) if rollout[site].keys() - ours[site]}
     return sorted({f"{operator} of {module}" for module, operator, _ in sites})
-
-
-def _token(number: int, token: int | None, response: Result) -> Result | None:
-    if token is None:
-        return None
-    return {
-        "sequence": number,
-        "response_position": token,
-        "rollout_log_prob": response["rollout_log_probs"][token],
-        "train_log_prob": response["train_log_probs"][token],
-    }

@@ -44,8 +44,6 @@ class Proof:
 
     verdict: Verdict
     difference: Difference
-    rollout_shape: tuple[int, ...]
-    train_shape: tuple[int, ...]
 
     in_rollout_shape: bool | None
     """Whether the operator alone, on the rollout's arguments, gives the rollout's bits; None: it was
@@ -95,8 +93,6 @@ def prove(
     return Proof(
         verdict=_held_differently(theirs, train, rank) or _verdict(agrees, same),
         difference=difference(*recorded),
-        rollout_shape=theirs.shape,
-        train_shape=train.shape,
         in_rollout_shape=agrees[0],
         in_train_shape=agrees[1],
         same_in_both=same,
@@ -121,8 +117,7 @@ def _with_whole_input(rollout: Mapping[int, Evidence], train: Evidence, rank: in
         return mine
     parts = zip(*(evidence.arguments[:2] for evidence in rollout.values()), strict=True)
     whole = [torch.cat(each, dim=-1) for each in parts]
-    arguments = [*whole, *mine.arguments[len(whole) :]]
-    return replace(mine, arguments=arguments, shape=tuple(whole[0].shape))
+    return replace(mine, arguments=[*whole, *mine.arguments[len(whole) :]])
 
 
 def _without_padding(rollout: Evidence, train: Evidence) -> Evidence:

@@ -7,8 +7,7 @@ import pytest
 
 from onpolicy.contract import KINDS, OUTSIDE
 from onpolicy.errors import ContractError
-from onpolicy.explain.attribution import GIVEN_TOKENS, Rows
-from onpolicy.explain.effects import ALIGNED, STOCK, all_but
+from onpolicy.explain.attribution import ALIGNED, GIVEN_TOKENS, STOCK, all_but, measure
 from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
@@ -53,7 +52,7 @@ def measured(checkpoint, tmp_path_factory):
         with forked_processes():
             pair.start()
             rows = {}
-            for row in Rows(pair, requests, TEMPERATURE, tokens).of(contracts):
+            for row in measure(pair, requests, TEMPERATURE, tokens, contracts):
                 rows[row["name"]] = row
                 patches[row["name"]] = pair.rollout.clients[0].report()["patches"]
             yield rows, patches, pair, Microscope(pair, taps, requests, TEMPERATURE).look()

@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from onpolicy.explain.effects import ALIGNED, MODEL, STOCK, all_but, model_and
+from onpolicy.explain.attribution import ALIGNED, MODEL, STOCK, all_but, model_and
 from tests.support.processes import is_gone
 from tests.support.raylets import raylets
 from tests.support.train_runs import ROOT, finish, run_hash, wait_for

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from onpolicy.explain.taps.policy import hooked, passes_of, scopes, tapped
+from onpolicy.explain.taps.policy import passes_of, scopes, tapped
 from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
 from onpolicy.explain.taps.rows import prefix_keys
@@ -56,9 +56,12 @@ def record_rollout(
         recorder.open(rows, torch.arange(len(rows)))
 
     tap = partial(tapped, recorder=recorder)
-    with policy.around_operators(tap), hooked(scopes(policy.causal_lm.base_model, recorder)):
+    hooks = scopes(policy.causal_lm.base_model, recorder)
+    with policy.around_operators(tap):
         # The decoder is told its attention, which reads pages, by the loop and not by the policy.
         decode_log_probs(policy, tap(operators), sequences, TEMPERATURE, open_pass)
+    for hook in hooks:
+        hook.remove()
     passes.append(recorder.close())
     return Recording.of(passes)
 

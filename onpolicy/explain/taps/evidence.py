@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onpolicy.explain.taps.digests import by_rows, cut
-from onpolicy.explain.taps.rows import by_row
+from onpolicy.explain.taps.rows import by_row, by_rows, cut
 
 SUFFIX = ".evidence"
 
@@ -37,9 +36,6 @@ class Evidence:
     """The rows of the wanted key, of `rows`: one, or in experts one for each that its token chose."""
 
     rows: int
-
-    shape: tuple[int, ...]
-    """The shape of the first tensor among the arguments, as it was called."""
 
     columns: list[Tensor | None]
     """int64: of each result, the columns that the other side has; None: all."""
@@ -69,7 +65,6 @@ class Evidence:
         """Take the evidence of a call while it is made: a trainer's weights are gone when its forward
         pass has ended."""
         results = out if isinstance(out, tuple) else (out,)
-        shape = next((tuple(a.shape) for a in args if isinstance(a, Tensor)), ())
         wanted = list(columns) or [None] * len(results)
         if operator in ATTENTION and len(args) > 3:
             operator = "attention"
@@ -80,7 +75,6 @@ class Evidence:
             results=[_copied(part) for part in results],
             where=where,
             rows=rows,
-            shape=shape,
             columns=wanted,
         )
 

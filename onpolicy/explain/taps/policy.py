@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,28 +29,41 @@ class _Tapped:
     def __init__(self, operators: Operators, recorder: Recorder):
         self._operators = operators
         for name in INPUTS:
-            setattr(self, name, _watched(name, getattr(operators, name), recorder))
+            setattr(self, name, partial(recorder.run, name, getattr(operators, name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._operators, name)
 
 
-def _watched(name: str, right: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    return lambda *args, **kwargs: recorder.run(name, right, args, kwargs)
-
-
 @contextmanager
-def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove these hooks in the end."""
+def watched(
+    model: nn.Module,
+    recorder: Recorder,
+    rows_of: Callable[[Any, Any], tuple[Tensor, Tensor]],
+    hooks: Iterable[RemovableHandle],
+) -> Iterator[list[list[Call]]]:
+    """Let each forward pass of a model be one of the recorder's; yields what grows by the calls of each.
+
+    rows_of: (args, kwargs) of a pass -> what `Recorder.open` takes. hooks: removed in the end.
+    """
+    passes: list[list[Call]] = []
+
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.open(*rows_of(args, kwargs))
+
     with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
-        yield
+        for hook in (
+            model.register_forward_pre_hook(begin, with_kwargs=True),
+            model.register_forward_hook(lambda *_: passes.append(recorder.close())),
+            *hooks,
+        ):
+            stack.callback(hook.remove)
+        yield passes
 
 
 def scopes(decoder: Any, recorder: Recorder) -> list[RemovableHandle]:
     """Hook a decoder, so that the recorder knows which module, by its Hugging Face name, is running."""
-    hooks = [decoder.get_input_embeddings().register_forward_hook(record_embedding(recorder))]
+    hooks = [decoder.get_input_embeddings().register_forward_hook(recorder.add_embedding)]
     for name, module in decoder.named_modules():
         if name:
             hooks += recorder.scoped(module, _scope_of(name, module))
@@ -76,33 +90,13 @@ def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel, has_halv
     )
 
 
-def record_embedding(recorder: Recorder) -> Callable[[nn.Module, Any, Tensor], None]:
-    """A forward hook of the input embedding."""
+def passes_of(policy: PolicyModel, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+    """`watched`, of a trainer's model whose operators are tapped."""
 
-    def record(_: nn.Module, args: Any, out: Tensor) -> None:
-        if recorder.is_open:
-            recorder.add("embed_tokens", "embedding", (), (out,))
+    def rows_of(args: tuple[PackedTokens], _: Any) -> tuple[Tensor, Tensor]:
+        return packed_keys(args[0].tokens, args[0].layout), args[0].rows
 
-    return record
-
-
-@contextmanager
-def passes_of(policy: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call]]]:
-    """Let each forward pass of a trainer's model, whose operators are tapped, be one of the recorder's;
-    yields what grows by the calls of each."""
-    passes: list[list[Call]] = []
-
-    def begin(_: nn.Module, args: tuple[PackedTokens]) -> None:
-        batch = args[0]
-        recorder.open(packed_keys(batch.tokens, batch.layout), batch.rows)
-
-    hooks = [
-        *scopes(policy.causal_lm.base_model, recorder),
-        policy.register_forward_pre_hook(begin),
-        policy.register_forward_hook(lambda *_: passes.append(recorder.close())),
-    ]
-    with hooked(hooks):
-        yield passes
+    return watched(policy, recorder, rows_of, scopes(policy.causal_lm.base_model, recorder))
 
 
 def packed_keys(tokens: Tensor, layout: AttentionLayout) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onpolicy.explain.taps.digests import Part, Store, Tensors, Widths
 from onpolicy.explain.taps.evidence import ATTENTION, Evidence
+from onpolicy.explain.taps.rows import Part, Store, Tensors, Widths
 from onpolicy.explain.taps.scope import ALL_HERE, Scope, Together
 from onpolicy.ops.row_parallel import RowParallel
 
@@ -22,20 +22,15 @@ HEAD = "lm_head"
 CHOSEN_EXPERTS = "chosen experts"
 """A site beside each `topk`, of its indices alone: whether a router chose otherwise."""
 
+_FIRST = slice(0, 1)
 INPUTS = {
-    "linear": slice(0, 1),
-    "row_parallel_linear": slice(0, 1),
-    "grouped_linear": slice(0, 1),
-    "grouped_partial_linear": slice(0, 1),
-    "attention": slice(0, 1),
-    "paged_attention": slice(0, 1),
-    "rms_norm": slice(0, 1),
-    "layer_norm": slice(0, 1),
+    **dict.fromkeys(("linear", "row_parallel_linear"), _FIRST),
+    **dict.fromkeys(("grouped_linear", "grouped_partial_linear"), _FIRST),
+    **dict.fromkeys(("attention", "paged_attention"), _FIRST),
+    **dict.fromkeys(("rms_norm", "layer_norm", "softmax", "topk"), _FIRST),
     "elementwise": slice(1, 2),
     "gated": slice(1, 3),
     "rotary": slice(0, 2),
-    "softmax": slice(0, 1),
-    "topk": slice(0, 1),
 }
 """Operators that are recorded, and which of their arguments have rows; not weights and settings."""
 
@@ -142,9 +137,7 @@ class Recorder:
         begin = module.register_forward_pre_hook(enter, with_kwargs=True)
         return [begin, module.register_forward_hook(leave, always_call=True)]
 
-    def run(
-        self, name: str, right: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `right` returns, recorded as the operator `name`."""
         if self._pass is None:
             return right(*args, **kwargs)
@@ -162,9 +155,15 @@ class Recorder:
         self, module: str, operator: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """Record what a module of an engine's own computed, without an operator of ours."""
+        if self._pass is None:
+            return
         scope = Scope(module=module)
         keys = self._rows(operator, outputs[0], scope)
         self._end(self._begin(operator, tuple(inputs), inputs, scope, keys), tuple(outputs))
+
+    def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        """A forward hook of the input embedding."""
+        self.add("embed_tokens", "embedding", (), (out,))
 
     @property
     def is_open(self) -> bool:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from onpolicy.explain.taps.digests import Widths
 from onpolicy.explain.taps.recorder import Call, Site
+from onpolicy.explain.taps.rows import Widths
 
 Numbers = NDArray[np.int64]
 
