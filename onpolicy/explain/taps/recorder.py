@@ -80,7 +80,7 @@ class _Begun:
     """The widths of inputs, keys and values."""
 
     sites: list[tuple[Site, Part, Tensor, Tensor | None]]
-    """Of each site its part, and the digests of what that was given and of what is stored."""
+    """Each site, its part, and the digests of what that was given and of what is stored."""
 
 
 @dataclass(slots=True)
