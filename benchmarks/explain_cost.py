@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.bench.turns import seconds, take_turns
-from onpolicy.run.commands.explain import Microscope
+from onpolicy.explain.microscope import TAPS, Microscope
+from onpolicy.explain.taps.recorder import Recorder
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -45,7 +46,7 @@ def main() -> None:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = make_checkpoint(root / "model", "qwen3", **sizes)
         (root / "taps").mkdir()
-        tapped = partial(make_rollout_group, taps=str(root / "taps"))
+        tapped = partial(make_rollout_group, extensions={TAPS: str(root / "taps")})
         plain = stack.enter_context(running(make_engines(path, root / "plain"), anew=True))
         pair = make_engines(path, root / "tapped", make_rollout=tapped)
         recorded = stack.enter_context(running(pair, anew=True))
@@ -59,7 +60,7 @@ def main() -> None:
             "sample": lambda: sample(plain, requests),
             "sample_recorded": microscope._sample,
             "score": lambda: plain.trainer.log_probs(sequences, prompts, 1.0),
-            "score_recorded": lambda: microscope._score(completions),
+            "score_recorded": lambda: microscope._score(completions, Recorder()),
         }
         measures = {name: partial(seconds, work) for name, work in works.items()}
         times = take_turns(measures, 1, args.repetitions)

@@ -20,11 +20,9 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
-TAPS_VARIABLE = "ONPOLICY_TAPS"
-"""Environment variable with the directory that an engine records its passes in; unset: it does not."""
-
-TOKENS_VARIABLE = "ONPOLICY_TOKENS"
-"""Environment variable with the file of responses that an engine gives; unset: those it samples."""
+EXTENSIONS_VARIABLE = "ONPOLICY_EXTENSIONS"
+"""Environment variable with what a command puts into an engine beside its contract, as a JSON object: of
+each class "module:name" the text that it is made from. It changes no bits."""
 
 PORTABLE_KERNELS = {
     "MKL_CBWR": "COMPATIBLE",

@@ -68,7 +68,7 @@ class ParityCounts:
         return self.sum_abs_diff / max(self.num_compared, 1)
 
     def report(self) -> dict[str, float]:
-        """What `onpolicy verify` and `explain` say of a comparison."""
+        """What a command says of a comparison."""
         return {
             "num_compared_tokens": self.num_compared,
             "num_mismatched_tokens": self.num_mismatched,

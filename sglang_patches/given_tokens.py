@@ -1,10 +1,11 @@
-"""Has this engine answer with given responses, sampled as ever but for the token that is taken.
+"""An extension by which an engine answers with given responses, sampled as ever but for the token that
+is taken.
 
 For `onpolicy explain --attribution`, which compares engines under several contracts on the same tokens:
 each prefills in chunks, decodes in batches, and computes its log-probabilities in its own sampler; then
 the token that it drew is overwritten by the given one, before the log-probability is looked up.
-ONPOLICY_TOKENS names a JSON file of [prompt, response] pairs of token ids; while there is none, when the
-server starts, nothing is hooked.
+They are in a JSON file of [prompt, response] pairs of token ids; while there is none, when the server
+starts, nothing is hooked.
 Source: OutputLogprobProcessor.compute_logprobs, sglang/srt/layers/logprob_processor.py.
 """
 
@@ -16,30 +17,31 @@ from typing import Any
 
 from torch import Tensor
 
-from onpolicy.taps.rows import prefix_keys
+from onpolicy.contract import NumericsContract
+from onpolicy.explain.taps.rows import prefix_keys
 from sglang_patches import registry
+from sglang_patches.extensions import Extension
 from sglang_patches.prefixes import Prefixes
 
 FORWARD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 TARGET = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
 
 
-def install(file: Path) -> None:
-    if file.exists():
-        given = GivenTokens(json.loads(file.read_text()))
-        registry.hook(FORWARD_TARGET, given.watch, "before")
-        registry.hook(TARGET, given.overwrite, "before")
+class GivenTokens(Extension):
+    """The token that follows each prefix of the sequences in a file."""
 
-
-class GivenTokens:
-    """The token that follows each prefix of some sequences."""
-
-    def __init__(self, pairs: list[tuple[list[int], list[int]]]):
+    def __init__(self, file: str):
         self._next: dict[int, int] = {}
+        pairs = json.loads(Path(file).read_text()) if Path(file).exists() else []
         for prompt, response in pairs:
             keys = prefix_keys([*prompt, *response])
             self._next.update(zip(keys[len(prompt) - 1 :], response, strict=False))
         self._prefixes, self._wanted = Prefixes(), list[int | None]()
+
+    def install(self, contract: NumericsContract) -> None:
+        if self._next:
+            registry.hook(FORWARD_TARGET, self.watch, "before")
+            registry.hook(TARGET, self.overwrite, "before")
 
     def watch(self, runner: Any, batch: Any, *_: Any, **__: Any) -> None:
         """Before a forward pass: what its sequences are to go on with; None: whatever is drawn."""

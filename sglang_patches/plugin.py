@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pkgutil
-from pathlib import Path
-from typing import Any
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     OUTSIDE,
-    TAPS_VARIABLE,
     THREADS_VARIABLE,
-    TOKENS_VARIABLE,
     NumericsContract,
 )
 from onpolicy.ops import Operators, make_operators
@@ -25,6 +20,7 @@ from sglang_patches import (
     determinism,
     embedding,
     experts,
+    extensions,
     harmful_requests,
     head_sizes,
     layer_attention,
@@ -61,14 +57,14 @@ def load() -> None:
     weights.install(contract)
     if contract.device == "cpu":
         cpu.install()
-    taps = _taps()
+    asked = extensions.asked_for()
     if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
-        _share_model(contract, operators if taps is None else taps.behind(operators))
-    if taps is not None:
-        taps.install(by_operators=contract.shares_model)
-    if (file := os.environ.get(TOKENS_VARIABLE)) is not None:
-        importlib.import_module("sglang_patches.given_tokens").install(Path(file))
+        for extension in asked:
+            operators = extension.around(operators)
+        _share_model(contract, operators)
+    for extension in asked:
+        extension.install(contract)
     registry.started(contract)
 
 
@@ -99,11 +95,3 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
         request_seeds.install()
     trainers_model.install(contract)
     model.install(operators, contract)
-
-
-def _taps() -> Any:
-    """What records this engine, if it is to be recorded (`onpolicy explain`)."""
-    directory = os.environ.get(TAPS_VARIABLE)
-    if directory is None:
-        return None
-    return importlib.import_module("sglang_patches.taps").Taps(Path(directory))

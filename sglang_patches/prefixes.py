@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onpolicy.taps.rows import prefix_keys
+from onpolicy.explain.taps.rows import prefix_keys
 
 
 class Prefixes:

@@ -8,18 +8,26 @@ sglang/srt/layers/layernorm.py, sglang/srt/layers/activation.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from onpolicy.taps.recorder import HEAD, Recorder
-from onpolicy.taps.scope import Scope
+from onpolicy.explain.taps.recorder import HEAD, Recorder
+from onpolicy.explain.taps.scope import Scope
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """SGLang's name of layers that it computes at once, and Hugging Face's."""
+
+
+Record = tuple[str, str, Sequence[Tensor], Sequence[Tensor]]
+"""What `Recorder.add` is given of a site."""
+
+Describe = Callable[[Any, Any], list[Record]]
+"""(arguments, output) of a pass of a module -> what is recorded of it."""
 
 
 def watch(model: Any, recorder: Recorder) -> None:
@@ -31,49 +39,39 @@ def watch(model: Any, recorder: Recorder) -> None:
 
 
 def _watch(name: str, module: Any, recorder: Recorder) -> None:
-    kinds = {base.__name__ for base in type(module).__mro__}
     parent, _, own = name.rpartition(".")
     if own == "self_attn":
-        module.register_forward_pre_hook(lambda *_: recorder.enter(Scope(module=name)))
-        module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
-    if "VocabParallelEmbedding" in kinds:
-        _on_output(module, recorder, lambda args, out: ("embed_tokens", "embedding", (), (out,)))
-    elif own in FUSED:
-        _watch_fused(parent, own, module, recorder)
-    elif "LinearBase" in kinds:
-        _on_output(module, recorder, lambda args, out: (name, "linear", args[:1], (out[0],)))
-    elif "RMSNorm" in kinds:
-        _on_output(module, recorder, lambda args, out: _norm(name, args, out))
-    elif "SiluAndMul" in kinds:
-        _on_output(
-            module, recorder, lambda args, out: (parent, "gated", args[0].chunk(2, -1), (out,))
-        )
-    elif "RotaryEmbedding" in kinds:
-        _watch_rotary(module, recorder)
-    elif "RadixAttention" in kinds:
-        _on_output(module, recorder, lambda args, out: (parent, "attention", args[:1], (out,)))
+        recorder.scoped(module, lambda *_: Scope(module=name))
+    # One rotary module serves all layers, so the running layer's attention is asked for its name.
+    by_kind: dict[str, Describe] = {
+        "VocabParallelEmbedding": lambda args, out: [("embed_tokens", "embedding", (), (out,))],
+        "LinearBase": lambda args, out: _linear(name, module, args, out[0]),
+        "RMSNorm": lambda args, out: [_norm(name, args, out)],
+        "SiluAndMul": lambda args, out: [(parent, "gated", args[0].chunk(2, -1), (out,))],
+        "RotaryEmbedding": lambda args, out: [(recorder.module, "rotary", args[1:3], out)],
+        "RadixAttention": lambda args, out: [(parent, "attention", args[:1], (out,))],
+    }
+    kinds = {base.__name__ for base in type(module).__mro__}
+    for describe in (describe for kind, describe in by_kind.items() if kind in kinds):
+        _on_output(module, recorder, describe)
 
 
-def _norm(name: str, args: Any, out: Any) -> Any:
+def _linear(name: str, module: Any, args: Any, out: Tensor) -> list[Record]:
+    parent, _, own = name.rpartition(".")
+    if own not in FUSED:
+        return [(name, "linear", args[:1], (out,))]
+    parts = zip(FUSED[own], out.split(list(module.output_partition_sizes), -1), strict=True)
+    return [(f"{parent}.{site}", "linear", args[:1], (part,)) for site, part in parts]
+
+
+def _norm(name: str, args: Any, out: Any) -> Record:
     """A norm that adds before it normalises returns the sum, too: that is what it normalised."""
     normed, given = out if isinstance(out, tuple) else (out, args[0])
     return name, "rms_norm", (given,), (normed,)
 
 
-def _watch_fused(parent: str, own: str, module: Any, recorder: Recorder) -> None:
-    sizes = list(module.output_partition_sizes)
-    names = [f"{parent}.{part}" for part in FUSED[own]]
-
-    def record(_: nn.Module, args: Any, out: Any) -> None:
-        if recorder.is_open:
-            for name, part in zip(names, out[0].split(sizes, dim=-1), strict=True):
-                recorder.add(name, "linear", args[:1], (part,))
-
-    module.register_forward_hook(record)
-
-
-def _on_output(module: nn.Module, recorder: Recorder, describe: Any) -> None:
-    """Record what `describe(arguments, output)` says of each pass.
+def _on_output(module: nn.Module, recorder: Recorder, describe: Describe) -> None:
+    """Record what is described of each pass.
 
     Arguments are looked at before, too: a kernel may write its result over them.
     """
@@ -85,15 +83,11 @@ def _on_output(module: nn.Module, recorder: Recorder, describe: Any) -> None:
 
     def record(_: nn.Module, args: Any, out: Any) -> None:
         if before:
-            recorder.add(*describe(before.pop(), out))
+            for site in describe(before.pop(), out):
+                recorder.add(*site)
 
     module.register_forward_pre_hook(keep)
     module.register_forward_hook(record)
-
-
-def _watch_rotary(module: Any, recorder: Recorder) -> None:
-    """One module serves all layers, so the running layer's attention is asked for its name."""
-    _on_output(module, recorder, lambda args, out: (recorder.module, "rotary", args[1:3], out))
 
 
 def _watch_head(model: Any, recorder: Recorder) -> None:
@@ -103,9 +97,8 @@ def _watch_head(model: Any, recorder: Recorder) -> None:
 
     def watched(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         logits = compute(hidden, *args, **kwargs)
-        if recorder.is_open:
-            size = args[0].org_vocab_size  # SGLang pads the vocabulary
-            recorder.add(HEAD, "linear", (hidden,), (logits[:, :size],))
+        size = args[0].org_vocab_size  # SGLang pads the vocabulary
+        recorder.add(HEAD, "linear", (hidden,), (logits[:, :size],))
         return logits
 
     processor._compute_lm_head = watched

@@ -1,8 +1,8 @@
-"""Records what this engine computes, row by row, for `onpolicy explain`; without it nothing is hooked.
+"""An extension that records what this engine computes, row by row, for `onpolicy explain`.
 
-ONPOLICY_TAPS names a directory. Every forward pass leaves a file of each tensor-parallel rank there
-(`onpolicy.taps.recording`), before any rank answers. While the file `suspect` is there, which names one
-call, its tensors are written beside them.
+Every forward pass leaves a file of each tensor-parallel rank in a directory
+(`onpolicy.explain.taps.recording`), before any rank answers. While the file `suspect` is there, which
+names one call, its tensors are written beside them.
 Rows are known by their prefixes (prefixes.py).
 Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py.
 """
@@ -12,16 +12,17 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from onpolicy.contract import NumericsContract
+from onpolicy.explain.taps.evidence import write_evidence
+from onpolicy.explain.taps.policy import scopes, tapped
+from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.recording import SUSPECT, write_calls
 from onpolicy.ops import Operators
-from onpolicy.taps.door import scopes, tapped
-from onpolicy.taps.evidence import write_evidence
-from onpolicy.taps.recorder import Recorder
-from onpolicy.taps.recording import SUSPECT, write_calls
 from sglang_patches import registry, stock_taps
+from sglang_patches.extensions import Extension
 from sglang_patches.prefixes import Prefixes
 from sglang_patches.tensor_parallel import rank, wait_for_all_ranks
 
@@ -29,26 +30,25 @@ LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 FORWARD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 
-class Taps:
-    """What one process of an engine records."""
+class Taps(Extension):
+    """What one process of an engine records, into a directory."""
 
-    def __init__(self, directory: Path):
-        self.directory, self.recorder = directory, Recorder()
-        self._hooks = ExitStack()  # for as long as the process lives
+    def __init__(self, directory: str):
+        self.directory, self.recorder = Path(directory), Recorder()
         self._prefixes = Prefixes()
         self._asked, self._passes = "", 0
         self._engine = uuid.uuid4().hex  # those of other hosts write here too
 
-    def behind(self, operators: Operators) -> Operators:
+    def around(self, operators: Operators) -> Operators:
         return tapped(operators, self.recorder)
 
-    def install(self, *, by_operators: bool) -> None:
-        """After the patches that put operators into the model; else its own modules are recorded."""
+    def install(self, contract: NumericsContract) -> None:
+        """Tell the recorder what runs; of an engine without our operators record its own modules."""
 
         def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
             self.recorder.rank = rank()
-            if by_operators:
-                self._hooks.enter_context(scopes(runner.model.model, self.recorder))
+            if contract.shares_model:
+                scopes(runner.model.model, self.recorder)
             else:
                 stock_taps.watch(runner.model, self.recorder)
             return result

@@ -1,6 +1,7 @@
 """Which packages may know which: the picture in docs/architecture.md, enforced."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,17 +20,30 @@ MAY_IMPORT = {
     "weights": GROUND,
     "models": GROUND | {"ops", "weights"},
     "parity": GROUND,
-    "taps": {"contract", "errors", "models", "ops"},
-    "explain": {"errors", "ops", "parity", "taps"},
     "outputs": GROUND,
     "report": GROUND | {"outputs"},
     "rollout": GROUND | {"models"},
     "rewards": GROUND,
-    "train": GROUND | {"algorithm", "compat", "ops", "models", "parity", "taps", "weights"},
+    "train": GROUND | {"algorithm", "compat", "ops", "models", "parity", "weights"},
 }
 """Rooms of onpolicy below the ones that compose; those may import anything."""
 
-COMPOSING = {"run", "cli"}
+COMPOSING = {"run", "explain", "cli"}
+
+TAPS = {"contract", "errors", "models", "ops"}
+"""What `onpolicy/explain/taps` may import, which engines run."""
+
+OF_EXPLAIN = [
+    *(ROOT / "onpolicy/explain").rglob("*.py"),
+    ROOT / "onpolicy/cli/explain.py",
+    *(ROOT / "sglang_patches" / f"{name}.py" for name in (
+        "taps", "stock_taps", "prefixes", "given_tokens",
+    )),
+]  # fmt: skip
+"""Files of a plug-in, which nothing else imports or names."""
+
+WORDS_OF_EXPLAIN = re.compile(r"\b(?:taps?|tapped|recorder|evidence|explain\w*|microscope)\b", re.I)
+WHERE_COMMANDS_ARE_NAMED = {"cli", "config", "report"}
 
 
 def imported(file):
@@ -54,8 +68,9 @@ def files(package):
 
 
 def part_of(file):
-    relative = file.relative_to(ROOT / "onpolicy")
-    return relative.parts[0].removesuffix(".py")
+    """The room of a file of onpolicy; of another package, the package."""
+    package, part, *_ = file.relative_to(ROOT).parts
+    return part.removesuffix(".py") if package == "onpolicy" else package
 
 
 @pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
@@ -70,11 +85,41 @@ def test_the_trainer_and_the_rollout_never_know_each_other():
         assert other not in MAY_IMPORT[part]
 
 
+@pytest.mark.parametrize("file", files("onpolicy/explain/taps"), ids=lambda f: f.name)
+def test_what_records_an_engine_knows_operators_and_models(file):
+    assert ours(file, "onpolicy") - {"explain"} <= TAPS
+    assert only_taps(file)
+
+
+def only_taps(file):
+    """Whether what a file imports of explain is the part that runs in engines."""
+    names = [name for name in imported(file) if name.startswith("onpolicy.explain")]
+    return all(name.startswith("onpolicy.explain.taps") for name in names)
+
+
 @pytest.mark.parametrize("file", files("sglang_patches"), ids=lambda f: f.name)
-def test_the_plugin_knows_only_operators_contract_models_taps_and_weights(file):
-    assert ours(file, "onpolicy") <= {
-        "compat", "ops", "contract", "errors", "models", "system", "taps", "weights",
-    }  # fmt: skip
+def test_the_plugin_knows_only_operators_contract_models_and_weights(file):
+    known = {"compat", "ops", "contract", "errors", "models", "system", "weights"}
+    assert ours(file, "onpolicy") - ({"explain"} if file in OF_EXPLAIN else set()) <= known
+    assert only_taps(file)
+
+
+CORE = [file for name in ("onpolicy", "sglang_patches") for file in files(name)]
+
+
+@pytest.mark.parametrize(
+    "file", [f for f in CORE if f not in OF_EXPLAIN], ids=lambda f: str(f.relative_to(ROOT))
+)
+def test_explain_is_a_plug_in_that_the_core_neither_imports_nor_names(file):
+    """Nothing is known of it by a command in a remedy, and by its name where commands are listed."""
+    assert not any(name.startswith("onpolicy.explain") for name in imported(file))
+    if part_of(file) not in WHERE_COMMANDS_ARE_NAMED:
+        assert not WORDS_OF_EXPLAIN.findall(file.read_text().replace("onpolicy explain", ""))
+
+
+def test_the_words_of_explain_are_found():
+    text = "from x import Recorder  # what the taps say"
+    assert WORDS_OF_EXPLAIN.findall(text) == ["Recorder", "taps"]
 
 
 def test_a_module_is_read_in_one_sitting():

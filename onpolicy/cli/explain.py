@@ -25,12 +25,11 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     logger.info("loading PyTorch and transformers")
 
-    from onpolicy.explain.attribution import attribution_text
+    from onpolicy.explain.attribution import attribute, attribution_text
+    from onpolicy.explain.inputs import with_case
+    from onpolicy.explain.microscope import explain
     from onpolicy.explain.text import told
     from onpolicy.report.explanation import render, render_attribution
-    from onpolicy.run.commands.attribution import attribute
-    from onpolicy.run.commands.explain import explain
-    from onpolicy.run.commands.explain_inputs import with_case
     from onpolicy.run.commands.verify_inputs import check_inputs
     from onpolicy.run.engines import EnginePair
     from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster

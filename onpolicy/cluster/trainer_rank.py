@@ -66,7 +66,7 @@ class TrainerRank:
         return self._answer(lambda: method(self, *args))
 
     def ask(self, method: Callable[..., Any], *args: Any) -> Answer:
-        """Call a method of `PolicyTrainer` on this rank's trainer."""
+        """Call a method of `PolicyTrainer`, or another function of one, with this rank's trainer."""
         return self._answer(lambda: method(self.trainer, *args))
 
     def _answer(self, function: Callable[[], Any]) -> Answer:

@@ -23,7 +23,6 @@ from onpolicy.errors import ContractError, OnPolicyError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train.base import Trainer
 from onpolicy.train.policy_trainer import PolicyTrainer
-from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.train.shares import make_shares
 from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
@@ -100,43 +99,34 @@ class TrainerRanks(Trainer):
         return self._ask_each(PolicyTrainer.train_share, mine)[0]
 
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        self._ask(PolicyTrainer.adapt, contract, fallback)
+        self.on_each_rank(PolicyTrainer.adapt, contract, fallback)
         self._compare_self_checks()
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
     ) -> list[Tensor]:
-        return self._ask(PolicyTrainer.log_probs, sequences, prompt_lens, temperature)[0]
+        return self.on_each_rank(PolicyTrainer.log_probs, sequences, prompt_lens, temperature)[0]
 
-    def recorded_log_probs(
-        self,
-        wanted: Wanted,
-        sequences: Sequence[list[int]],
-        prompt_lens: Sequence[int],
-        temperature: float,
-    ) -> tuple[list[Tensor], Recorded]:
-        answers = self._ask(
-            PolicyTrainer.recorded_log_probs, wanted, sequences, prompt_lens, temperature
-        )
-        return answers[0][0], Recorded.of_ranks([recorded for _, recorded in answers])
+    def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
+        return self._ask_each(function, [args] * len(self._actors))
 
     def push(self, engines: Sequence[Engine], version: int) -> str:
-        return self._ask(PolicyTrainer.push, engines, version)[0]
+        return self.on_each_rank(PolicyTrainer.push, engines, version)[0]
 
     def push_again(self, engines: Sequence[Engine], version: int) -> str:
-        return self._ask(PolicyTrainer.push_again, engines, version)[0]
+        return self.on_each_rank(PolicyTrainer.push_again, engines, version)[0]
 
     def export(self, directory: Path) -> None:
-        self._ask(PolicyTrainer.export, directory.absolute())
+        self.on_each_rank(PolicyTrainer.export, directory.absolute())
 
     def save(self, directory: Path) -> None:
-        self._ask(PolicyTrainer.save, directory.absolute())
+        self.on_each_rank(PolicyTrainer.save, directory.absolute())
 
     def load(self, directory: Path) -> None:
-        self._ask(PolicyTrainer.load, directory.absolute())
+        self.on_each_rank(PolicyTrainer.load, directory.absolute())
 
     def release_memory(self) -> None:
-        self._ask(PolicyTrainer.release_memory)
+        self.on_each_rank(PolicyTrainer.release_memory)
 
     def close(self) -> None:
         """End the ranks; those that do not end by themselves are killed."""
@@ -146,12 +136,8 @@ class TrainerRanks(Trainer):
             ray.kill(ends[end])
         self._actors = []
 
-    def _ask(self, method: Callable[..., T], *args: Any) -> list[T]:
-        """Call a method of `PolicyTrainer` on all ranks alike; what each returned."""
-        return self._ask_each(method, [args] * len(self._actors))
-
     def _ask_each(self, method: Callable[..., T], args: Sequence[tuple[Any, ...]]) -> list[T]:
-        """`_ask` with arguments of their own."""
+        """`on_each_rank`, with arguments of each rank's own."""
         pairs = zip(self._actors, args, strict=True)
         return self._gathered([actor.ask.remote(method, *own) for actor, own in pairs])
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from onpolicy.explain.taps.evidence import Evidence, plain
+from onpolicy.explain.taps.recorder import INPUTS
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.parity import ulp_distance
-from onpolicy.taps.evidence import Evidence
-from onpolicy.taps.recorder import INPUTS
 
 Verdict = Literal[
     "other weights",
@@ -22,10 +22,7 @@ Verdict = Literal[
     "trainer differs",
     "not reproduced",
 ]
-"""other weights, other keys: what the two sides hold there, or read from the cache, differs. depends on
-the batch: the operator gives this row other bits in the two shapes. rollout (trainer) differs: that
-side's result is not what the operator gives alone, or the engine has a kernel of its own. not
-reproduced: none of these was seen."""
+"""What each means is said in `text.VERDICTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +44,6 @@ class Proof:
 
     verdict: Verdict
     difference: Difference
-    rollout_shape: tuple[int, ...]
-    train_shape: tuple[int, ...]
 
     in_rollout_shape: bool | None
     """Whether the operator alone, on the rollout's arguments, gives the rollout's bits; None: it was
@@ -76,13 +71,9 @@ def difference(rollout: Sequence[Tensor], train: Sequence[Tensor]) -> Difference
 
 
 def prove(
-    rollout: Mapping[int, Evidence],
-    train: Evidence,
-    objects: Sequence[Any],
-    operators: Operators,
-    rank: int = 0,
+    rollout: Mapping[int, Evidence], train: Evidence, operators: Operators, rank: int = 0
 ) -> Proof:
-    """Run the operator on both sides' arguments; `objects`: the trainer's own, for what was not kept.
+    """Run the operator on both sides' arguments; a function that the rollout's lack is the trainer's.
 
     rollout: by tensor-parallel ranks, of which `rank` differs.
     """
@@ -90,10 +81,8 @@ def prove(
     recorded = theirs.row_of_results(), train.row_of_results()
     # An engine's own module says what it was given, and not what it holds.
     held = train.arguments[len(theirs.arguments) :]
-    alone = [
-        _alone(replace(theirs, arguments=[*theirs.arguments, *held]), objects, operators),
-        _alone(train, objects, operators),
-    ]
+    given = replace(theirs, arguments=[*_filled(theirs.arguments, train.arguments), *held])
+    alone = [_alone(given, operators), _alone(train, operators)]
     if held and alone[0] is not None:
         alone[0] = [
             row if columns is None or len(row) == len(wanted) else row[columns]
@@ -104,8 +93,6 @@ def prove(
     return Proof(
         verdict=_held_differently(theirs, train, rank) or _verdict(agrees, same),
         difference=difference(*recorded),
-        rollout_shape=theirs.shape,
-        train_shape=train.shape,
         in_rollout_shape=agrees[0],
         in_train_shape=agrees[1],
         same_in_both=same,
@@ -130,8 +117,7 @@ def _with_whole_input(rollout: Mapping[int, Evidence], train: Evidence, rank: in
         return mine
     parts = zip(*(evidence.arguments[:2] for evidence in rollout.values()), strict=True)
     whole = [torch.cat(each, dim=-1) for each in parts]
-    arguments = [*whole, *mine.arguments[len(whole) :]]
-    return replace(mine, arguments=arguments, shape=tuple(whole[0].shape))
+    return replace(mine, arguments=[*whole, *mine.arguments[len(whole) :]])
 
 
 def _without_padding(rollout: Evidence, train: Evidence) -> Evidence:
@@ -186,36 +172,35 @@ def _seen(evidence: Evidence) -> list[Tensor]:
     return [x[: len(x) - after] for x in evidence.arguments[1:3]]
 
 
-def _alone(evidence: Evidence, objects: Sequence[Any], operators: Operators) -> list[Tensor] | None:
+def _alone(evidence: Evidence, operators: Operators) -> list[Tensor] | None:
     """What the operator gives the wanted row; None if it cannot be run with what was kept."""
     try:
-        if evidence.operator == "attention":
-            out = _attend(evidence.arguments, operators)
-        else:
-            given = [
-                own if argument is None else argument
-                for argument, own in _filled(evidence.arguments, objects)
-            ]
-            with torch.no_grad():
-                out = getattr(operators, evidence.operator)(*given)
+        with torch.no_grad():
+            if evidence.operator == "attention":
+                out = _attend(operators, *evidence.arguments)
+            else:
+                out = getattr(operators, evidence.operator)(*evidence.arguments)
     except (AttributeError, RuntimeError, TypeError, ValueError):  # it is no operator of ours
         return None
     parts = out if isinstance(out, tuple) else (out,)
     return evidence.row_of([part.cpu() for part in parts])
 
 
-def _filled(arguments: Sequence[Any], objects: Sequence[Any]) -> list[tuple[Any, Any]]:
-    own = [*objects, *[None] * len(arguments)]
-    return list(zip(arguments, own, strict=False))
+def _filled(arguments: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The arguments; each that cannot be written down is the other side's, if it is no tensor there."""
+    objects = [None if isinstance(other, Tensor) else other for other in others]
+    objects += [None] * len(arguments)
+    pairs = zip(arguments, objects, strict=False)
+    return [own if plain(argument) is None else argument for argument, own in pairs]
 
 
-def _attend(arguments: Sequence[Any], operators: Operators) -> Tensor:
-    q, k, v, (scale, window, softcap), *rest = arguments
+def _attend(
+    operators: Operators, q: Tensor, k: Tensor, v: Tensor, score: Any, *rest: Any
+) -> Tensor:
     layout = AttentionLayout(
         query_lens=(len(q),), key_lens=(len(k),), key_rows=torch.arange(len(k))[None]
     )
-    with torch.no_grad():
-        return operators.attention(q, k, v, layout, ScoreRule(scale, window, softcap), *rest)
+    return operators.attention(q, k, v, layout, ScoreRule(*score), *rest)
 
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -7,26 +7,28 @@ which anything differs, at any position up to the token's, is therefore where it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onpolicy.taps.recorder import HEAD, Site
-from onpolicy.taps.recording import Numbers, Recording, Rows
+from onpolicy.explain.taps.recorder import HEAD, Site
+from onpolicy.explain.taps.recording import Numbers, Recording, Rows
 
-Cause = Literal["operator", "key/value cache", "between operators", "not computed"]
-"""operator: its output differs and its inputs do not. key/value cache: it attended to other keys or
-values than were computed. between operators: its input differs, and no output before it does. not
-computed: the rollout never computed the row, under this prefix."""
+Cause = Literal["not computed", "between operators", "key/value cache", "operator"]
+"""not computed: the rollout never computed the row, under this prefix. between operators: its input
+differs, and no output before it does. key/value cache: it attended to other keys or values than were
+computed. operator: its output differs and its inputs do not."""
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+"""In the order in which a site is asked."""
 
 Differ = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where two recordings part."""
 
@@ -40,14 +42,14 @@ class Source:
 
     key: int
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = (0,)
     """The rollout's tensor-parallel ranks on which it is so."""
 
-    train_ranks: tuple[int, ...]
+    train_ranks: tuple[int, ...] = (0,)
     """And the trainer's."""
 
-    rollout_shape: tuple[int, ...]
-    train_shape: tuple[int, ...]
+    rollout_shape: tuple[int, ...] = ()
+    train_shape: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,47 +70,24 @@ class SiteCounts:
     """Rows whose output differs though their inputs do not."""
 
 
-@dataclass(frozen=True)
-class _Rank:
+class _Compared:
     """A site's rows of some keys, as one rank of the rollout has them, and one of the trainer."""
 
-    theirs: Rows
-    ours: Rows
-    keys: Numbers
+    def __init__(self, theirs: Rows, ours: Rows, keys: Numbers):
+        self.theirs, self.ours, self.keys = theirs, ours, keys
+        self.there, self.here = theirs.find(keys), ours.find(keys)
+        self.both: Differ = (self.there >= 0) & (self.here >= 0)
+        self.differ: dict[Cause, Differ] = {
+            "not computed": (self.there < 0) & (self.here >= 0),
+            "between operators": self._differ(theirs.inputs, ours.inputs),
+            "key/value cache": self._differ(theirs.store, ours.store),
+            "operator": self._differ(theirs.outputs, ours.outputs),
+        }
 
-    @cached_property
-    def there(self) -> Numbers:
-        return self.theirs.find(self.keys)
-
-    @cached_property
-    def at(self) -> Numbers:
-        return self.ours.find(self.keys)
-
-    @property
-    def is_lost(self) -> Differ:
-        return (self.at >= 0) & (self.there < 0)
-
-    @cached_property
-    def both(self) -> Differ:
-        return (self.at >= 0) & (self.there >= 0)
-
-    @property
-    def inputs(self) -> Differ:
-        return self._differ(self.theirs.inputs, self.ours.inputs)
-
-    @property
-    def stores(self) -> Differ:
-        theirs, ours = self.theirs.store, self.ours.store
+    def _differ(self, theirs: Numbers | None, ours: Numbers | None) -> Differ:
         if theirs is None or ours is None:
             return np.zeros(len(self.keys), dtype=bool)
-        return self._differ(theirs, ours)
-
-    @property
-    def outputs(self) -> Differ:
-        return self._differ(self.theirs.outputs, self.ours.outputs)
-
-    def _differ(self, theirs: Numbers, ours: Numbers) -> Differ:
-        differ: Differ = self.both & (theirs[self.there] != ours[self.at])
+        differ: Differ = self.both & (theirs[self.there] != ours[self.here])
         return differ
 
 
@@ -117,14 +96,15 @@ Ranks = tuple[int, int]
 
 
 def _by_rank(
-    theirs: dict[int, Rows], ours: Sequence[dict[int, Rows]], keys: Numbers | None = None
-) -> dict[Ranks, _Rank]:
-    """What is compared of each two ranks that both sides have; `keys`: all of the trainer's, if not
+    rollout: Recording, train: Sequence[Recording], site: Site, keys: Numbers | None = None
+) -> dict[Ranks, _Compared]:
+    """What is compared of each two ranks that both have the site; `keys`: all of the trainer's, if not
     given."""
+    theirs = rollout.get(site, {})
     return {
-        (rank, number): _Rank(theirs[rank], rows, rows.keys if keys is None else keys)
-        for number, own in enumerate(ours)
-        for rank, rows in own.items()
+        (rank, number): _Compared(theirs[rank], rows, rows.keys if keys is None else keys)
+        for number, recording in enumerate(train)
+        for rank, rows in recording.get(site, {}).items()
         if rank in theirs
     }
 
@@ -145,62 +125,50 @@ def first_source(
     """Where the rows of one sequence part; `keys`: of the tokens before the one that differs."""
     wanted, before = np.array(keys), None
     for site in sites_of(train):
-        ours = [recording.get(site, {}) for recording in train]
-        by_rank = _by_rank(rollout.get(site, {}), ours, wanted)
+        by_rank = _by_rank(rollout, train, site, wanted)
         if (found := _first(site, before, by_rank)) is not None:
             return found
         before = site if by_rank else before
     return None
 
 
-def _first(site: Site, before: Site | None, by_rank: dict[Ranks, _Rank]) -> Source | None:
-    # What a rank is given may be a part of what its result is made of, so all are asked each time.
-    parts: list[tuple[Cause, dict[Ranks, Differ]]] = [
-        # A prompt's tokens need no head.
-        ("not computed", {r: x.is_lost & (site[0] != HEAD) for r, x in by_rank.items()}),
-        ("between operators", {r: x.inputs for r, x in by_rank.items()}),
-        ("key/value cache", {r: x.stores for r, x in by_rank.items()}),
-        ("operator", {r: x.outputs for r, x in by_rank.items()}),
-    ]
-    for cause, differ in parts:
-        if positions := [int(d.argmax()) for d in differ.values() if d.any()]:
-            position = min(positions)
-            found = [ranks for ranks, d in differ.items() if d[position]]
-            x = by_rank[found[0]]
-            return Source(
-                cause=cause,
-                site=site,
-                before=before,
-                position=position,
-                key=int(x.keys[position]),
-                ranks=tuple(sorted({rank for rank, _ in found})),
-                train_ranks=tuple(sorted({number for _, number in found})),
-                rollout_shape=_shape(x.theirs, x.there[position]),
-                train_shape=_shape(x.ours, x.at[position]),
-            )
+def _first(site: Site, before: Site | None, by_rank: dict[Ranks, _Compared]) -> Source | None:
+    for (
+        cause
+    ) in CAUSES:  # of all ranks: what one is given may be a part of what a result is made of
+        differ = {ranks: x.differ[cause] for ranks, x in by_rank.items() if x.differ[cause].any()}
+        if not differ or (cause == "not computed" and site[0] == HEAD):
+            continue  # a prompt's tokens need no head
+        position = min(int(d.argmax()) for d in differ.values())
+        found = [ranks for ranks, d in differ.items() if d[position]]
+        x = by_rank[found[0]]
+        return Source(
+            cause=cause,
+            site=site,
+            before=before,
+            position=position,
+            key=int(x.keys[position]),
+            ranks=tuple(sorted({rank for rank, _ in found})),
+            train_ranks=tuple(sorted({number for _, number in found})),
+            rollout_shape=x.theirs.shape(x.there[position]),
+            train_shape=x.ours.shape(x.here[position]),
+        )
     return None
-
-
-def _shape(rows: Rows, where: int) -> tuple[int, ...]:
-    return rows.shapes[int(rows.call[where])] if where >= 0 else ()
 
 
 def count_sites(rollout: Recording, train: Sequence[Recording]) -> Iterator[SiteCounts]:
     """The counts of every site that both sides have."""
     for site in sites_of(train):
-        ours = [recording.get(site, {}) for recording in train]
-        if by_rank := list(_by_rank(rollout.get(site, {}), ours).values()):
-            given = _any(x.inputs | x.stores for x in by_rank)
-            made = _any(x.outputs for x in by_rank)
+        if by_rank := _by_rank(rollout, train, site).values():
+            both = np.any([x.both for x in by_rank], axis=0)
+            given, stored, made = (
+                np.any([x.differ[cause] for x in by_rank], axis=0) for cause in CAUSES[1:]
+            )
+            given |= stored
             yield SiteCounts(
                 site=site,
-                rows=int(_any(x.both for x in by_rank).sum()),
+                rows=int(both.sum()),
                 inputs_differ=int(given.sum()),
                 outputs_differ=int(made.sum()),
                 own=int((made & ~given).sum()),
             )
-
-
-def _any(parts: Iterable[Differ]) -> Differ:
-    any_of_them: Differ = np.logical_or.reduce(list(parts))
-    return any_of_them

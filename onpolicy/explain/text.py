@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from onpolicy.taps.recorder import CHOSEN_EXPERTS
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS
 
 Result = dict[str, Any]
 

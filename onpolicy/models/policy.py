@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -139,6 +140,16 @@ class PolicyModel(nn.Module):
             handle.remove()
         replace_operators(self, operators)
         self._following = follow_layers(self.causal_lm, operators)
+
+    @contextmanager
+    def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:
+        """Meanwhile let every module compute with what `around` makes of its operators."""
+        with ExitStack() as stack:
+            for module in self.modules():
+                if (own := getattr(module, "operators", None)) is not None:
+                    stack.callback(setattr, module, "operators", own)
+                    module.operators = around(own)  # type: ignore[assignment]
+            yield
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from onpolicy.config import secrets
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
+    EXTENSIONS_VARIABLE,
     OUTSIDE,
-    TAPS_VARIABLE,
     THREADS_VARIABLE,
-    TOKENS_VARIABLE,
     NumericsContract,
 )
 from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
@@ -76,12 +77,8 @@ class EngineSpec:
     returns_routed_experts: bool = False
     """Whether the engine keeps the experts that computed each token, for requests that ask."""
 
-    taps: str = ""
-    """Directory that the engine records its passes in, for `onpolicy explain`; "": it does not."""
-
-    tokens: str = ""
-    """File of the responses that the engine gives, for `onpolicy explain --attribution`, if it exists
-    when the engine starts; "": those it samples."""
+    extensions: Mapping[str, str] = field(default_factory=dict)
+    """What a command puts into the engine's processes (`sglang_patches/extensions.py`)."""
 
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
@@ -183,10 +180,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         **_gloo_interface(spec.host),
         **spec.contract.variables,
     }
-    if spec.taps:
-        variables[TAPS_VARIABLE] = spec.taps
-    if spec.tokens:
-        variables[TOKENS_VARIABLE] = spec.tokens
+    if spec.extensions:
+        variables[EXTENSIONS_VARIABLE] = json.dumps(dict(spec.extensions))
     if not spec.contract.is_aligned:
         # A server's temporary files end with it, but not what it compiled for the next one.
         cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,15 +12,12 @@ from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, OPEN, checked
-from onpolicy.types import Request, Sample, SamplingParams
-
-logger = logging.getLogger(__name__)
+from onpolicy.types import Request, Sample
 
 
 @with_config(CLOSED)
@@ -105,27 +101,3 @@ def read_case(file: Path) -> Case:
             f"--case={file}: cannot be read as a case ({error}). Give a file that a run of this version "
             "wrote into RUN_DIR/cases."
         ) from error
-
-
-def case_request(file: Path) -> Request:
-    """What the response of a case was sampled by."""
-    case = read_case(file)
-    params: dict[str, Any] = {**case["params"]}
-    params["stop_token_ids"] = tuple(params["stop_token_ids"])
-    return Request(
-        prompt_ids=read(case["trajectory"]).prompt_ids,
-        sampling_seed=case["sampling_seed"],
-        params=SamplingParams(**params),
-    )
-
-
-def compare_weights(case: Case, digest: str, config: ExplainConfig) -> None:
-    """Say so if the engines do not hold the weights that the case was sampled with."""
-    if digest != case["weight_digest"]:
-        logger.warning(
-            "%s: was sampled with other weights (%s, version %s) than those of %s (%s), so its "
-            "mismatch may not come again. Give the checkpoint of rollout %d, with --load or "
-            "--hf-checkpoint.",
-            config.case, case["weight_digest"], case["trajectory"]["weight_version"],
-            config.model.hf_checkpoint, digest, case["step"],
-        )  # fmt: skip

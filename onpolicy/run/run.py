@@ -233,7 +233,7 @@ class Run:
         groups: Sequence[SampleGroup],
         step: int,
     ) -> None:
-        """Put findings beside the samples; the first that differs becomes a case to explain."""
+        """Put findings beside the samples; the first that differs becomes a case."""
         if findings is None:
             return
         for one, count in zip(trained, findings.mismatched_tokens, strict=True):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
+
+T = TypeVar("T")
 
 
 class Trainer(ABC):
@@ -47,14 +49,12 @@ class Trainer(ABC):
         """Log-probabilities of every token after a sequence's prompt: float32 [R] per sequence."""
 
     @abstractmethod
-    def recorded_log_probs(
-        self,
-        wanted: Wanted,
-        sequences: Sequence[list[int]],
-        prompt_lens: Sequence[int],
-        temperature: float,
-    ) -> tuple[list[Tensor], Recorded]:
-        """`log_probs`, and what the operators made meanwhile."""
+    def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """What `function(trainer, *args)` returns on each rank, in their order.
+
+        `trainer` is the rank's own `PolicyTrainer`, which has the models of all roles. The function and
+        its arguments are pickled: a module of the project or of the user's has it by name.
+        """
 
     @abstractmethod
     def push(self, engines: Sequence[Engine], version: int) -> str:

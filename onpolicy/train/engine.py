@@ -16,7 +16,6 @@ from onpolicy.models.hf_config import has_experts
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
-from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.weights.digest import WeightBucket
 
@@ -85,13 +84,10 @@ class ShardedModel(ABC):
         """Read back, in place, what `write_tensors` wrote, under any number of ranks."""
 
     @abstractmethod
-    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
-        """Record every forward pass meanwhile; yields what grows by the calls of each."""
-
-    @property
-    def tensor_rank(self) -> int:
-        """This rank's number among those that share every linear."""
-        return 0
+    def around_operators(
+        self, around: Callable[[Operators], Operators]
+    ) -> AbstractContextManager[None]:
+        """Meanwhile let every module compute with what `around` makes of its operators."""
 
 
 class TrainingEngine(Protocol):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from onpolicy.train.advantages import Estimator, RewardEstimator
 from onpolicy.train.base import Trainer
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
-from onpolicy.train.recording import Recorded, Wanted
 from onpolicy.train.shares import Share, make_shares, pack
 from onpolicy.train.state import load_state, save_state
 from onpolicy.train.weight_outlet import WeightOutlet
@@ -36,6 +36,8 @@ from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PolicyTrainer(Trainer):
@@ -129,18 +131,8 @@ class PolicyTrainer(Trainer):
             mine.update(zip(indices, parts, strict=True))
         return list(distributed.gather_by_number(mine).values())
 
-    def recorded_log_probs(
-        self,
-        wanted: Wanted,
-        sequences: Sequence[list[int]],
-        prompt_lens: Sequence[int],
-        temperature: float,
-    ) -> tuple[list[Tensor], Recorded]:
-        recorder, rank = wanted.recorder(), self.policy.tensor_rank
-        with self.policy.recording(recorder) as passes:
-            scores = self.log_probs(sequences, prompt_lens, temperature)
-        evidence = recorder.evidence if rank == wanted.of_rank else None
-        return scores, Recorded(passes={rank: passes}, evidence=evidence, objects=recorder.objects)
+    def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
+        return [function(self, *args)]
 
     def push(self, engines: Sequence[Engine], version: int) -> str:
         return self.outlet.push(engines, version, self.contract)

@@ -7,9 +7,8 @@ import pytest
 
 from onpolicy.contract import KINDS, OUTSIDE
 from onpolicy.errors import ContractError
-from onpolicy.explain.attribution import ALIGNED, STOCK, all_but
-from onpolicy.run.commands.attribution import Rows
-from onpolicy.run.commands.explain import Microscope
+from onpolicy.explain.attribution import ALIGNED, GIVEN_TOKENS, STOCK, all_but, measure
+from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests
@@ -34,7 +33,9 @@ def measured(checkpoint, tmp_path_factory):
         checkpoint,
         directory,
         dtype="bfloat16",
-        make_rollout=partial(make_rollout_group, tokens=str(tokens), taps=str(taps)),
+        make_rollout=partial(
+            make_rollout_group, extensions={GIVEN_TOKENS: str(tokens), TAPS: str(taps)}
+        ),
     )
     whole, stock = pair.contract, contract_for(pair.config, pair.hf_config, aligned=False)
     contracts = [
@@ -51,7 +52,7 @@ def measured(checkpoint, tmp_path_factory):
         with forked_processes():
             pair.start()
             rows = {}
-            for row in Rows(pair, requests, TEMPERATURE, tokens).of(contracts):
+            for row in measure(pair, requests, TEMPERATURE, tokens, contracts):
                 rows[row["name"]] = row
                 patches[row["name"]] = pair.rollout.clients[0].report()["patches"]
             yield rows, patches, pair, Microscope(pair, taps, requests, TEMPERATURE).look()

@@ -136,7 +136,7 @@ def test_engines_and_ranks_of_all_hosts_are_explained(checkpoint, cluster, tmp_p
 
 ONE_KIND = """
 import sys
-from onpolicy.run.commands import attribution
+from onpolicy.explain import attribution
 every = attribution.parts_of
 attribution.parts_of = lambda *of: [part for part in every(*of) if part[0] == "norm"]
 from onpolicy.cli.main import main

@@ -9,8 +9,8 @@ from functools import cache, partial
 import pytest
 
 from onpolicy.cli.main import main
+from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.run.cases import make_case, write_case
-from onpolicy.run.commands.explain import Microscope
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.types import Prompt, Sample
 from tests.support.after_import import after_import
@@ -47,7 +47,7 @@ def microscope(architecture, breaking, tmp_path_factory):
     pair = make_engines(
         path,
         tmp_path_factory.mktemp("engines"),
-        make_rollout=partial(make_rollout_group, taps=str(taps)),
+        make_rollout=partial(make_rollout_group, extensions={TAPS: str(taps)}),
     )
     with running(pair):
         requests = make_requests(6, seed=6, max_new_tokens=12, temperature=TEMPERATURE)

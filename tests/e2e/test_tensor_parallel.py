@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from onpolicy.errors import WeightSyncError
+from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.explain.text import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
-from onpolicy.run.commands.explain import Microscope
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
@@ -36,7 +36,7 @@ def taps(tmp_path_factory):
 def engines(checkpoint, taps, tmp_path_factory):
     """A server of two ranks, which are recorded, and a trainer in float32."""
     directory = tmp_path_factory.mktemp("tp")
-    recorded = partial(make_rollout_group, taps=str(taps))
+    recorded = partial(make_rollout_group, extensions={TAPS: str(taps)})
     with running(make_engines(checkpoint, directory, tp_size=2, make_rollout=recorded)) as pair:
         yield pair
 

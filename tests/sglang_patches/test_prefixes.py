@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onpolicy.taps.rows import prefix_keys
-from sglang_patches import given_tokens, registry
+from onpolicy.explain.taps.rows import prefix_keys
+from sglang_patches import registry
 from sglang_patches.given_tokens import GivenTokens
 from sglang_patches.prefixes import Prefixes
+from tests.support.tiny_contract import CONTRACT
 
 SEQUENCES = [[5, 9, 9, 7, 3, 8], [5, 9, 2, 4]]
 SLOTS = torch.tensor([[11, 3, 8, 1, 6, 2], [11, 3, 5, 9, 0, 0]])
@@ -46,9 +47,10 @@ def test_chunks_cached_prefixes_and_decoding_go_on_from_the_key_before():
         assert (keys.tolist(), rows.tolist()) == (want, last)
 
 
-def test_a_given_token_takes_the_place_of_the_one_drawn():
+def test_a_given_token_takes_the_place_of_the_one_drawn(tmp_path):
     """Of the second sequence nothing is said; a prompt's chunk is not its end."""
-    given = GivenTokens([(SEQUENCES[0][:3], SEQUENCES[0][3:])])
+    (tmp_path / "tokens.json").write_text(json.dumps([[SEQUENCES[0][:3], SEQUENCES[0][3:]]]))
+    given = GivenTokens(str(tmp_path / "tokens.json"))
     drawn = torch.tensor([40, 41])
     for spans, is_decode, want in (
         ([(0, 0, 2), (1, 0, 1)], False, [40, 41]),
@@ -69,5 +71,5 @@ def test_without_a_file_nothing_is_hooked(is_there, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "hook", lambda target, *_: hooked.append(target))
     if is_there:
         file.write_text(json.dumps([[[1], [2]]]))
-    given_tokens.install(file)
+    GivenTokens(str(file)).install(CONTRACT)
     assert bool(hooked) == is_there

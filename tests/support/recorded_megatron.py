@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import Source, count_sites, first_source, sites_of
+from onpolicy.explain.taps.policy import tapped
+from onpolicy.explain.taps.recorder import Call, Recorder
+from onpolicy.explain.taps.recording import Recording
+from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.explain.trainer import Recorded, evidence_in, recordings
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.taps.recorder import Call, Recorder
-from onpolicy.taps.rows import prefix_keys
 from onpolicy.train import distributed
-from onpolicy.train.recording import Recorded, Wanted
 from tests.onpolicy.models.test_policy import load_policy
 from tests.support import faults
 from tests.support.megatron_ranks import Job, data_rank, make_model, pack
@@ -34,21 +37,20 @@ def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
     policy = load_policy(job.path) if job.blocks == 1 else load_in_blocks(job.path)
     rollout = record_rollout(policy, CpuOperators(1), sequences)
 
-    def sources(train: Recorded) -> list[Source]:
-        recordings = train.recordings()
-        found = [first_source(rollout, recordings, prefix_keys(s)[:-1]) for s in sequences]
+    def sources(train: list[Recording]) -> list[Source]:
+        found = [first_source(rollout, train, prefix_keys(s)[:-1]) for s in sequences]
         return [source for source in found if source is not None]
 
-    whole = record_all(model, job)
-    counts = list(count_sites(rollout, whole.recordings()))
+    whole = recordings(record_all(model, job))
+    counts = list(count_sites(rollout, whole))
     differ = sum(c.inputs_differ + c.outputs_differ for c in counts)
-    only_in_one = set(sites_of(whole.recordings())) ^ set(rollout)
+    only_in_one = set(sites_of(whole)) ^ set(rollout)
     answers: list[Any] = [(sources(whole), {c.rows for c in counts}, differ, only_in_one)]
     for module, operator, fault in cases:
         is_here = distributed.rank() == distributed.world_size() - 1
         make = getattr(faults, fault) if is_here else unchanged
         with broken(model, module, operator, make):
-            (source, *_) = sources(record_all(model, job))
+            (source, *_) = sources(recordings(record_all(model, job)))
             verdict = prove_alone(source, model, job, policy, sequences)
         answers.append((source.cause, *source.site[:2], source.train_ranks, verdict))
     return answers
@@ -66,30 +68,32 @@ def prove_alone(
     theirs = Recorder()
     theirs.suspect = source.site, source.key, 0
     record_rollout(policy, CpuOperators(1), sequences, theirs)
-    wanted = Wanted(suspect=theirs.suspect, of_rank=source.train_ranks[0])
-    ours = record_all(model, job, wanted)
-    assert theirs.evidence is not None and ours.evidence is not None
-    return prove({0: theirs.evidence}, ours.evidence, ours.objects, CpuOperators(1)).verdict
+    recorder = Recorder(suspect=theirs.suspect)
+    ours = evidence_in(record_all(model, job, recorder, source.train_ranks[0]))
+    assert theirs.evidence is not None and ours is not None
+    return prove({0: theirs.evidence}, ours, CpuOperators(1)).verdict
 
 
-def record_all(model: Any, job: Job, wanted: Wanted | None = None) -> Recorded:
+def record_all(
+    model: Any, job: Job, recorder: Recorder | None = None, evidence_of: int = 0
+) -> list[Recorded]:
     """What all ranks compute, each of the batch of its share, as a trainer is asked for it."""
-    from megatron.core import parallel_state
+    from onpolicy.explain.megatron import tensor_rank
 
-    wanted = wanted or Wanted()
-    recorder, rank = wanted.recorder(), parallel_state.get_tensor_model_parallel_rank()
+    recorder, rank = recorder or Recorder(), tensor_rank()
     calls = record_passes(model, job.batches[data_rank()], recorder)
-    evidence = recorder.evidence if rank == wanted.of_rank else None
-    own = Recorded(passes={rank: calls}, evidence=evidence, objects=recorder.objects)
-    return Recorded.of_ranks(distributed.gather(own, None))
+    evidence = recorder.evidence if rank == evidence_of else None
+    own = Recorded(tensor_rank=rank, passes=calls, evidence=evidence)
+    return distributed.gather(own, None)
 
 
 def record_passes(model: Any, sequences: list[list[int]], recorder: Recorder) -> list[list[Call]]:
     """What Megatron's model computes of sequences in one micro-batch."""
+    from onpolicy.explain.megatron import passes_of
     from onpolicy.train.megatron.model import packed_forward
-    from onpolicy.train.megatron.taps import recording
 
-    with recording(model, recorder) as passes, torch.no_grad():
+    tap = partial(tapped, recorder=recorder)
+    with model.config.around_operators(tap), passes_of(model, recorder) as passes, torch.no_grad():
         packed_forward(model, pack(sequences))
     return passes
 

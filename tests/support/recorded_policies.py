@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from onpolicy.explain.taps.policy import passes_of, scopes, tapped
+from onpolicy.explain.taps.recorder import Call, Recorder
+from onpolicy.explain.taps.recording import Recording
+from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.ops import Operators
-from onpolicy.taps.door import behind_operators, recording, tapped
-from onpolicy.taps.recorder import Recorder
-from onpolicy.taps.recording import Recording
-from onpolicy.taps.rows import prefix_keys
 from tests.support.decode_loop import OnPass, PagedStore, decode_log_probs
 
 TEMPERATURE = 0.7
+
+
+@contextmanager
+def recording(policy: PolicyModel, recorder: Recorder) -> Iterator[list[list[Call]]]:
+    """Record every forward pass of a trainer's model; yields what grows by the calls of each."""
+    tap = partial(tapped, recorder=recorder)
+    with policy.around_operators(tap), passes_of(policy, recorder) as passes:
+        yield passes
 
 
 def record_trainer(
@@ -45,10 +55,13 @@ def record_rollout(
         rows = torch.tensor([key for i, start, end in spans for key in keys[i][start:end]])
         recorder.open(rows, torch.arange(len(rows)))
 
-    watched = tapped(operators, recorder)
-    with behind_operators(policy, recorder):
+    tap = partial(tapped, recorder=recorder)
+    hooks = scopes(policy.causal_lm.base_model, recorder)
+    with policy.around_operators(tap):
         # The decoder is told its attention, which reads pages, by the loop and not by the policy.
-        decode_log_probs(policy, watched, sequences, TEMPERATURE, open_pass)
+        decode_log_probs(policy, tap(operators), sequences, TEMPERATURE, open_pass)
+    for hook in hooks:
+        hook.remove()
     passes.append(recorder.close())
     return Recording.of(passes)
 

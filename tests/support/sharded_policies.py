@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.recording import Recording
 from onpolicy.models.align import AlignedLinear
 from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.policy import PolicyModel, empty_policy
@@ -24,8 +26,6 @@ from onpolicy.ops import Operators
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import VocabParallel
 from onpolicy.ops.row_parallel import RowParallel
-from onpolicy.taps.recorder import Recorder
-from onpolicy.taps.recording import Recording
 from tests.support.ranks import on_ranks
 from tests.support.recorded_policies import record_rollout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +35,12 @@ def make_rollout_group(
     logs: Path,
     longest_sequence: int = 0,
     places: Places | None = None,
-    taps: str = "",
-    tokens: str = "",
+    extensions: Mapping[str, str] | None = None,
 ) -> RolloutGroup:
-    """The rollout's servers, not started yet; without places all on this host. They record their
-    passes in the directory `taps`, if one is given, and answer with what the file `tokens` says."""
+    """The rollout's servers, not started yet; without places all on this host."""
     spec = rollout_spec(config, hf_config, contract, longest_sequence)
     places = places or places_in(placement_here(config, contract), config)
-    specs = places.specs(replace(spec, taps=taps, tokens=tokens)) or [spec]
+    specs = places.specs(replace(spec, extensions=extensions or {})) or [spec]
     make = partial(make_server, elsewhere=places.elsewhere)
     return SglangGroup(config.engine, specs, logs, make_server=make)
 

@@ -28,7 +28,7 @@ def fit_run(config: TrainConfig) -> TrainConfig:
 
 
 def fit_verify(config: Verify) -> Verify:
-    """A `verify` or an `explain` whose responses leave half of the context to prompts."""
+    """A `verify`, or a command like it, whose responses leave half of the context to prompts."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     most = hf_config.max_position_embeddings // 2
     return replace(

@@ -4,7 +4,7 @@ writes for any number of ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -20,8 +20,6 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel, trainable_parameters
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
-from onpolicy.taps.door import recording
-from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
@@ -151,5 +149,7 @@ class FsdpModel(ShardedModel):
                 tensors[f"optimizer.{name}.{key}"] = value
         return tensors
 
-    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
-        return recording(self.module, recorder)
+    def around_operators(
+        self, around: Callable[[Operators], Operators]
+    ) -> AbstractContextManager[None]:
+        return self.module.around_operators(around)

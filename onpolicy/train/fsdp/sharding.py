@@ -20,11 +20,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.checkpoint_reader import CheckpointReader
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
-from onpolicy.models.weight_files import matched_model
+from onpolicy.models.weight_files import CheckpointReader, matched_model
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
 from onpolicy.weights.digest import WeightBucket

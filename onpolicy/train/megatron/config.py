@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +64,17 @@ class AlignedConfig(TransformerConfig):
         assert self.hf_config is not None
         self.activation = ACT2FN[self.hf_config.hidden_act]
         self.activation_func = self.activation.forward  # a module would go into checkpoints
+
+    @contextmanager
+    def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:
+        """Meanwhile let every module compute with what `around` makes of the operators."""
+        own = self.operators
+        assert own is not None
+        self.operators = around(own)
+        try:
+            yield
+        finally:
+            self.operators = own
 
 
 def make_config(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
-from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel
@@ -41,7 +39,6 @@ from onpolicy.train.megatron.schedule import (
     share_vectors,
 )
 from onpolicy.train.megatron.state import read_tensors, write_tensors
-from onpolicy.train.megatron.taps import recording
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
 from onpolicy.weights.digest import WeightBucket
 
@@ -149,10 +146,7 @@ class MegatronModel(ShardedModel):
         read_tensors(directory, self.module, self.optimizer)
         use_settings(self.optimizer, self.config)
 
-    def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
-        return recording(self.module, recorder)
-
-    @property
-    def tensor_rank(self) -> int:
-        rank: int = parallel_state.get_tensor_model_parallel_rank()
-        return rank
+    def around_operators(
+        self, around: Callable[[Operators], Operators]
+    ) -> AbstractContextManager[None]:
+        return config_of(self.module).around_operators(around)

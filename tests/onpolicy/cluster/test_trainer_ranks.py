@@ -11,11 +11,12 @@ import torch
 from onpolicy.config.groups import ClusterConfig
 from onpolicy.errors import CheckpointError, ParityError, TrainerLostError
 from onpolicy.explain.source import count_sites
+from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.recording import Recording
+from onpolicy.explain.trainer import recorded_log_probs, recordings
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.taps.recording import Recording
 from onpolicy.train import make_trainer
-from onpolicy.train.recording import Wanted
 from tests.support.forked_processes import forked_processes
 from tests.support.samples import make_train_sample
 from tests.support.unstarted_run import changed, make_config
@@ -87,15 +88,17 @@ def test_ranks_check_and_score_as_a_trainer_in_this_process(ranks, alone):
 
 
 def test_ranks_record_what_a_trainer_in_this_process_does(ranks, alone):
-    theirs, ours = (t.recorded_log_probs(Wanted(), SEQUENCES, PROMPTS, 1.0) for t in (ranks, alone))
-    assert all(torch.equal(x, y) for x, y in zip(theirs[0], ours[0], strict=True))
-    (rollout,), (train,) = theirs[1].recordings(), ours[1].recordings()
+    asked = recorded_log_probs, Recorder(), SEQUENCES, PROMPTS, 1.0
+    (ours, own), *others = (answer for t in (alone, ranks) for answer in t.on_each_rank(*asked))
+    for theirs, _ in others:
+        assert all(torch.equal(x, y) for x, y in zip(theirs, ours, strict=True))
+    (rollout,), (train,) = recordings([recorded for _, recorded in others]), recordings([own])
     found = {counts.site: counts for counts in count_sites(rollout, [train])}
     assert found.keys() == train.keys()
     assert all(c.inputs_differ == c.outputs_differ == 0 for c in found.values())
     assert all(c.rows == len(train[site][0].keys) for site, c in found.items())
     # One rank has a part of the rows.
-    part = list(count_sites(Recording.of(theirs[1].passes[0][:1]), [train]))
+    part = list(count_sites(Recording.of(others[0][1].passes[:1]), [train]))
     assert all(counts.rows < len(train[counts.site][0].keys) for counts in part)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from onpolicy.explain.source import count_sites, first_source
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS
+from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.taps.recorder import CHOSEN_EXPERTS
-from onpolicy.taps.rows import prefix_keys
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
 from tests.support import faults
 from tests.support.recorded_policies import record_rollout, record_trainer, replace_in

@@ -3,9 +3,10 @@
 import pytest
 
 from onpolicy.explain.proof import prove
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, Recorder
+from onpolicy.explain.taps.recording import Recording
+from onpolicy.explain.trainer import recording
 from onpolicy.ops import make_operators
-from onpolicy.taps.recorder import CHOSEN_EXPERTS, Recorder
-from onpolicy.taps.recording import Recording
 from onpolicy.train import make_trainer
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support.engines_fixture import make_engines
@@ -15,7 +16,7 @@ SEQUENCES = random_sequences([30, 21])
 
 
 def recorded(trainer, recorder):
-    with trainer.policy.recording(recorder) as passes:
+    with recording(trainer.policy, recorder) as (_, passes):
         trainer.log_probs(SEQUENCES, [3, 3], 1.0)
     return Recording.of(passes)
 
@@ -33,6 +34,6 @@ def test_every_operator_alone_gives_the_trainers_bits(architecture, tmp_path):
         recorder.suspect = site, int(keys[len(keys) // 2]), 0
         recorded(trainer, recorder)
         evidence = recorder.evidence
-        proof = prove({0: evidence}, evidence, recorder.objects, operators)
+        proof = prove({0: evidence}, evidence, operators)
         assert (proof.in_train_shape, proof.same_in_both) == (True, True), site
         assert (proof.verdict, proof.difference.different) == ("not reproduced", 0)

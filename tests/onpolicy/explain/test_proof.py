@@ -3,9 +3,9 @@
 import torch
 
 from onpolicy.explain import proof
+from onpolicy.explain.taps.evidence import Evidence, read_evidence, write_evidence
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.taps.evidence import Evidence, read_evidence, write_evidence
 from tests.support.faults import one_ulp_in_three_rows
 from tests.support.violations import break_operator
 
@@ -25,24 +25,23 @@ def linear(operators, x, row, weight=WEIGHT):
 
 def test_an_operator_that_depends_on_the_batch():
     broken = break_operator(CpuOperators(1), "linear")
-    found = prove(linear(broken, FEW, 0), linear(broken, MANY, 40), (), broken)
+    found = prove(linear(broken, FEW, 0), linear(broken, MANY, 40), broken)
     assert found.verdict == "depends on the batch"
     assert (found.in_rollout_shape, found.in_train_shape, found.same_in_both) == (True, True, False)
     assert (found.difference.different, found.difference.max_ulp) == (16, 1)
-    assert (found.rollout_shape, found.train_shape) == ((3, 24), (41, 24))
 
 
 def test_an_engine_that_computes_something_else():
     right, broken = CpuOperators(1), break_operator(CpuOperators(1), "linear", lambda rows: True)
-    wrong_rollout = prove(linear(broken, FEW, 0), linear(right, MANY, 40), (), right)
-    wrong_trainer = prove(linear(right, FEW, 0), linear(broken, MANY, 40), (), right)
+    wrong_rollout = prove(linear(broken, FEW, 0), linear(right, MANY, 40), right)
+    wrong_trainer = prove(linear(right, FEW, 0), linear(broken, MANY, 40), right)
     assert (wrong_rollout.verdict, wrong_trainer.verdict) == ("rollout differs", "trainer differs")
     assert wrong_rollout.same_in_both and wrong_trainer.same_in_both
 
 
 def test_weights_that_differ_are_told_before_anything_else():
     right = CpuOperators(1)
-    found = prove(linear(right, FEW, 0, 1.001 * WEIGHT), linear(right, MANY, 40), (), right)
+    found = prove(linear(right, FEW, 0, 1.001 * WEIGHT), linear(right, MANY, 40), right)
     assert found.verdict == "other weights"
 
 
@@ -57,7 +56,7 @@ def grouped(operators, of_experts):
 
 def test_experts_with_other_numbers_of_rows_hold_the_same_weights():
     right = CpuOperators(1)
-    found = prove(grouped(right, [1, 3]), grouped(right, [5, 2]), (), right)
+    found = prove(grouped(right, [1, 3]), grouped(right, [5, 2]), right)
     assert found.verdict == "not reproduced" and found.same_in_both
 
 
@@ -91,12 +90,12 @@ def test_attention_is_run_over_its_own_sequence(tmp_path):
     write_evidence(attention(operators, (9, 12, 9), 1, k, paged=True), tmp_path)
     decoded = read_evidence(tmp_path)[0]
     assert (len(packed.arguments[0]), len(decoded.arguments[0])) == (12, 1)
-    assert prove(decoded, packed, (), operators).verdict == "not reproduced"
+    assert prove(decoded, packed, operators).verdict == "not reproduced"
     broken = one_ulp_in_three_rows(operators.paged_attention)
     wrong = attention(operators, (9, 12, 9), 1, k, paged=True, attend=broken)
-    found = prove(wrong, packed, (), operators)
+    found = prove(wrong, packed, operators)
     assert (found.verdict, found.difference.different) == ("rollout differs", 3)
     stale = k.clone()
     stale[11] = stale[12]
-    found = prove(attention(operators, (9, 12, 9), 1, stale, paged=True), packed, (), operators)
+    found = prove(attention(operators, (9, 12, 9), 1, stale, paged=True), packed, operators)
     assert found.verdict == "other keys"

@@ -5,9 +5,9 @@ import torch
 
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import count_sites, first_source
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD, Recorder
+from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.taps.recorder import CHOSEN_EXPERTS, HEAD, Recorder
-from onpolicy.taps.rows import prefix_keys
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support import faults
 from tests.support.recorded_policies import record_trainer, replace_in
@@ -151,7 +151,7 @@ def proven(pair, site, rank, break_=lambda rank, policy: CpuOperators(1)):
     ours.suspect = site, key, rank
     pair.record_trainer(ours)
     theirs = {r.rank: r.evidence for r in recorders if r.evidence is not None}
-    return prove(theirs, ours.evidence, ours.objects, CpuOperators(1), rank)
+    return prove(theirs, ours.evidence, CpuOperators(1), rank)
 
 
 @pytest.mark.parametrize(

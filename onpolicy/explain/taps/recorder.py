@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from onpolicy.explain.taps.evidence import ATTENTION, Evidence
+from onpolicy.explain.taps.rows import Part, Store, Tensors, Widths
+from onpolicy.explain.taps.scope import ALL_HERE, Scope, Together
 from onpolicy.ops.row_parallel import RowParallel
-from onpolicy.taps.digests import Store, Tensors
-from onpolicy.taps.evidence import ATTENTION, Evidence
-from onpolicy.taps.parts import Part, Widths
-from onpolicy.taps.scope import ALL_HERE, Scope, Together
 
 HEAD = "lm_head"
 """Where what no decoder module calls belongs: the output projection, and what follows it."""
@@ -21,20 +22,15 @@ HEAD = "lm_head"
 CHOSEN_EXPERTS = "chosen experts"
 """A site beside each `topk`, of its indices alone: whether a router chose otherwise."""
 
+_FIRST = slice(0, 1)
 INPUTS = {
-    "linear": slice(0, 1),
-    "row_parallel_linear": slice(0, 1),
-    "grouped_linear": slice(0, 1),
-    "grouped_partial_linear": slice(0, 1),
-    "attention": slice(0, 1),
-    "paged_attention": slice(0, 1),
-    "rms_norm": slice(0, 1),
-    "layer_norm": slice(0, 1),
+    **dict.fromkeys(("linear", "row_parallel_linear"), _FIRST),
+    **dict.fromkeys(("grouped_linear", "grouped_partial_linear"), _FIRST),
+    **dict.fromkeys(("attention", "paged_attention"), _FIRST),
+    **dict.fromkeys(("rms_norm", "layer_norm", "softmax", "topk"), _FIRST),
     "elementwise": slice(1, 2),
     "gated": slice(1, 3),
     "rotary": slice(0, 2),
-    "softmax": slice(0, 1),
-    "topk": slice(0, 1),
 }
 """Operators that are recorded, and which of their arguments have rows; not weights and settings."""
 
@@ -73,66 +69,47 @@ class _Pass:
 
 @dataclass(slots=True)
 class _Begun:
-    """A site of a call that is being made: its part, and the digests of what that was given."""
-
-    site: Site
-    part: Part
-    inputs: Tensor
-    store: Tensor | None
-
-
-@dataclass(slots=True)
-class _Ended:
-    """A call that has been made."""
+    """A call that is being made."""
 
     name: str
     args: tuple[Any, ...]
-    out: Any
+    scope: Scope
     keys: Tensor
 
     given: Widths
     """The widths of inputs, keys and values."""
 
-    scope: Scope
-
-    @property
-    def results(self) -> tuple[Tensor, ...]:
-        return self.out if isinstance(self.out, tuple) else (self.out,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        tensors = (x for x in (*self.args, *self.results) if isinstance(x, Tensor))
-        return tuple(next(tensors).shape)
+    sites: list[tuple[Site, Part, Tensor, Tensor | None]]
+    """Each site, its part, and the digests of what that was given and of what is stored."""
 
 
+@dataclass(slots=True)
 class Recorder:
-    """Records while a pass is open; a call outside of one costs a comparison."""
+    """Records while a pass is open; a call outside of one costs a comparison.
 
-    def __init__(self, rank: int = 0) -> None:
-        """rank: the tensor-parallel rank of the rollout that this process is."""
-        self.rank = rank
+    A recorder that has recorded nothing can be sent to another process.
+    """
 
-        self.shares: Mapping[Site, Mapping[int, Widths]] = {}
-        """What each rank of the rollout has of a site, for a trainer, if there are several."""
+    rank: int = 0
+    """The tensor-parallel rank of the rollout that this process is."""
 
-        self.ranks = 1
-        """Ranks of the rollout."""
+    shares: Mapping[Site, Mapping[int, Widths]] = field(default_factory=dict)
+    """What each rank of the rollout has of a site, for a trainer, if there are several."""
 
-        self.suspect: tuple[Site, int, int] | None = None
-        """The call whose tensors are wanted: that site's last one with a row of that key, and the
-        rank."""
+    ranks: int = 1
+    """Ranks of the rollout."""
 
-        self.evidence: Evidence | None = None
-        """Them."""
+    suspect: tuple[Site, int, int] | None = None
+    """The call whose tensors are wanted: that site's last one with a row of that key, and the rank."""
 
-        self.objects: list[Any] = []
-        """The call's arguments that are no tensors, each in its place: functions, ranks, layouts."""
+    evidence: Evidence | None = field(default=None, init=False)
+    """Them."""
 
-        self.at_head: Together = ALL_HERE
-        """How the ranks of a trainer share the output projection."""
+    at_head: Together = field(default=ALL_HERE, init=False)
+    """How the ranks of a trainer share the output projection."""
 
-        self._pass: _Pass | None = None
-        self._scopes: list[Scope] = []
+    _pass: _Pass | None = field(default=None, init=False)
+    _scopes: list[Scope] = field(default_factory=list, init=False)
 
     def open(self, keys: Tensor, head_rows: Tensor) -> None:
         """A forward pass begins: int64 [T], the keys of its rows, and those that go on to the head."""
@@ -144,18 +121,23 @@ class Recorder:
         self._pass = None
         return calls
 
-    def enter(self, scope: Scope) -> None:
-        """A module begins."""
-        if self._pass is not None:
-            self._scopes.append(scope)
+    def scoped(
+        self, module: nn.Module, scope_of: Callable[[Any, Any], Scope]
+    ) -> list[RemovableHandle]:
+        """Hook a module that has a scope of its own, which it is given by (args, kwargs)."""
 
-    def leave(self) -> None:
-        if self._pass is not None and self._scopes:
-            self._scopes.pop()
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._pass is not None:
+                self._scopes.append(scope_of(args, kwargs))
 
-    def run(
-        self, name: str, right: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        def leave(*_: Any) -> None:
+            if self._pass is not None and self._scopes:
+                self._scopes.pop()
+
+        begin = module.register_forward_pre_hook(enter, with_kwargs=True)
+        return [begin, module.register_forward_hook(leave, always_call=True)]
+
+    def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `right` returns, recorded as the operator `name`."""
         if self._pass is None:
             return right(*args, **kwargs)
@@ -163,27 +145,25 @@ class Recorder:
         whole = scope.together.given(name, args)
         given = whole[INPUTS[name]]
         keys = self._rows(name, given[0], scope)
-        inputs = Tensors(given, len(keys), scope.expert_order)
-        store = Store(*whole[1:4]) if name in ATTENTION else None
-        operator = _common_name(name, args)
-        sites = self._begin(scope, operator, inputs, store)  # now: it may write over its input
+        begun = self._begin(name, whole, given, scope, keys)  # now: it may write over its input
         out = right(*args, **kwargs)
-        widths = inputs.widths, store.widths if store else ()
-        made = scope.together.made(name, out)
-        self._end(sites, _Ended(name, whole, made, keys, widths, scope))
-        scope.counts[operator] += 1
+        self._end(begun, scope.together.made(name, out))
+        scope.counts[_common_name(name, args)] += 1
         return out
 
     def add(
         self, module: str, operator: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """Record what a module of an engine's own computed, without an operator of ours."""
+        if self._pass is None:
+            return
         scope = Scope(module=module)
         keys = self._rows(operator, outputs[0], scope)
-        given = Tensors(inputs, len(keys))
-        sites = self._begin(scope, operator, given, None)
-        widths = given.widths, ()
-        self._end(sites, _Ended(operator, tuple(inputs), tuple(outputs), keys, widths, scope))
+        self._end(self._begin(operator, tuple(inputs), inputs, scope, keys), tuple(outputs))
+
+    def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        """A forward hook of the input embedding."""
+        self.add("embed_tokens", "embedding", (), (out,))
 
     @property
     def is_open(self) -> bool:
@@ -204,63 +184,63 @@ class Recorder:
         return self._pass.keys[self._pass.head_rows[done : done + count]]
 
     def _begin(
-        self, scope: Scope, operator: str, inputs: Tensors, store: Store | None
-    ) -> list[_Begun]:
-        found: list[_Begun] = []
+        self, name: str, args: tuple[Any, ...], given: Sequence[Tensor], scope: Scope, keys: Tensor
+    ) -> _Begun:
+        inputs = Tensors(given, len(keys), scope.expert_order)
+        store = Store(*args[1:4]) if name in ATTENTION and len(args) > 3 else None
+        operator, begun = _common_name(name, args), list[tuple[Site, Part, Tensor, Any]]()
         pieces = 2 if scope.has_halves and not scope.counts else 1
         for module, fused in (scope.fused or {scope.module: None}).items():
             site = module, operator, scope.number(operator)
             for rank, widths in self.shares.get(site, {self.rank: None}).items():
                 part = Part(rank=rank, ranks=self.ranks, widths=widths, fused=fused, pieces=pieces)
-                try:
-                    given = inputs.digest(part.of_input)
+                with suppress(LookupError):  # then it is missing in a recording, which is said
                     seen = store.digest(part.of_store) if store and part.has_store else None
-                except LookupError:  # so it is missing in one of the recordings, which is said
-                    continue
-                found.append(_Begun(site, part, given, seen))
-        return found
+                    begun.append((site, part, inputs.digest(part.of_input), seen))
+        widths = inputs.widths, store.widths if store else ()
+        return _Begun(name, args, scope, keys, widths, begun)
 
-    def _end(self, sites: Sequence[_Begun], ended: _Ended) -> None:
+    def _end(self, begun: _Begun, out: Any) -> None:
         assert self._pass is not None
-        made = Tensors(ended.results, len(ended.keys), ended.scope.expert_order)
-        for begun in sites:
-            columns = begun.part.of_result
+        results = out if isinstance(out, tuple) else (out,)
+        made = Tensors(results, len(begun.keys), begun.scope.expert_order)
+        first = next(x for x in (*begun.args, *results) if isinstance(x, Tensor))
+        for site, part, inputs, store in begun.sites:
             try:
-                outputs = made.digest(columns)
+                outputs = made.digest(part.of_result)
             except LookupError:
                 continue
             call = Call(
-                site=begun.site,
-                rank=begun.part.rank,
-                keys=ended.keys,
-                inputs=begun.inputs,
+                site=site,
+                rank=part.rank,
+                keys=begun.keys,
+                inputs=inputs,
                 outputs=outputs,
-                store=begun.store,
-                widths=(*ended.given, made.widths),
-                shape=ended.shape,
+                store=store,
+                widths=(*begun.given, made.widths),
+                shape=tuple(first.shape),
             )
             self._pass.calls.append(call)
-            if ended.name == "topk":
-                self._pass.calls.append(_choice(call, ended.results[1]))
-            self._keep(call, ended, [columns(*pair) for pair in enumerate(made.widths)])
+            if begun.name == "topk":
+                self._pass.calls.append(_choice(call, results[1]))
+            self._keep(call, begun, out, [part.of_result(*pair) for pair in enumerate(made.widths)])
 
-    def _keep(self, call: Call, ended: _Ended, columns: list[Tensor | None]) -> None:
+    def _keep(self, call: Call, begun: _Begun, out: Any, columns: list[Tensor | None]) -> None:
         """Its tensors, if it is the suspect: the last such call stays."""
         if self.suspect is None or (call.site, call.rank) != (self.suspect[0], self.suspect[2]):
             return
         # Ranks that share the call take part, whether they have the row or not.
-        args = ended.scope.together.held(ended.name, ended.args)
+        args = begun.scope.together.held(begun.name, begun.args)
         if bool((found := call.keys == self.suspect[1]).any()):
             where, rows = [int(found.nonzero()[-1])], len(call.keys)
-            if (order := ended.scope.expert_order) is not None:
+            if (order := begun.scope.expert_order) is not None:
                 where, rows = _rows_of_token(order, where[0], len(order) // rows), len(order)
-            self.evidence = Evidence.of(ended.name, args, ended.out, where, rows, columns)
-            self.objects = [None if isinstance(a, Tensor) else a for a in args]
+            self.evidence = Evidence.of(begun.name, args, out, where, rows, columns)
 
 
 def _choice(topk: Call, indices: Tensor) -> Call:
     module, _, number = topk.site
-    chosen = Tensors((indices,), len(topk.keys)).digest(lambda *_: None)
+    chosen = Tensors((indices,), len(topk.keys)).digest()
     return replace(topk, site=(module, CHOSEN_EXPERTS, number), outputs=chosen)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout
-from onpolicy.taps.parts import cut
-from onpolicy.taps.rows import by_row
+from onpolicy.explain.taps.rows import by_row, by_rows, cut
 
 SUFFIX = ".evidence"
 
@@ -22,13 +20,14 @@ ATTENTION = {"attention", "paged_attention"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What attention is given for one sequence of the call: its queries, and the keys and values they
-    see."""
+    """What a call was given and made; of attention what it is given for one sequence: its queries, and
+    the keys and values that they see."""
 
     operator: str
 
     arguments: list[Any]
-    """Tensors and numbers on the CPU; what cannot be written down (a function, ranks) is None."""
+    """Tensors on the CPU, and whatever else it was given; in evidence from a file what cannot be written
+    down (a function, ranks) is None."""
 
     results: list[Tensor]
     """One tensor, or each of those that came out."""
@@ -37,9 +36,6 @@ class Evidence:
     """The rows of the wanted key, of `rows`: one, or in experts one for each that its token chose."""
 
     rows: int
-
-    shape: tuple[int, ...]
-    """The shape of the first tensor among the arguments, as it was called."""
 
     columns: list[Tensor | None]
     """int64: of each result, the columns that the other side has; None: all."""
@@ -69,49 +65,48 @@ class Evidence:
         """Take the evidence of a call while it is made: a trainer's weights are gone when its forward
         pass has ended."""
         results = out if isinstance(out, tuple) else (out,)
-        shape = next((tuple(a.shape) for a in args if isinstance(a, Tensor)), ())
         wanted = list(columns) or [None] * len(results)
         if operator in ATTENTION and len(args) > 3:
-            return _of_attention(args, results[0], where[0], shape, wanted)
+            operator = "attention"
+            args, results, where, rows = _of_one_sequence(args, results[0], where[0])
         return Evidence(
             operator=operator,
-            arguments=[_kept(argument) for argument in args],
-            results=[_kept(part) for part in results],
+            arguments=[_copied(argument) for argument in args],
+            results=[_copied(part) for part in results],
             where=where,
             rows=rows,
-            shape=shape,
             columns=wanted,
         )
 
 
-def _of_attention(
-    args: Sequence[Any], out: Tensor, row: int, shape: tuple[int, ...], columns: list[Tensor | None]
-) -> Evidence:
+def _of_one_sequence(
+    args: Sequence[Any], out: Tensor, row: int
+) -> tuple[list[Any], tuple[Tensor, ...], list[int], int]:
+    """What `Evidence` keeps of a call of attention: arguments, results, `where` and `rows`."""
     q, k, v, layout, scores, *rest = args
-    if isinstance(layout, PagedLayout):
-        k, v, layout = k.flatten(0, 1), v.flatten(0, 1), layout.by_rows()
-    assert isinstance(layout, AttentionLayout)
+    k, v, layout = by_rows(k, v, layout)
     first = sequence = 0
     while row >= first + layout.query_lens[sequence]:
         first += layout.query_lens[sequence]
         sequence += 1
-    queries = slice(first, first + layout.query_lens[sequence])
+    count = layout.query_lens[sequence]
+    queries = slice(first, first + count)
     keys = layout.key_rows[sequence][: layout.key_lens[sequence]]
     told = [scores.scale, scores.window, scores.softcap]
-    return Evidence(
-        operator="attention",
-        arguments=[*map(_kept, (q[queries], k[keys], v[keys])), told, *map(_kept, rest[:1])],
-        results=[_kept(out[queries])],
-        where=[row - first],
-        rows=layout.query_lens[sequence],
-        shape=shape,
-        columns=columns,
-    )
+    given = [q[queries], k[keys], v[keys], told, *rest[:1]]
+    return given, (out[queries],), [row - first], count
+
+
+def plain(argument: Any) -> Any:
+    """An argument that can be written down; None in place of another, as a function or ranks."""
+    return argument if isinstance(argument, (Tensor, int, float, list)) else None
 
 
 def write_evidence(evidence: Evidence, directory: Path, rank: int = 0) -> None:
+    """Write the evidence of a rank, whole or not at all; of its arguments those that are `plain`."""
     partial = directory / f"{uuid.uuid4().hex}.partial"
-    torch.save(asdict(evidence), partial)
+    arguments = [plain(argument) for argument in evidence.arguments]
+    torch.save(asdict(replace(evidence, arguments=arguments)), partial)
     partial.replace(directory / f"{rank}{SUFFIX}")
 
 
@@ -130,7 +125,5 @@ def clear_evidence(directory: Path) -> None:
         file.unlink()
 
 
-def _kept(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.detach().cpu().clone()
-    return argument if isinstance(argument, (int, float, bool)) else None
+def _copied(argument: Any) -> Any:
+    return argument.detach().cpu().clone() if isinstance(argument, Tensor) else argument

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from onpolicy.taps.parts import Widths
-from onpolicy.taps.recorder import Call, Site
+from onpolicy.explain.taps.recorder import Call, Site
+from onpolicy.explain.taps.rows import Widths
 
 Numbers = NDArray[np.int64]
 
@@ -44,6 +44,10 @@ class Rows:
             return np.full(len(keys), -1)
         where = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
         return np.where(self.keys[where] == keys, where, -1)
+
+    def shape(self, where: int) -> tuple[int, ...]:
+        """The shape of the call that computed a row; none of one that is not there."""
+        return self.shapes[int(self.call[where])] if where >= 0 else ()
 
     @staticmethod
     def of(calls: Sequence[Call]) -> Rows:

@@ -10,9 +10,9 @@ from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
+from onpolicy.explain.inputs import case_request, with_case
 from onpolicy.outputs.trajectories import write
-from onpolicy.run.cases import case_request, read_case
-from onpolicy.run.commands.explain_inputs import with_case
+from onpolicy.run.cases import read_case
 from onpolicy.run.saving.checkpoint import STATE, name_of
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import SamplingParams
@@ -53,7 +53,7 @@ def test_a_case_says_how_it_was_sampled(case):
     config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
     assert (config.temperature, config.model.dtype) == (0.7, "float32")
     assert config.true_on_policy_mode and config.operators.row_parallel_blocks == 2
-    request = case_request(case)
+    request = case_request(read_case(case))
     assert (request.prompt_ids, request.sampling_seed) == ([5, 6, 7], 11)
     assert request.params == SamplingParams(
         temperature=0.7, max_new_tokens=4, stop_token_ids=(1,), top_p=1.0, top_k=-1, min_p=0.0

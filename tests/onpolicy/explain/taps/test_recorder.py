@@ -2,12 +2,12 @@
 
 import torch
 
+from onpolicy.explain.taps.recorder import INPUTS, Recorder
+from onpolicy.explain.taps.recording import Recording, read_calls, write_calls
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
-from onpolicy.taps.door import recording
-from onpolicy.taps.recorder import INPUTS, Recorder
-from onpolicy.taps.recording import Recording, read_calls, write_calls
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
+from tests.support.recorded_policies import recording
 from tests.support.tiny import make_checkpoint
 
 SEQUENCES = random_sequences([20, 7])

@@ -1,4 +1,4 @@
-"""What the ranks of a layout share of a call, put together as one rank would have it (`taps.py`).
+"""What Megatron's ranks share of a call, put together as one rank would have it (`explain/megatron.py`).
 
 Tensor parallelism shares columns, heads and, between linears, tokens; expert parallelism shares the rows
 of experts, which come home to the rank of their token.
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onpolicy.explain.taps.evidence import ATTENTION
+from onpolicy.explain.taps.recorder import INPUTS
+from onpolicy.explain.taps.scope import Together
 from onpolicy.ops.row_parallel import RowParallel
-from onpolicy.taps.evidence import ATTENTION
-from onpolicy.taps.recorder import INPUTS
-from onpolicy.taps.scope import Together
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.collectives import gather_rows
 from onpolicy.train.megatron.modules import (

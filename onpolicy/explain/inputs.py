@@ -1,0 +1,168 @@
+"""What `onpolicy explain` runs on: random prompts as `verify`, or the case that a run left."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.tools import ExplainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.outputs.directory import versions
+from onpolicy.outputs.trajectories import read
+from onpolicy.run.cases import Case, read_case
+from onpolicy.run.commands.verify import requests_of
+from onpolicy.run.commands.verify_inputs import longest_prompt, make_prompts, make_train_config
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.launch.cluster_engines import MakeEngines
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import make_rollout_group
+from onpolicy.run.launch.shared_directories import require_shared_by_servers
+from onpolicy.run.saving.checkpoint import STATE, checkpoints
+from onpolicy.types import Request, SamplingParams
+
+if TYPE_CHECKING:  # it imports Ray, which a session prepares
+    from onpolicy.rollout.sglang import SglangGroup
+
+logger = logging.getLogger(__name__)
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What both engines are made from, and what they are asked."""
+
+    hf_config: PretrainedConfig
+    train_config: TrainConfig
+    requests: list[Request]
+    directory: Path
+
+    @staticmethod
+    def of(config: ExplainConfig) -> Inputs:
+        """Raises ConfigError for a case that is none, or prompts that the context has no room for."""
+        hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
+        longest = longest_prompt(config, hf_config)
+        prompts = make_prompts(config, hf_config.vocab_size, longest)
+        case = [case_request(read_case(Path(config.case)))] if config.case else None
+        requests = case or requests_of(prompts, config, 0)
+        directory = Path(config.run_dir).absolute()
+        return Inputs(hf_config, make_train_config(config, longest), requests, directory)
+
+    def contract(self, *, aligned: bool) -> NumericsContract:
+        return contract_for(self.train_config, self.hf_config, aligned=aligned)
+
+    @contextmanager
+    def engines(
+        self, contract: NumericsContract, extension: str, place: Path, make_engines: MakeEngines
+    ) -> Iterator[EnginePair]:
+        """Both engines, started, the servers with an extension that has a place in the run directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        engines = make_engines(
+            self.train_config,
+            self.hf_config,
+            contract,
+            self.directory,
+            longest_sequence=max(
+                len(r.prompt_ids) + r.params.max_new_tokens for r in self.requests
+            ),
+            make_rollout=partial(make_rollout_group, extensions={extension: str(place)}),
+        )
+        rollout: SglangGroup = engines.rollout  # type: ignore[assignment]
+        flag = f"--run-dir={self.train_config.output.run_dir}"
+        require_shared_by_servers(flag, self.directory, rollout.servers)
+        try:
+            engines.start()
+            yield engines
+        finally:
+            engines.stop()
+
+
+def told(contract: NumericsContract) -> Result:
+    """What a result says of how it came about."""
+    own = {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint}
+    return {"versions": versions(), "contract": own}
+
+
+def with_case(config: ExplainConfig) -> ExplainConfig:
+    """With the weights of --load, and with what the case was sampled under.
+
+    Raises ConfigError if a file is none, or there is no checkpoint.
+    """
+    if config.load:
+        path = _exported(Path(config.load), config)
+        config = replace(config, model=replace(config.model, hf_checkpoint=str(path)))
+    if not config.case:
+        return config
+    case = read_case(Path(config.case))
+    contract, trajectory = case["contract"], read(case["trajectory"])
+    kinds = contract["kinds"]
+    is_aligned = contract["backend"] != "stock" and not kinds
+    blocks = contract["row_parallel_blocks"] if is_aligned else 0
+    return replace(
+        config,
+        operators=replace(config.operators, row_parallel_blocks=blocks, align=",".join(kinds)),
+        temperature=case["params"]["temperature"],
+        max_prompt_len=max(8, len(trajectory.prompt_ids)),
+        max_new_tokens=trajectory.num_sampled,
+        model=replace(config.model, dtype=contract["dtype"]),
+        true_on_policy_mode=is_aligned,
+    )
+
+
+def case_request(case: Case) -> Request:
+    """What the response of a case was sampled by."""
+    params: dict[str, Any] = {**case["params"]}
+    params["stop_token_ids"] = tuple(params["stop_token_ids"])
+    return Request(
+        prompt_ids=read(case["trajectory"]).prompt_ids,
+        sampling_seed=case["sampling_seed"],
+        params=SamplingParams(**params),
+    )
+
+
+def compare_weights(config: ExplainConfig, digest: str) -> None:
+    """Say so if the engines do not hold the weights that the case was sampled with."""
+    case = read_case(Path(config.case))
+    if digest != case["weight_digest"]:
+        logger.warning(
+            "%s: was sampled with other weights (%s, version %s) than those of %s (%s), so its "
+            "mismatch may not come again. Give the checkpoint of rollout %d, with --load or "
+            "--hf-checkpoint.",
+            config.case, case["weight_digest"], case["trajectory"]["weight_version"],
+            config.model.hf_checkpoint, digest, case["step"],
+        )  # fmt: skip
+
+
+def _exported(directory: Path, config: ExplainConfig) -> Path:
+    """The weights that a checkpoint of a run holds for other programs: those that were pushed.
+
+    It is the checkpoint that the case was sampled with, if it was saved; else the latest.
+    """
+    if not (directory / STATE).exists():
+        found = checkpoints(directory) if directory.is_dir() else {}
+        if not found:
+            raise ConfigError(
+                f"--load={directory}: holds no checkpoint. Give the --save directory of the run, or one "
+                "checkpoint in it."
+            )
+        latest = max(found)
+        step = read_case(Path(config.case))["step"] if config.case else latest
+        if step not in found:
+            logger.warning(
+                "--load=%s: has no checkpoint of rollout %d; taking the latest, %d, so the case may not "
+                "come again", config.load, step, latest,
+            )  # fmt: skip
+        directory = found.get(step, found[latest])
+    logger.info("weights of %s", directory)
+    return directory / "hf"

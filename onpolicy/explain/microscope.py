@@ -1,0 +1,190 @@
+"""The microscope: the same tokens through both engines, everything recorded, and the first difference.
+
+One pass keeps digests. If something differs, the tokens are run again and the tensors of one call, the
+suspected one, are kept on either side; then the operator runs alone on them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onpolicy.config.tools import ExplainConfig
+from onpolicy.explain.inputs import Inputs, Result, compare_weights, told
+from onpolicy.explain.proof import prove
+from onpolicy.explain.source import Source, count_sites, first_source
+from onpolicy.explain.taps.evidence import clear_evidence, read_evidence
+from onpolicy.explain.taps.recorder import HEAD, Recorder, Site
+from onpolicy.explain.taps.recording import SUSPECT, Recording, read_calls
+from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.explain.trainer import Recorded, evidence_in, recorded_log_probs, recordings
+from onpolicy.ops import make_operators
+from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.launch.cluster_engines import MakeEngines
+from onpolicy.trajectory import Completion
+from onpolicy.types import Request
+
+logger = logging.getLogger(__name__)
+
+TAPS = "sglang_patches.taps:Taps"
+"""The extension of a server that records its passes in a directory."""
+
+LOG_SOFTMAX: Site = (HEAD, "log_softmax", 0)
+"""What is left when a token's logits agree and its log-probability does not."""
+
+Scored = list[torch.Tensor]
+"""Log-probabilities of each response: float32 [R]."""
+
+
+def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
+    """Start both engines, record them, and say where they part."""
+    inputs = Inputs.of(config)
+    contract = inputs.contract(aligned=config.true_on_policy_mode)
+    directory = inputs.directory / "taps"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, mode=0o700)
+    try:
+        with inputs.engines(contract, TAPS, directory, make_engines) as engines:
+            logger.info("pushing the trainer's weights")
+            engines.push_weights(0)
+            if config.case:
+                compare_weights(config, engines.weight_digest)
+            microscope = Microscope(engines, directory, inputs.requests, config.temperature)
+            return {**microscope.look(), **told(contract)}
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Microscope:
+    """Looks at what two engines that hold the same weights make of some requests."""
+
+    def __init__(
+        self, engines: EnginePair, directory: Path, requests: Sequence[Request], temperature: float
+    ):
+        self.engines, self.directory = engines, directory
+        self.requests, self.temperature = requests, temperature
+
+    def look(self) -> Result:
+        """Sample, score, compare; and if something differs, find out where it began."""
+        completions = self._sample()
+        rollout = Recording.of(read_calls(self.directory))
+        recorder = Recorder(shares=rollout.shares(), ranks=rollout.ranks)
+        log_probs, recorded = self._score(completions, recorder)
+        train = recordings(recorded)
+        responses: list[Result] = [
+            {
+                "tokens": completion.response_ids,
+                "rollout_log_probs": completion.rollout_log_probs,
+                "train_log_probs": ours.tolist(),
+            }
+            for completion, ours in zip(completions, log_probs, strict=True)
+        ]
+        compared = [
+            compare_log_probs(ours, torch.tensor(completion.rollout_log_probs))
+            for completion, ours in zip(completions, log_probs, strict=True)
+        ]
+        result: Result = {
+            **sum((counts for counts, _ in compared), ParityCounts()).report(),
+            **dict.fromkeys(("first_token", "source", "proof")),
+            "only_in_one": _only_in_one(rollout, train),
+            "rollout_ranks": rollout.ranks,
+            "train_ranks": len(train),
+            "sites": [asdict(counts) for counts in count_sites(rollout, train)],
+            "responses": responses,
+        }
+        firsts = [token for _, token in compared]
+        if (found := self._source(rollout, train, completions, firsts)) is not None:
+            number, source = found
+            if (token := firsts[number]) is not None:
+                sides = ("rollout_log_prob", "train_log_prob")
+                apart = {side: responses[number][f"{side}s"][token] for side in sides}
+                result["first_token"] = {"sequence": number, "response_position": token, **apart}
+            result["source"] = {"sequence": number, **asdict(source), "name": source.name}
+            result["proof"] = self._prove(source, completions, recorder)
+        return result
+
+    def _sample(self) -> list[Completion]:
+        """With nothing cached and nothing recorded before."""
+        for client in self.engines.rollout.clients:
+            client.flush_cache()
+        for file in self.directory.glob("*.pass"):
+            file.unlink()
+        logger.info("sampling %d responses, recorded", len(self.requests))
+        return self.engines.generate(self.requests)
+
+    def _score(
+        self, completions: Sequence[Completion], recorder: Recorder, evidence_of: int = 0
+    ) -> tuple[Scored, list[Recorded]]:
+        """Log-probabilities, and what each rank of the trainer has recorded by this recorder."""
+        logger.info("scoring them with the trainer, recorded")
+        recorded: list[Recorded] = []
+
+        def log_probs(*asked: Any) -> Scored:
+            on_each_rank = self.engines.trainer.on_each_rank
+            answers = on_each_rank(recorded_log_probs, recorder, *asked, evidence_of)
+            recorded.extend(own for _, own in answers)
+            return answers[0][0]
+
+        scores = self.engines.score(self.requests, completions, self.temperature, log_probs)
+        return scores, recorded
+
+    def _source(
+        self,
+        rollout: Recording,
+        train: Sequence[Recording],
+        completions: Sequence[Completion],
+        firsts: Sequence[int | None],
+    ) -> tuple[int, Source] | None:
+        """(sequence, where it began), of the sequence whose first token that differs is the earliest.
+
+        If no token differs, rows may: then the first sequence of which some do. firsts: each one's.
+        """
+        for number in sorted(range(len(firsts)), key=lambda i: (firsts[i] is None, firsts[i] or 0)):
+            prompt, response = self.requests[number].prompt_ids, completions[number].response_ids
+            token = firsts[number]
+            end = len(prompt) + (len(response) - 1 if token is None else token)
+            keys = prefix_keys([*prompt, *response][:end])
+            if (source := first_source(rollout, train, keys)) is not None:
+                return number, source
+            if token is not None:
+                logits, key = (HEAD, "linear", 0), keys[-1]
+                return number, Source("operator", LOG_SOFTMAX, logits, position=end - 1, key=key)
+        return None
+
+    def _prove(
+        self, source: Source, completions: Sequence[Completion], recorder: Recorder
+    ) -> Result | None:
+        """The operator alone; None where there is none, or its call did not come again."""
+        if source.cause in ("not computed", "between operators") or source.site == LOG_SOFTMAX:
+            return None
+        logger.info("running the tokens again, to keep the tensors of the %s", source.name)
+        clear_evidence(self.directory)
+        wanted = json.dumps({"site": source.site, "key": source.key})
+        (self.directory / SUSPECT).write_text(wanted)
+        rank = source.ranks[0]
+        recorder = replace(recorder, suspect=(source.site, source.key, rank))
+        self._sample()
+        recorded = self._score(completions, recorder, source.train_ranks[0])[1]
+        ours, theirs = evidence_in(recorded), read_evidence(self.directory)
+        if rank not in theirs or ours is None:
+            return None
+        return asdict(prove(theirs, ours, make_operators(self.engines.contract), rank))
+
+
+def _only_in_one(rollout: Recording, train: Sequence[Recording]) -> list[str]:
+    """Sites that one side lacks, or of which a rank has what is no part of the trainer's."""
+    ours: dict[Site, set[int]] = {}
+    for recording in train:
+        for site, by_rank in recording.items():
+            ours.setdefault(site, set()).update(by_rank)
+    sites = set(rollout) ^ set(ours)
+    sites |= {site for site in set(rollout) & set(ours) if rollout[site].keys() - ours[site]}
+    return sorted({f"{operator} of {module}" for module, operator, _ in sites})

@@ -1,0 +1,107 @@
+"""Puts a recorder behind the operators of a Hugging Face model, and takes it away again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from onpolicy.explain.taps.recorder import INPUTS, Call, Recorder
+from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.explain.taps.scope import Scope
+from onpolicy.models.experts import AlignedExperts
+from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.ops import AttentionLayout, Operators
+from onpolicy.ops.row_parallel import RowParallel
+
+
+def tapped(operators: Operators, recorder: Recorder) -> Operators:
+    """Operators whose calls are recorded; what an operator calls inside itself is not."""
+    return cast(Operators, _Tapped(operators, recorder))
+
+
+class _Tapped:
+    def __init__(self, operators: Operators, recorder: Recorder):
+        self._operators = operators
+        for name in INPUTS:
+            setattr(self, name, partial(recorder.run, name, getattr(operators, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operators, name)
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+    recorder: Recorder,
+    rows_of: Callable[[Any, Any], tuple[Tensor, Tensor]],
+    hooks: Iterable[RemovableHandle],
+) -> Iterator[list[list[Call]]]:
+    """Let each forward pass of a model be one of the recorder's; yields what grows by the calls of each.
+
+    rows_of: (args, kwargs) of a pass -> what `Recorder.open` takes. hooks: removed in the end.
+    """
+    passes: list[list[Call]] = []
+
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.open(*rows_of(args, kwargs))
+
+    with ExitStack() as stack:
+        for hook in (
+            model.register_forward_pre_hook(begin, with_kwargs=True),
+            model.register_forward_hook(lambda *_: passes.append(recorder.close())),
+            *hooks,
+        ):
+            stack.callback(hook.remove)
+        yield passes
+
+
+def scopes(decoder: Any, recorder: Recorder) -> list[RemovableHandle]:
+    """Hook a decoder, so that the recorder knows which module, by its Hugging Face name, is running."""
+    hooks = [decoder.get_input_embeddings().register_forward_hook(recorder.add_embedding)]
+    for name, module in decoder.named_modules():
+        if name:
+            hooks += recorder.scoped(module, _scope_of(name, module))
+    return hooks
+
+
+def _scope_of(name: str, module: nn.Module) -> Callable[[Any, Any], Scope]:
+    def scope(args: Any, kwargs: Any) -> Scope:
+        if not isinstance(module, AlignedExperts):
+            return Scope(module=name)
+        chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        return experts_scope(name, chosen, module.row_parallel, module.own_gate is None)
+
+    return scope
+
+
+def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel, has_halves: bool) -> Scope:
+    """The scope of a module that sorts its rows by the experts that each token chose: int64 [T, k]."""
+    return Scope(
+        module=name,
+        expert_order=chosen.detach().reshape(-1).cpu().sort(stable=True)[1],
+        first_block=row_parallel.first_block,
+        has_halves=has_halves,
+    )
+
+
+def passes_of(policy: PolicyModel, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
+    """`watched`, of a trainer's model whose operators are tapped."""
+
+    def rows_of(args: tuple[PackedTokens], _: Any) -> tuple[Tensor, Tensor]:
+        return packed_keys(args[0].tokens, args[0].layout), args[0].rows
+
+    return watched(policy, recorder, rows_of, scopes(policy.causal_lm.base_model, recorder))
+
+
+def packed_keys(tokens: Tensor, layout: AttentionLayout) -> Tensor:
+    """int64 [T]: of the queries of a layout whose keys are those of `tokens`."""
+    stored, where = tokens.cpu(), layout.key_rows.cpu()
+    lens = zip(where, layout.query_lens, layout.key_lens, strict=True)
+    found = (prefix_keys(stored[rows[:end]].tolist())[end - n :] for rows, n, end in lens)
+    return torch.tensor([key for keys in found for key in keys])

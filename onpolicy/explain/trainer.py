@@ -1,0 +1,76 @@
+"""A trainer that is recorded while it scores, on every rank (`Trainer.on_each_rank`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from onpolicy.explain.taps.evidence import Evidence
+from onpolicy.explain.taps.policy import passes_of, tapped
+from onpolicy.explain.taps.recorder import Call, Recorder
+from onpolicy.explain.taps.recording import Recording
+from onpolicy.models.policy import PolicyModel
+from onpolicy.train.engine import ShardedModel
+from onpolicy.train.policy_trainer import PolicyTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What one rank of a trainer has kept of some forward passes, each of which has whole rows."""
+
+    tensor_rank: int
+    """Its number among the ranks that share every linear."""
+
+    passes: list[list[Call]]
+    evidence: Evidence | None
+
+
+def recorded_log_probs(
+    trainer: PolicyTrainer,
+    recorder: Recorder,
+    sequences: Sequence[list[int]],
+    prompt_lens: Sequence[int],
+    temperature: float,
+    evidence_of: int = 0,
+) -> tuple[list[Tensor], Recorded]:
+    """`Trainer.log_probs`, and what this rank has recorded meanwhile by a recorder that is new.
+
+    evidence_of: the tensor-parallel rank whose evidence is wanted.
+    """
+    with recording(trainer.policy, recorder) as (rank, passes):
+        scores = trainer.log_probs(sequences, prompt_lens, temperature)
+    evidence = recorder.evidence if rank == evidence_of else None
+    return scores, Recorded(tensor_rank=rank, passes=passes, evidence=evidence)
+
+
+@contextmanager
+def recording(model: ShardedModel, recorder: Recorder) -> Iterator[tuple[int, list[list[Call]]]]:
+    """Record every forward pass of a model; yields this rank's number among those that share every
+    linear, and what grows by the calls of each pass."""
+    if isinstance(model.module, PolicyModel):
+        rank, watched = 0, passes_of(model.module, recorder)
+    else:
+        from onpolicy.explain import megatron  # which may not be installed
+
+        rank, watched = megatron.tensor_rank(), megatron.passes_of(model.module, recorder)
+    with model.around_operators(partial(tapped, recorder=recorder)), watched as passes:
+        yield rank, passes
+
+
+def recordings(parts: Sequence[Recorded]) -> list[Recording]:
+    """What the ranks have together, each of which has some rows and layers: the recording of each
+    tensor-parallel rank."""
+    passes: dict[int, list[list[Call]]] = {}
+    for part in parts:
+        passes.setdefault(part.tensor_rank, []).extend(part.passes)
+    return [Recording.of(own) for _, own in sorted(passes.items())]
+
+
+def evidence_in(parts: Sequence[Recorded]) -> Evidence | None:
+    """The evidence that some rank has. Of a prefix that several have it is the last one's, as its row is
+    (`onpolicy.explain.taps.recording.Rows.of`)."""
+    return next((p.evidence for p in reversed(parts) if p.evidence is not None), None)
