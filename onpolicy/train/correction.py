@@ -25,9 +25,7 @@ from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
-from onpolicy.config.flags import flag_values
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.config.plan import corrections_in
 from onpolicy.train.batch import (
     PackedBatch,
     ScoredBatch,
@@ -65,11 +63,6 @@ class Corrections:
         self.custom = custom_correction(self.config, flags)
         self.bypass = flags.use_rollout_logprobs
 
-    @property
-    def wants_metrics(self) -> bool:
-        """Whether the distance between the engines is measured."""
-        return self.flags.get_mismatch_metrics or bool(corrections_in(flag_values(self.flags)))
-
     def needs_scores(self, num_steps: int) -> bool:
         """Whether a corrected rollout's old log-probabilities must be there before the loss.
 
@@ -106,7 +99,7 @@ class Corrections:
         By the log-probabilities of the loss's own forward pass, which are there in any mode; also what
         the loss of every step did with them, where it was left to it.
         """
-        if not self.wants_metrics:
+        if not self.flags.is_measured:
             return {}
         batches, train_log_probs = steps[0]
         tokens = _tokens(batches, train_log_probs)

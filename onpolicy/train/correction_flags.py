@@ -18,9 +18,9 @@ from onpolicy.train.miles_hook import miles_correction
 
 def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     """Importance weights and rejection as the flags have them; None if a function of the user's own
-    takes their place or nothing is asked for."""
-    replaced = bool(flags.custom_tis_function_path)
-    return flags.correction() if flags.corrects and not replaced else None
+    takes their place or nothing, or the penalty alone, is asked for."""
+    replaced = "custom_tis_function_path" in flags.corrections
+    return flags.correction() if {*flags.corrections} - {"dc_mode"} and not replaced else None
 
 
 def make_penalty(flags: FallbackConfig) -> DiscrepancyPenalty | None:

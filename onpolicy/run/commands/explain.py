@@ -57,7 +57,7 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
     train_config = make_train_config(config, longest)
-    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
+    contract = contract_for(train_config, hf_config, aligned=config.plan.starts_aligned)
     requests = requests_of(make_prompts(config, hf_config.vocab_size, longest), config, 0)
     if config.case:
         requests = [case_request(Path(config.case))]
