@@ -1,7 +1,8 @@
 """What a value must be, written beside its field: `eta: Annotated[float, at_least(0)] = 1.0`.
 
 `require_ranges` holds a record to it. Who reads the fields under other names, as a command line does,
-asks `broken_rule` and says the rule in those.
+asks `broken_rule` and says the rule in those. `ReadBy` says what reads a field, for who refuses a value
+that nothing would read.
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ class NotAbove:
     """The value must not exceed that of another field of the record."""
 
     other: str
+
+
+@dataclass(frozen=True)
+class ReadBy:
+    """The value is read in some records alone; in others it would do nothing."""
+
+    switch: str
+    """What makes it be read, for messages; {name} stands for another field of the record."""
+
+    reads: Callable[[Any], object]
+    """Whether a record is one that reads it."""
 
 
 def at_least(bound: Number) -> Rule:

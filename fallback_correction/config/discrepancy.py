@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fallback_correction.choices import require_choices
-from fallback_correction.ranges import FieldError, NotAbove, at_least, require_ranges
+from fallback_correction.ranges import FieldError, NotAbove, ReadBy, at_least, require_ranges
 
 Measure = Literal["difference", "ratio", "log"]
 Average = Literal["trajectory", "token"]
+PENALTY = ReadBy("{mode}", lambda it: it.mode)
+MARGIN = ReadBy("{mode} margin", lambda it: it.mode == "margin")
+LAGRANGIAN = ReadBy("{mode} lagrangian", lambda it: it.mode == "lagrangian")
 NonNegative = Annotated[float, at_least(0)]
 
 
@@ -28,30 +31,30 @@ class DiscrepancyConfig:
     lambda (Dual-GRPO, eq. 4). margin: only of a discrepancy above the margin (section 5). lagrangian:
     lambda moves after every rollout (DC-GRPO, eq. 8 and 11)."""
 
-    measure: Measure = "difference"
+    measure: Annotated[Measure, PENALTY] = "difference"
     """|pi_train - pi_rollout|, |rho - 1|, or |log rho| (eq. 2)."""
 
-    lambda_: NonNegative = 0.1
+    lambda_: Annotated[NonNegative, PENALTY] = 0.1
     """The first lambda, in advantage per unit of discrepancy; 0.05 is the paper's for a mixture of
     experts."""
 
-    eta: NonNegative = 1.0
+    eta: Annotated[NonNegative, LAGRANGIAN] = 1.0
     """lagrangian: step size of lambda."""
 
-    budget: NonNegative = 0.0037
+    budget: Annotated[NonNegative, LAGRANGIAN] = 0.0037
     """lagrangian: mean discrepancy that is allowed, of the measure `difference`; 0.0050 is the paper's
     for a mixture of experts."""
 
-    lambda_min: Annotated[float, at_least(0), NotAbove("lambda_max")] = 0.0
+    lambda_min: Annotated[NonNegative, NotAbove("lambda_max"), LAGRANGIAN] = 0.0
     """lagrangian: smallest lambda."""
 
-    lambda_max: NonNegative = 1.0
+    lambda_max: Annotated[NonNegative, LAGRANGIAN] = 1.0
     """lagrangian: largest lambda. The paper bounds lambda without giving the numbers."""
 
-    margin: NonNegative = 0.0
+    margin: Annotated[NonNegative, MARGIN] = 0.0
     """margin: discrepancies up to this, itself included, cost nothing."""
 
-    average: Average = "trajectory"
+    average: Annotated[Average, LAGRANGIAN] = "trajectory"
     """lagrangian: mean over trajectories of their means (eq. 11), or over all tokens."""
 
     @staticmethod

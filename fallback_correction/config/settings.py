@@ -22,9 +22,21 @@ from fallback_correction.ranges import (
     MAY_BE_INFINITE,
     FieldError,
     NotAbove,
+    ReadBy,
     above,
     at_least,
     require_ranges,
+)
+
+WEIGHTS = ReadBy("{use_tis}", lambda it: it.use_tis)
+REJECTION = ReadBy("{use_rs}", lambda it: it.use_rs)
+VETO = ReadBy("{rs_veto_threshold}", lambda it: it.rs_veto_threshold is not None)
+EITHER = ReadBy(
+    "{use_tis} or {use_rs}", lambda it: it.use_tis or it.use_rs or it.rs_veto_threshold is not None
+)
+LOWER_BOUND = ReadBy(
+    "{tis_mode} clip or mask, or {use_rs}",
+    lambda it: it.use_rs or (it.use_tis and it.tis_mode != "truncate"),
 )
 
 APPLIED = CorrectionConfig()
@@ -47,45 +59,49 @@ class CorrectionSettings:
     use_rs: bool = False
     """Reject tokens or sequences whose ratio is out of bounds."""
 
-    tis_level: WeightLevel = "token"
+    tis_level: Annotated[WeightLevel, WEIGHTS] = "token"
     """Ratio of a token, product over its sequence, or geometric mean over it."""
 
-    rs_level: WeightLevel = "token"
+    rs_level: Annotated[WeightLevel, REJECTION] = "token"
     """What is rejected by: the ratio of a token, the product over its sequence, or the geometric
     mean."""
 
-    tis_mode: Mode = APPLIED.mode
+    tis_mode: Annotated[Mode, WEIGHTS] = APPLIED.mode
     """Cut weights at the upper bound, at both bounds, or leave out what lies outside."""
 
-    tis_lower_bound: Annotated[float | None, at_least(0), NotAbove("tis_upper_bound")] = None
+    tis_lower_bound: Annotated[
+        float | None, at_least(0), NotAbove("tis_upper_bound"), LOWER_BOUND
+    ] = None
     """clip: 1 / --tis-upper-bound if not given; mask: none if not given."""
 
     tis_upper_bound: Annotated[float, above(0), MAY_BE_INFINITE] = APPLIED.upper
     """Largest weight. All bounds bound the ratio pi_train / pi_rollout."""
 
-    rs_statistic: Literal["ratio", "k2", "k3"] = "ratio"
+    rs_statistic: Annotated[Literal["ratio", "k2", "k3"], REJECTION] = "ratio"
     """What the bounds of rejection bound: the ratio, or with --rs-upper-bound alone a divergence, k2 or
     k3: of a token, its sum over a sequence, or (geometric) its mean."""
 
-    rs_lower_bound: Annotated[float | None, at_least(0), NotAbove("rs_upper_bound")] = None
+    rs_lower_bound: Annotated[float | None, at_least(0), NotAbove("rs_upper_bound"), REJECTION] = (
+        None
+    )
     """--tis-lower-bound if not given, or 1 / --tis-upper-bound."""
 
-    rs_upper_bound: Annotated[float | None, at_least(0), MAY_BE_INFINITE] = None
+    rs_upper_bound: Annotated[float | None, at_least(0), MAY_BE_INFINITE, REJECTION] = None
     """--tis-upper-bound if not given."""
 
     rs_veto_threshold: Annotated[float | None, at_least(0)] = None
     """Reject a whole sequence for one token below it."""
 
-    rs_veto_by: VetoBy = "ratio"
+    rs_veto_by: Annotated[VetoBy, VETO] = "ratio"
     """What of that token: its ratio, or the probability that the rollout gave it."""
 
-    tis_batch_normalize: bool = APPLIED.self_normalize
+    tis_batch_normalize: Annotated[bool, WEIGHTS] = APPLIED.self_normalize
     """Divide the weights by the mean, over the global batch, of those that are not rejected."""
 
-    rejected_in_denominator: bool = APPLIED.rejected_in_denominator
+    rejected_in_denominator: Annotated[bool, EITHER] = APPLIED.rejected_in_denominator
     """Count rejected tokens in the denominators of the loss."""
 
-    tis_log_ratio_clamp: Clamp = APPLIED.log_ratio_clamp
+    tis_log_ratio_clamp: Annotated[Clamp, EITHER] = APPLIED.log_ratio_clamp
     """Log-ratios are cut to +- this before exp."""
 
     tis_nonfinite: Nonfinite = APPLIED.nonfinite
@@ -94,11 +110,6 @@ class CorrectionSettings:
     def __post_init__(self) -> None:
         require_choices(self)
         require_ranges(self)
-
-    @property
-    def corrects(self) -> bool:
-        """Whether anything is asked for."""
-        return self.use_tis or self.use_rs or self.rs_veto_threshold is not None
 
     @property
     def weight_bounds(self) -> tuple[float, float]:

@@ -6,25 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from onpolicy.cli.parse import parse
-from onpolicy.cli.result import put_out, require_places
-from onpolicy.config import sglang_flags
-from onpolicy.config.ranges import require_ranges
+from onpolicy.cli.command import begin, put_out
 from onpolicy.config.tools import BenchConfig
-from onpolicy.config.unread import refuse_unread
-from onpolicy.config.validate import require_cluster
-from onpolicy.outputs.console import configure_logging
-
-logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print or write the JSON."""
-    config = parse(BenchConfig, argv, "onpolicy bench")
-    _validate(config)
-
-    configure_logging()
-    logger.info("loading PyTorch and transformers")
+    config = begin(BenchConfig, argv, "onpolicy bench")
 
     from benchmarks.bench.decode import bench_decode
     from benchmarks.bench.input_checks import check_inputs
@@ -57,12 +45,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
-
-
-def _validate(config: BenchConfig) -> None:
-    """Raise ConfigError for the first value that breaks a rule."""
-    require_ranges(config)
-    require_cluster(config.cluster)
-    refuse_unread(config)
-    sglang_flags.validate(config.sglang_args, "aligned operators")
-    require_places(config.run_dir, config.json)

@@ -23,16 +23,17 @@ from tyro.constructors import (
 from onpolicy.cli import yaml_file
 from onpolicy.compat.process import use_portable_kernels
 from onpolicy.config import sglang_flags
-from onpolicy.config.engine_gpus import counted_as_engines
 from onpolicy.config.flags import (
     SGLANG_ARGS,
     flag_types,
+    flag_values,
     flags_of,
     is_record,
     spelled,
     with_flags,
 )
 from onpolicy.config.groups import OperatorsConfig
+from onpolicy.config.rules import require_ranges
 from onpolicy.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -52,7 +53,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     arguments = [*from_file[0], *rest]
     config, unknown = _parsed(config_class, arguments, prog)
     if unknown:
-        raise ConfigError(_unknown(unknown[0], rest, known_keys(config_class), prog))
+        raise ConfigError(_unknown(unknown[0], rest, [*flag_types(config_class)], prog))
     if sglang := (*from_file[1], *sglang_args):
         if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
             raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
@@ -105,11 +106,6 @@ def _group(default: Any) -> StructConstructorSpec:
     return StructConstructorSpec(instantiate=make, fields=tuple(fields))
 
 
-def known_keys(config_class: type) -> list[str]:
-    """The flags of a configuration class, as YAML keys."""
-    return list(flag_types(config_class))
-
-
 def _config_path(argv: Sequence[str]) -> str:
     """The value of --custom-config-path, which tyro takes with underscores too."""
     found: list[str] = []
@@ -139,3 +135,34 @@ def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> s
     nearest = difflib.get_close_matches(name, flags, 1)
     hint = f"Did you mean {nearest[0]}? " if nearest else ""
     return f"{arg}: unknown flag. {hint}See {prog} --help"
+
+
+def counted_as_engines(config: Config) -> Config:
+    """The configuration with the servers, and their tensor-parallel degree, of the flags that count GPUs
+    as slime and Miles do. Raises ConfigError if one thing is said twice, or GPUs would be left over."""
+    values, sglang_args = flag_values(config), getattr(config, SGLANG_ARGS, ())
+    per_engine, total = values.get("rollout_num_gpus_per_engine"), values.get("rollout_num_gpus")
+    if per_engine is None and total is None:
+        return config
+    require_ranges(config)
+    if per_engine is not None:
+        if sglang_flags.given_tensor_parallel_size(sglang_args):
+            raise ConfigError(
+                f"--rollout-num-gpus-per-engine={per_engine}: --sglang-tp-size says the same. Leave one "
+                "out."
+            )
+        sglang_args = (*sglang_args, "--tp-size", str(per_engine))
+    degree = sglang_flags.tensor_parallel_size(sglang_args)
+    if total is not None:
+        if (num_engines := values["rollout_num_engines"]) != 1:
+            raise ConfigError(
+                f"--rollout-num-gpus={total}: --rollout-num-engines={num_engines} says how many servers "
+                "there are, and each takes --rollout-num-gpus-per-engine GPUs. Leave one out."
+            )
+        if total % degree:
+            raise ConfigError(
+                f"--rollout-num-gpus={total}: must be a multiple of --rollout-num-gpus-per-engine "
+                f"{degree}. Give {total // degree * degree or degree}."
+            )
+        config = with_flags(config, {"rollout_num_engines": total // degree})
+    return dataclasses.replace(config, sglang_args=sglang_args)  # type: ignore[type-var]

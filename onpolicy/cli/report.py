@@ -1,13 +1,32 @@
 """`onpolicy report RUN...`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from onpolicy.cli.parse import parse
-from onpolicy.config.tools import ReportConfig
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.destinations import require_writable, write_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Write one HTML page with the curves of several runs over each other.
+
+    Runs whose configuration differs only in the seed share a colour and get a bold median.
+    """
+
+    runs: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN...", help_behavior_hint=""),
+    ] = ()
+    """Run directories of `onpolicy train`, or their metrics.jsonl files. At least one."""
+
+    output: str = "report.html"
+    """File to write. It needs nothing beside it and no network to be opened."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from functools import partial
 
-from onpolicy.cli.parse import parse
-from onpolicy.config import TrainConfig, validate
-from onpolicy.outputs.console import configure_logging
-
-logger = logging.getLogger(__name__)
+from onpolicy.cli.command import begin
+from onpolicy.config import TrainConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check everything that can be checked, then train."""
-    config = parse(TrainConfig, argv, "onpolicy train")
-    validate(config)
-    configure_logging()
+    config = begin(TrainConfig, argv, "onpolicy train")
     return _dry_run(config) if config.dry_run else _train(config)
 
 
@@ -41,8 +35,6 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig) -> int:
-    logger.info("loading PyTorch and transformers")
-
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.launch.cluster_engines import on_cluster

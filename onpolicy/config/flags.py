@@ -3,6 +3,9 @@
 A field is a flag of its own name. A record inside a group gives its fields as flags under the prefix
 that stands beside it, `dc: Annotated[DiscrepancyConfig, Prefix("dc_")]`, and so do the records inside
 it. An underscore at a field's end, as in `lambda_`, is no part of its flag.
+
+What else there is to say of a field stands beside its type too (`config.rules`). Notes beside a record
+are on all its flags; those on flags of a base class, or in a record, are given to `also`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import pairwise
@@ -22,6 +25,7 @@ from fallback_correction.ranges import FieldError
 from onpolicy.errors import ConfigError
 
 Record = TypeVar("Record")
+Class = TypeVar("Class", bound=type)
 
 SGLANG_ARGS = "sglang_args"
 """A field that is no flag: what --sglang-* collected."""
@@ -34,6 +38,16 @@ class Prefix:
     text: str
 
 
+def also(**notes: Sequence[Any]) -> Callable[[Class], Class]:
+    """Add notes, by the name of the flag, to flags of a class that are declared elsewhere."""
+
+    def add(owner: Class) -> Class:
+        owner._also = {**getattr(owner, "_also", {}), **notes}  # type: ignore[attr-defined]
+        return owner
+
+    return add
+
+
 @dataclass(frozen=True)
 class Flag:
     """A field that is set from the command line."""
@@ -44,10 +58,13 @@ class Flag:
     prefix: str
     kind: Any
     notes: tuple[Any, ...]
-    """What stands beside its type: see `fallback_correction.ranges`."""
+    """What stands beside its type."""
 
     owner: type
     """The class that has the field."""
+
+    outer: tuple[Any, ...] = ()
+    """What stands beside the records that hold it, and what `also` adds."""
 
     @property
     def name(self) -> str:
@@ -92,9 +109,12 @@ def _walk(owner: type, path: tuple[str, ...] = (), prefix: str = "") -> Iterator
         )
         if is_record(kind):
             own = "".join(note.text for note in notes if isinstance(note, Prefix))
-            yield from _walk(kind, (*path, name), prefix + own)
+            flags = _walk(kind, (*path, name), prefix + own)
         else:
-            yield Flag((*path, name), prefix, kind, tuple(notes), owner)
+            flags, notes = iter([Flag((*path, name), prefix, kind, tuple(notes), owner)]), []
+        for flag in flags:
+            more = getattr(owner, "_also", {}).get(flag.name, ())
+            yield replace(flag, outer=(*flag.outer, *more, *notes))
 
 
 def is_record(kind: Any) -> bool:

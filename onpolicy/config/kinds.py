@@ -9,6 +9,8 @@ from fallback_correction.ranges import Rule, above, at_least, at_most
 SMALLEST_TEMPERATURE = 1e-6
 """SGLang samples greedily below it."""
 
+LAST_PORT = 65535
+
 Count = Annotated[int, at_least(1)]
 CountOrZero = Annotated[int, at_least(0)]
 NonNegative = Annotated[float, at_least(0)]
@@ -16,7 +18,7 @@ Positive = Annotated[float, above(0)]
 Seconds = Annotated[float, above(0), at_most(1e9)]
 
 Seed = Annotated[int, at_least(0), at_most(2**32 - 1)]
-Port = Annotated[int, at_least(0), at_most(65535)]
+Port = Annotated[int, at_least(0), at_most(LAST_PORT)]
 Threads = Annotated[int, at_least(0), at_most(4096)]
 Engines = Annotated[int, at_least(1), at_most(1024)]
 Temperature = Annotated[float, at_least(SMALLEST_TEMPERATURE)]

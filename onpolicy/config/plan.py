@@ -3,45 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from onpolicy.config import groups
-from onpolicy.config.flags import flag_values
+from onpolicy.config.sglang_flags import tensor_parallel_size
+
+if TYPE_CHECKING:
+    from onpolicy.config.train import TrainConfig
 
 OnMismatch = Literal["fail", "fall back", "warn", "measure"]
 """What a token with another log-probability in training leads to: the run ends, the rollout is
 corrected, the log says so, or the metrics do."""
 
-_CORRECTIONS = ("use_tis", "use_rs", "rs_veto_threshold", "dc_mode", "custom_tis_function_path")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run is; `TrainConfig.plan`."""
+    """What a run of any command is; `TrainConfig.plan`, and that of the other commands."""
 
-    starts_aligned: bool
+    starts_aligned: bool = False
     """Whether the first rollout runs on aligned operators."""
 
-    may_align: bool
+    may_align: bool = False
     """Whether a rollout may run on aligned operators: the first, or one after the governor."""
 
-    is_governed: bool
+    aligned_by: str = ""
+    """What asks for aligned operators, all or some kinds, for messages; empty: nothing does."""
+
+    blocks: int = 0
+    """Blocks that sums of row-parallel layers are to be cut into; 0: as many as the largest degree."""
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Tensor-parallel degrees that such an order of sums must fit, by the flags that ask for them."""
+
+    starts_servers: bool = True
+    """Whether the command starts its servers, or uses running ones, or none."""
+
+    is_governed: bool = False
     """Whether the distance between the engines chooses operators and corrections, rollout by rollout."""
 
-    may_lag: bool
+    may_lag: bool = False
     """Whether tokens may come from earlier weights than those that learn from them."""
 
-    corrections: tuple[str, ...]
+    corrections: tuple[str, ...] = ()
     """The corrections that the flags ask for, by their switches."""
 
-    weighs_lag: bool
-    """Whether samples of earlier weights are weighed where nothing else is done about them."""
+    weighs_lag: bool = False
+    """Whether samples of earlier weights are weighed, since nothing else is done about them."""
 
-    on_aligned_mismatch: OnMismatch
-    on_stock_mismatch: OnMismatch
+    may_come_on: tuple[str, ...] = ()
+    """Switches whose settings are read though they may be off: those of the governor and of samples that
+    lag, and all where a function of the user's own is handed them."""
 
-    is_rank_invariant: bool
+    on_aligned_mismatch: OnMismatch = "fail"
+    on_stock_mismatch: OnMismatch = "measure"
+
+    is_rank_invariant: bool = False
     """Whether the bits of a step are to be the same on any number of trainer ranks."""
 
     @property
@@ -50,24 +66,45 @@ class RunPlan:
         falls_back = self.on_aligned_mismatch == "fall back"
         return self.starts_aligned and not (self.is_governed or falls_back or self.may_lag)
 
+    @property
+    def row_parallel_blocks(self) -> int:
+        """Blocks of every sum that ranks share."""
+        return self.blocks or max(self.degrees.values())
+
     def on_mismatch(self, *, is_aligned: bool) -> OnMismatch:
         """What a mismatched token leads to under a contract that is aligned, or is not."""
         return self.on_aligned_mismatch if is_aligned else self.on_stock_mismatch
 
 
-def plan_of(
-    parity: groups.ParityConfig,
-    governor: groups.GovernorFlags,
-    rollout: groups.RolloutConfig,
-    fallback: groups.FallbackConfig,
-    trainer: groups.TrainerConfig,
-) -> RunPlan:
-    """The plan of a run with these flags, whether or not they keep all rules."""
-    aligned, asked = parity.true_on_policy_mode, parity.parity_policy
-    governed = governor.mismatch_governor
+def tool_plan(config: Any, *, mode: bool, **more: Any) -> RunPlan:
+    """The plan of a command with one kind of engines; `mode`: whether all operators are aligned."""
+    operators = config.operators
+    return RunPlan(
+        starts_aligned=mode,
+        may_align=mode,
+        aligned_by=operators.aligned_by(mode=mode),
+        blocks=operators.row_parallel_blocks,
+        **more,
+    )
+
+
+def plan_of(config: TrainConfig) -> RunPlan:
+    """The plan of a run with these flags, whether or not they keep all rules.
+
+    Raises ConfigError if --sglang-tp-size is no number.
+    """
+    fallback, rollout, governor = config.fallback, config.rollout, config.governor
+    aligned, asked = config.parity.true_on_policy_mode, config.parity.parity_policy
+    governed, corrections = governor.mismatch_governor, fallback.corrections
     may_align = aligned or (governed and governor.limits.highest == "aligned")
     lags = rollout.rollout_lag or rollout.rollout_segment_tokens
     may_lag = bool(lags) or rollout.rollout_schedule == "free"
+    is_alone = governed or not (corrections or fallback.use_rollout_logprobs)
+    weighs_lag = may_lag and fallback.correct_lag and is_alone
+    takes_all = governed or bool(fallback.custom_tis_function_path)
+    degrees = {"--megatron-tp": config.megatron.megatron_tp}
+    if may_align:
+        degrees["--sglang-tp-size"] = tensor_parallel_size(config.sglang_args)
     policies: dict[str | None, OnMismatch] = {
         "fail": "fail",
         "warn": "warn",
@@ -77,16 +114,16 @@ def plan_of(
     return RunPlan(
         starts_aligned=aligned,
         may_align=may_align,
+        aligned_by=config.operators.aligned_by(mode=may_align),
+        blocks=config.operators.row_parallel_blocks,
+        degrees=degrees,
+        starts_servers=not config.engine.rollout_server_url,
         is_governed=governed,
         may_lag=may_lag,
-        corrections=corrections_in(flag_values(fallback)),
-        weighs_lag=may_lag and fallback.correct_lag,
+        corrections=corrections,
+        weighs_lag=weighs_lag,
+        may_come_on=("use_tis", "use_rs") if takes_all else ("use_tis",) * weighs_lag,
         on_aligned_mismatch=policies[asked],
         on_stock_mismatch="fail" if asked == "fail" else "measure",
-        is_rank_invariant=trainer.rank_invariant or may_align,
+        is_rank_invariant=config.trainer.rank_invariant or may_align,
     )
-
-
-def corrections_in(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The switches of corrections that are on among the values of flags."""
-    return tuple(name for name in _CORRECTIONS if values[name])

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TypeVar
 
+from onpolicy.config import secrets
 from onpolicy.errors import ConfigError
 
 N = TypeVar("N", int, float)
@@ -25,67 +26,49 @@ _OURS = {
     "config": "--custom-config-path, a file that takes sglang_* keys too",
 }
 
-_ATTENTION = "the attention operator is part of the contract"
-_WEIGHTS = "the engine must hold the weights that are trained, bit for bit"
-_SAMPLED = "tokens are sampled from softmax(logits / temperature) alone"
 _COMPILED = "compiled operators round differently from the aligned ones"
-_FUSED = "a kernel of whole layers takes the place of the operators in the contract"
-_SHARED = "the contract knows one way to share a model: tensor parallelism"
-_SUMS = "the order of sums over ranks is part of the contract"
 
-_UNALIGNED = {
-    "attention-backend": _ATTENTION,
-    "prefill-attention-backend": _ATTENTION,
-    "decode-attention-backend": _ATTENTION,
-    "enable-lean-attention": _ATTENTION,
-    "page-size": "the attention operator reads pages of one token",
-    "bf16-gemm-backend": "matrix products are part of the contract",
-    "enable-tf32-matmul": "it rounds float32 products to TF32, rotary angles among them",
-    "enable-fused-qk-norm-rope": "norms and rotary embeddings are part of the contract",
-    "enable-amd-monokernel": _FUSED,
-    "enable-nvidia-megakernel": _FUSED,
-    "monokernel-backend": _FUSED,
-    "sampling-backend": "the sampler is part of the contract",
-    "tokenizer-worker-num": "requests are checked and given their seeds in one process",
-    "enable-custom-logit-processor": _SAMPLED,
-    "enable-watermark": _SAMPLED,
-    "watermark-config": _SAMPLED,
-    "model-impl": "both engines run the Hugging Face model definition",
-    "json-model-override-args": "both engines run the model that the checkpoint describes",
-    "kv-cache-dtype": "cached keys and values must keep the bits that training computes",
-    "quantization": _WEIGHTS,
-    "torchao-config": _WEIGHTS,
-    "modelopt-quant": _WEIGHTS,
-    "quantize-and-serve": _WEIGHTS,
-    "rl-quant-profile": _WEIGHTS,
-    "speculative-algorithm": "accepted draft tokens are not samples of softmax(logits / temperature)",
-    "speculative-draft-model-path": "draft models are not part of the contract",
-    "speculative-draft-model": "draft models are not part of the contract",
-    "enable-lora": "adapters are not part of the model that is trained",
-    "lora-paths": "adapters are not part of the model that is trained",
-    "enable-torch-compile": _COMPILED,
-    "cuda-graph-tc-compiler": _COMPILED,
-    "piecewise-cuda-graph-compiler": _COMPILED,
-    "enforce-piecewise-cuda-graph": _COMPILED,
-    "enable-flashinfer-allreduce-fusion": _SUMS,
-    "flashinfer-allreduce-fusion-backend": _SUMS,
-    "enable-aiter-allreduce-fusion": _SUMS,
-    "enable-fused-moe-sum-all-reduce": _SUMS,
-    "enable-mscclpp": _SUMS,
-    "enable-torch-symm-mem": _SUMS,
-    "enable-layernorm-sp": _SUMS,
-    "dcp-size": _SUMS,
-    "decode-context-parallel-size": _SUMS,
-    "attn-cp-size": _SUMS,
-    "attention-context-parallel-size": _SUMS,
-    "enable-kv-cache-sharding": _SUMS,
-    "enable-quant-communications": "it rounds what tensor-parallel ranks tell each other",
-    "enable-fp32-lm-head": "the output projection is part of the contract",
-    "enable-dp-attention": _SHARED,
-    "attn-dp-size": _SHARED,
-    "attention-data-parallel-size": _SHARED,
-    "rl-on-policy-target": "the contract's operators take its place",
-}
+_BREAKS_A_CONTRACT = {
+    "the attention operator is part of the contract":
+        "attention-backend prefill-attention-backend decode-attention-backend "
+        "enable-lean-attention",
+    "the attention operator reads pages of one token": "page-size",
+    "matrix products are part of the contract": "bf16-gemm-backend",
+    "it rounds float32 products to TF32, rotary angles among them": "enable-tf32-matmul",
+    "norms and rotary embeddings are part of the contract": "enable-fused-qk-norm-rope",
+    "a kernel of whole layers takes the place of the operators in the contract":
+        "enable-amd-monokernel enable-nvidia-megakernel monokernel-backend",
+    "the sampler is part of the contract": "sampling-backend",
+    "requests are checked and given their seeds in one process": "tokenizer-worker-num",
+    "tokens are sampled from softmax(logits / temperature) alone":
+        "enable-custom-logit-processor enable-watermark watermark-config",
+    "both engines run the Hugging Face model definition": "model-impl",
+    "both engines run the model that the checkpoint describes": "json-model-override-args",
+    "cached keys and values must keep the bits that training computes": "kv-cache-dtype",
+    "the engine must hold the weights that are trained, bit for bit":
+        "quantization torchao-config modelopt-quant quantize-and-serve rl-quant-profile",
+    "accepted draft tokens are not samples of softmax(logits / temperature)":
+        "speculative-algorithm",
+    "draft models are not part of the contract":
+        "speculative-draft-model-path speculative-draft-model",
+    "adapters are not part of the model that is trained": "enable-lora lora-paths",
+    _COMPILED:
+        "enable-torch-compile cuda-graph-tc-compiler piecewise-cuda-graph-compiler "
+        "enforce-piecewise-cuda-graph",
+    "the order of sums over ranks is part of the contract":
+        "enable-flashinfer-allreduce-fusion flashinfer-allreduce-fusion-backend "
+        "enable-aiter-allreduce-fusion enable-fused-moe-sum-all-reduce enable-mscclpp "
+        "enable-torch-symm-mem enable-layernorm-sp dcp-size decode-context-parallel-size "
+        "attn-cp-size attention-context-parallel-size enable-kv-cache-sharding",
+    "it rounds what tensor-parallel ranks tell each other": "enable-quant-communications",
+    "the output projection is part of the contract": "enable-fp32-lm-head",
+    "the contract knows one way to share a model: tensor parallelism":
+        "enable-dp-attention attn-dp-size attention-data-parallel-size",
+    "the contract's operators take its place": "rl-on-policy-target",
+}  # fmt: skip
+"""Flags by the reason why they are not for aligned operators."""
+
+_UNALIGNED = {flag: why for why, flags in _BREAKS_A_CONTRACT.items() for flag in flags.split()}
 
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
 
@@ -102,46 +85,44 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     sglang: list[str] = []
     target = rest
     for arg in argv:
-        name, equals, value = arg.partition("=")
+        given, (name, equals, value) = arg, arg.partition("=")
         if (flag := name.replace("_", "-")).startswith(PREFIX):
-            target = sglang
-            target.append("--" + flag[len(PREFIX) :] + equals + value)
+            target, given = sglang, "--" + flag[len(PREFIX) :] + equals + value
         elif arg.startswith("--"):
             target = rest
-            target.append(arg)
-        else:
-            target.append(arg)
+        target.append(given)
     return rest, sglang
 
 
 def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
-    """Devices of one server: the value of --sglang-tp-size, 1 if it is not given.
-
-    Raises ConfigError for a value that is no number of devices.
-    """
-    size = _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.")
-    return 1 if size is None else size
+    """Devices of one server, 1 if --sglang-tp-size is not given. Raises ConfigError as all of these do:
+    for a value that is no such number."""
+    return given_tensor_parallel_size(sglang_args) or 1
 
 
-def gives_tensor_parallel_size(sglang_args: Sequence[str]) -> bool:
-    """Whether the degree is among SGLang's arguments, under any of its names."""
-    return _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.") is not None
+def given_tensor_parallel_size(sglang_args: Sequence[str]) -> int | None:
+    """The degree that is among SGLang's arguments, under any of its names."""
+    return _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.")
 
 
 def max_total_tokens(sglang_args: Sequence[str]) -> int | None:
-    """Tokens of the key/value cache: the value of --sglang-max-total-tokens, if it is given.
-
-    Raises ConfigError for a value that is no number of tokens.
-    """
+    """Tokens of the key/value cache, if --sglang-max-total-tokens is given."""
     return _count(sglang_args, ("--max-total-tokens",), "Give a number of tokens, such as 16384.")
 
 
 def context_length(sglang_args: Sequence[str]) -> int | None:
-    """Tokens that the engine serves at most: the value of --sglang-context-length, if it is given.
-
-    Raises ConfigError for a value that is no number of tokens.
-    """
+    """Tokens that the engine serves at most, if --sglang-context-length is given."""
     return _count(sglang_args, ("--context-length",), "Give a number of tokens, such as 4096.")
+
+
+def memory_fraction(sglang_args: Sequence[str]) -> float | None:
+    """The share of a GPU's memory that a server takes, if --sglang-mem-fraction-static is given."""
+    remedy = "Give a share of a GPU, such as 0.4."
+    flag, fraction = _value(sglang_args, ("--mem-fraction-static",), float, remedy)
+    if fraction is not None and not 0 < fraction < 1:
+        rule = "must be above 0 and below 1, a share of a GPU's memory. Give one, such as 0.4."
+        raise ConfigError(f"{flag}={fraction}: {rule}")
+    return fraction
 
 
 def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> int | None:
@@ -149,21 +130,6 @@ def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> i
     if count is not None and count < 1:
         raise ConfigError(f"{flag}={count}: must be at least 1. Leave it out for SGLang's own.")
     return count
-
-
-def memory_fraction(sglang_args: Sequence[str]) -> float | None:
-    """The value of --sglang-mem-fraction-static, None if it is not given.
-
-    Raises ConfigError for a value that is no share of a GPU.
-    """
-    remedy = "Give a share of a GPU, such as 0.4."
-    flag, fraction = _value(sglang_args, ("--mem-fraction-static",), float, remedy)
-    if fraction is not None and not 0 < fraction < 1:
-        raise ConfigError(
-            f"{flag}={fraction}: must be above 0 and below 1, a share of a GPU's memory. Give one, such "
-            "as 0.4."
-        )
-    return fraction
 
 
 def _value(
@@ -180,10 +146,14 @@ def _value(
 
 
 def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
-    """Refuse flags that onpolicy sets itself, and those that break a contract of aligned operators.
+    """Refuse flags that onpolicy sets itself, those that break a contract of aligned operators, and
+    secrets in files that cannot be read.
 
-    aligned_by: the flag that asks for such a contract; empty: there is none.
+    aligned_by: what asks for such a contract; empty: there is none.
     """
+    memory_fraction(sglang_args)
+    for flag, value in secrets.split(sglang_args)[1].items():
+        secrets.reveal(f"{PREFIX}{flag[2:]}", value)
     for arg in sglang_args:
         if aligned_by and _COMPILED_GRAPH in arg:
             raise ConfigError(

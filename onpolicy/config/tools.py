@@ -1,18 +1,20 @@
-"""The flags of `onpolicy verify`, `onpolicy bench`, `onpolicy serve` and `onpolicy report`.
+"""The flags of `onpolicy verify`, `onpolicy explain`, `onpolicy bench` and `onpolicy serve`.
 
 What `onpolicy train` has too comes from its groups.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
 
-from fallback_correction.ranges import at_least, at_most
-from onpolicy.config import groups, sglang_flags, tensor_parallel
+from fallback_correction.ranges import ReadBy, at_least, at_most
+from onpolicy.config import groups
+from onpolicy.config.flags import also
 from onpolicy.config.kinds import Count, Directory, Seed, Temperature, Unasked
+from onpolicy.config.plan import RunPlan, tool_plan
+from onpolicy.config.rules import Against, Facts, Together
+from onpolicy.config.sglang_flags import tensor_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,43 @@ class VerifyConfig:
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*."""
 
+    @property
+    def plan(self) -> RunPlan:
+        degrees = {
+            "--megatron-tp": self.megatron.megatron_tp,
+            "--sglang-tp-size": tensor_parallel_size(self.sglang_args),
+        }
+        starts = not self.servers.rollout_server_url
+        return tool_plan(
+            self, mode=self.true_on_policy_mode, degrees=degrees, starts_servers=starts
+        )
 
+
+def _fixed_contract(run: Facts) -> str | None:
+    """The first flag that --attribution, whose contracts go from stock to aligned, cannot keep to."""
+    degree = tensor_parallel_size(run.sglang_args)
+    own = "it has contracts and prompts of its own"
+    rows = (
+        (f"--align={run.align}", run.align, own),
+        ("--no-true-on-policy-mode", not run.true_on_policy_mode, own),
+        (f"--case={run.case}", run.case, own),
+        (f"--train-backend={run.train_backend}", run.train_backend != "fsdp",
+         "only the modules of fsdp can be aligned in part"),
+        (f"--sglang-tp-size={degree}", degree > 1,
+         "only an engine of one rank can be aligned in part"),
+    )  # fmt: skip
+    found = (f"{flag} with --attribution: {rule}" for flag, is_given, rule in rows if is_given)
+    return next(found, None) if run.attribution else None
+
+
+NEEDS_RECORDS = Against(
+    lambda run: True,
+    "the server records what it computes, so it is started by this command",
+    "Leave the flag out.",
+)
+
+
+@also(rollout_server_url=[NEEDS_RECORDS])
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig(VerifyConfig):
     """Which operator makes the two engines differ, in which layer, and by how much?
@@ -90,7 +128,10 @@ class ExplainConfig(VerifyConfig):
     max_new_tokens: Count = Unasked(24)
     """Tokens sampled for every prompt; if not given, at most half of the model's context."""
 
-    attribution: Literal["kinds", "layers"] | None = None
+    attribution: Annotated[
+        Literal["kinds", "layers"] | None,
+        Together(_fixed_contract, "{found}. Leave one of the two out."),
+    ] = None
     """Measure instead how much of the mismatch each kind of operator, or each decoder layer, causes: the
     same tokens with all aligned, with none, with each alone, and with all but each. Starts a server for
     every row."""
@@ -113,6 +154,19 @@ class ExplainConfig(VerifyConfig):
     """Directory for the engines' logs and for what the server records."""
 
 
+def of_bench(*names: str) -> ReadBy:
+    """A flag that some of the benchmarks read."""
+    return ReadBy(f"bench {' or '.join(names)}", lambda run: run.what in names)
+
+
+@also(
+    align=[ReadBy("a command other than bench", lambda run: False)],
+    rollout_num_engines=[of_bench("rollout", "loop")],
+    ray_address=[of_bench("rollout", "loop")],
+    actor_num_nodes=[of_bench("loop")],
+    actor_num_gpus_per_node=[of_bench("loop")],
+    actor_num_ranks_per_node=[of_bench("loop")],
+)
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
@@ -135,11 +189,11 @@ class BenchConfig:
     repetitions: Count = 5
     """Measurements of each kind, after one that is thrown away."""
 
-    num_prompts: Count = 64
+    num_prompts: Annotated[Count, of_bench("rollout", "loop")] = 64
     """rollout: prompts sampled at once. loop: prompts of a step, each sampled --n-samples-per-prompt
     times."""
 
-    n_samples_per_prompt: Count = 4
+    n_samples_per_prompt: Annotated[Count, of_bench("loop")] = 4
     """loop: responses to each prompt."""
 
     prompt_len: Count = Unasked(32)
@@ -149,27 +203,34 @@ class BenchConfig:
     """Tokens sampled for every prompt, or trained on in every sequence; if not given, at most what the
     prompt leaves of the model's context."""
 
-    batch_sizes: Annotated[tuple[int, ...], at_least(1), at_most(256)] = (1, 8, 64, 256)
+    batch_sizes: Annotated[tuple[int, ...], at_least(1), at_most(256), of_bench("decode")] = (
+        1,
+        8,
+        64,
+        256,
+    )
     """decode: sequences that one server decodes at once."""
 
-    context_lens: Annotated[tuple[int, ...], at_least(1)] = ()
+    context_lens: Annotated[tuple[int, ...], at_least(1), of_bench("decode")] = ()
     """decode: tokens of each sequence before the first that is sampled; if not given 1,024, 8,192 and
     32,768, or --prompt-len where the model's context holds none of these. What exceeds it, or with a
     batch a server's cache, is not measured, and the result says so."""
 
-    longest_response: Annotated[int | None, at_least(1)] = None
+    longest_response: Annotated[int | None, at_least(1), of_bench("loop")] = None
     """loop: measure schedules (lag 0, lag 1, segments, both, free) on aligned operators, instead of
     aligned against stock. Each response has a length of its own, log-normal with the median
     --max-new-tokens, and at most this one."""
 
-    train_backend: Literal["fsdp", "megatron", "fsdp,megatron"] = "fsdp"
+    train_backend: Annotated[
+        Literal["fsdp", "megatron", "fsdp,megatron"], of_bench("step", "loop")
+    ] = "fsdp"
     """step and loop: the training engine; `bench step` measures two side by side, both on aligned
     operators."""
 
-    num_tokens: Annotated[tuple[int, ...], at_least(1)] = (2048, 4096, 8192)
+    num_tokens: Annotated[tuple[int, ...], at_least(1), of_bench("step")] = (2048, 4096, 8192)
     """step: tokens per optimizer step; one measurement for each."""
 
-    profile: bool = False
+    profile: Annotated[bool, of_bench("step")] = False
     """step: measure again, operator by operator, and print the two sides' tables beside each other."""
 
     json: str = ""
@@ -180,6 +241,17 @@ class BenchConfig:
 
     sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
     """SGLang's own flags, collected from --sglang-*; both servers get them."""
+
+    @property
+    def plan(self) -> RunPlan:
+        """What is measured: aligned operators beside stock ones."""
+        return RunPlan(
+            may_align=True,
+            aligned_by="aligned operators",
+            blocks=self.operators.row_parallel_blocks,
+            degrees={"--sglang-tp-size": tensor_parallel_size(self.sglang_args)},
+            starts_servers=self.what != "step",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,31 +286,8 @@ class ServeConfig:
         """Whether clients may send text, or tokens alone."""
         return "--skip-tokenizer-init" not in self.sglang_args
 
-    def count_row_parallel_blocks(self) -> int:
-        """Blocks of every sum that ranks share; a stock engine's sums are its own.
-
-        Raises ConfigError for a degree that cannot align.
-        """
-        aligned = self.true_on_policy_mode
-        degree = sglang_flags.tensor_parallel_size(self.sglang_args) if aligned else 1
-        return tensor_parallel.count_blocks(
-            self.operators.row_parallel_blocks, {"--sglang-tp-size": degree}, aligned=aligned
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportConfig:
-    """Write one HTML page with the curves of several runs over each other.
-
-    Runs whose configuration differs only in the seed share a colour and get a bold median.
-    """
-
-    runs: Annotated[
-        tuple[str, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN...", help_behavior_hint=""),
-    ] = ()
-    """Run directories of `onpolicy train`, or their metrics.jsonl files. At least one."""
-
-    output: str = "report.html"
-    """File to write. It needs nothing beside it and no network to be opened."""
+    @property
+    def plan(self) -> RunPlan:
+        mode = self.true_on_policy_mode
+        degree = tensor_parallel_size(self.sglang_args) if mode else 1
+        return tool_plan(self, mode=mode, degrees={"--sglang-tp-size": degree})

@@ -1,19 +1,23 @@
-"""The typed configuration of a training run. `validate` has the rules that its values must keep."""
-
-from __future__ import annotations
+"""The typed configuration of a training run."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.config import groups, secrets, sglang_flags, tensor_parallel
-from onpolicy.config.flags import SGLANG_ARGS, flag_values
+from onpolicy.config import groups, secrets
+from onpolicy.config.flags import SGLANG_ARGS, also, flag_values
 from onpolicy.config.kinds import Seed
 from onpolicy.config.plan import RunPlan, plan_of
+from onpolicy.config.rules import NO_RESULT, Together
+
+NO_CHECKPOINT = Together(
+    lambda run: not run.hf_checkpoint, "--hf-checkpoint is missing: a run needs it. Give a path."
+)
 
 
+@also(hf_checkpoint=[NO_CHECKPOINT])
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Reinforcement learning of a language model, bit for bit on-policy."""
@@ -21,8 +25,10 @@ class TrainConfig:
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
     data: groups.DataConfig = field(default_factory=groups.DataConfig)
     rollout: groups.RolloutConfig = field(default_factory=groups.RolloutConfig)
-    engine: groups.EngineConfig = field(default_factory=groups.EngineConfig)
-    cluster: groups.ClusterConfig = field(default_factory=groups.ClusterConfig)
+    engine: Annotated[groups.EngineConfig, NO_RESULT] = field(default_factory=groups.EngineConfig)
+    cluster: Annotated[groups.ClusterConfig, NO_RESULT] = field(
+        default_factory=groups.ClusterConfig
+    )
     reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
     algorithm: groups.AlgorithmConfig = field(default_factory=groups.AlgorithmConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
@@ -31,17 +37,19 @@ class TrainConfig:
     parity: groups.ParityConfig = field(default_factory=groups.ParityConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
     governor: groups.GovernorFlags = field(default_factory=groups.GovernorFlags)
-    sync: groups.WeightSyncConfig = field(default_factory=groups.WeightSyncConfig)
+    sync: Annotated[groups.WeightSyncConfig, NO_RESULT] = field(
+        default_factory=groups.WeightSyncConfig
+    )
     eval: groups.EvalConfig = field(default_factory=groups.EvalConfig)
-    output: groups.OutputConfig = field(default_factory=groups.OutputConfig)
+    output: Annotated[groups.OutputConfig, NO_RESULT] = field(default_factory=groups.OutputConfig)
 
     seed: Seed = 0
     """Decides the order of prompts and every sampled token."""
 
-    custom_config_path: str = ""
+    custom_config_path: Annotated[str, NO_RESULT] = ""
     """YAML file with values for these flags (keys as flags, with _ for -). The command line wins."""
 
-    dry_run: bool = False
+    dry_run: Annotated[bool, NO_RESULT] = False
     """Check everything that can be checked, print the resolved configuration, and stop. Too little free
     memory and too few GPUs are said, and not refused: the run may be made elsewhere."""
 
@@ -51,7 +59,7 @@ class TrainConfig:
     @cached_property
     def plan(self) -> RunPlan:
         """What the run is, whichever flags say so."""
-        return plan_of(self.parity, self.governor, self.rollout, self.fallback, self.trainer)
+        return plan_of(self)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -88,15 +96,6 @@ class TrainConfig:
     def takes_steps(self) -> bool:
         """Whether the trainer is to change weights, or to score alone."""
         return self.rollout.num_rollout > 0
-
-    def count_row_parallel_blocks(self) -> int:
-        """Blocks of every sum that ranks share. Raises ConfigError for degrees that cannot align."""
-        degrees = {"--megatron-tp": self.megatron.megatron_tp}
-        if self.plan.may_align:
-            degrees["--sglang-tp-size"] = sglang_flags.tensor_parallel_size(self.sglang_args)
-        return tensor_parallel.count_blocks(
-            self.operators.row_parallel_blocks, degrees, aligned=self.plan.may_align
-        )
 
     def batch_equation(self) -> str:
         """The four sizes of a rollout as one equation."""

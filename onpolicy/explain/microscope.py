@@ -47,7 +47,7 @@ Scored = list[torch.Tensor]
 def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
     """Start both engines, record them, and say where they part."""
     inputs = Inputs.of(config)
-    contract = inputs.contract(aligned=config.true_on_policy_mode)
+    contract = inputs.contract(aligned=config.plan.starts_aligned)
     directory = inputs.directory / "taps"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, mode=0o700)

@@ -38,10 +38,8 @@ class Ladder:
         self, config: TrainConfig, stock: NumericsContract, aligned: NumericsContract | None
     ):
         self.config, self._stock, self._aligned = config, stock, aligned
-        flags = config.governor
-        self._governor = (
-            Governor(flags.limits, first_rung(config)) if flags.mismatch_governor else None
-        )
+        limits, governed = config.governor.limits, config.plan.is_governed
+        self._governor = Governor(limits, first_rung(config)) if governed else None
 
     @property
     def contract(self) -> NumericsContract:
@@ -60,20 +58,15 @@ class Ladder:
         own; from mis on rejection and the veto. Samples of earlier weights are weighed on stock too.
         """
         flags = self.config.fallback
+        weighs_lag = self.config.plan.weighs_lag
         if self._governor is None:
-            return self._with_lag(flags)
+            return replace(flags, use_tis=True) if weighs_lag else flags
         height = RUNGS.index(self._governor.rung)
-        weighs = height >= 1 or self.config.plan.weighs_lag
+        weighs = height >= 1 or weighs_lag
         flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
             flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")
         return flags if height >= 2 else replace(flags, rs_veto_threshold=None)
-
-    def _with_lag(self, flags: FallbackConfig) -> FallbackConfig:
-        """Samples of earlier weights are weighed, unless something else is to be done about them."""
-        plan = self.config.plan
-        corrects = plan.corrections or flags.use_rollout_logprobs
-        return replace(flags, use_tis=True) if plan.weighs_lag and not corrects else flags
 
     @property
     def lr_scale(self) -> float:

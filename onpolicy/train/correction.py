@@ -28,7 +28,6 @@ from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.config import TrainConfig
 from onpolicy.config.flags import flag_values
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.config.plan import corrections_in
 from onpolicy.system.user_functions import load_function
 from onpolicy.train.batch import (
     CustomCorrection,
@@ -77,11 +76,6 @@ class Corrections:
         args = SimpleNamespace(**self.config.to_dict() | flag_values(flags))
         return miles_correction(function, args, bypass=flags.use_rollout_logprobs)
 
-    @property
-    def wants_metrics(self) -> bool:
-        """Whether the distance between the engines is measured."""
-        return self.flags.get_mismatch_metrics or bool(corrections_in(flag_values(self.flags)))
-
     def needs_scores(self, num_steps: int) -> bool:
         """Whether a corrected rollout's old log-probabilities must be there before the loss.
 
@@ -118,7 +112,7 @@ class Corrections:
         By the log-probabilities of the loss's own forward pass, which are there in any mode; also what
         the loss of every step did with them, where it was left to it.
         """
-        if not self.wants_metrics:
+        if not self.flags.is_measured:
             return {}
         batches, train_log_probs = steps[0]
         tokens = _tokens(batches, train_log_probs)
@@ -258,6 +252,6 @@ def lag_metrics(
 
 def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     """Importance weights and rejection as the flags have them; None if a function of the user's own
-    takes their place or nothing is asked for."""
-    replaced = bool(flags.custom_tis_function_path)
-    return flags.correction() if flags.corrects and not replaced else None
+    takes their place or nothing, or the penalty alone, is asked for."""
+    replaced = "custom_tis_function_path" in flags.corrections
+    return flags.correction() if {*flags.corrections} - {"dc_mode"} and not replaced else None

@@ -132,7 +132,7 @@ class Learner:
     def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""
         replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
-        if not replays or not self.corrections.wants_metrics:
+        if not replays or not self.corrections.flags.is_measured:
             return {}
         scores = self.models["policy"].score([b.packed.with_own_routing() for b in step])
         log_probs = [each.log_probs for each in scores]

@@ -95,7 +95,6 @@ def test_bounds_that_are_not_given_fall_back(settings, weights, rejection):
 def test_nothing_is_applied_unless_it_is_asked_for():
     settings = CorrectionSettings(tis_level="sequence", rs_level="geometric")
     config = settings.correction()
-    assert not settings.corrects
     assert (config.level, config.rules, config.veto) == ("none", (), None)
 
 

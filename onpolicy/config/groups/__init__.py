@@ -2,53 +2,34 @@
 
 A field's name is the flag's. Imports no torch.
 
-A number's range stands beside it. A record of `fallback_correction` inside a group gives the group its
-fields as flags, under the prefix that stands beside it (`config.flags`).
+Its range, what reads it, what it contradicts and whether it decides results stand beside its type
+(`config.rules`). A record of `fallback_correction` inside a group gives the group its fields as flags,
+under the prefix that stands beside it (`config.flags`).
 """
 
 from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
-from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
-from onpolicy.config.groups.outputs import EvalConfig, OutputConfig
-from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
-from onpolicy.config.groups.reward import RewardConfig
-from onpolicy.config.groups.rollout import (
+from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
     EngineCountConfig,
-    RolloutConfig,
     ServerConfig,
     ServersConfig,
     WeightSync,
     WeightSyncConfig,
-)
+)  # fmt: skip
+from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
+from onpolicy.config.groups.outputs import EvalConfig, OutputConfig
+from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
+from onpolicy.config.groups.reward import RewardConfig
+from onpolicy.config.groups.rollout import RolloutConfig
 from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
 
 __all__ = [
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "CpuConfig",
-    "DataConfig",
-    "EngineConfig",
-    "EngineCountConfig",
-    "EvalConfig",
-    "FallbackConfig",
-    "GovernorFlags",
-    "HostsConfig",
-    "LossAggregation",
-    "MegatronConfig",
-    "ModelConfig",
-    "OperatorsConfig",
-    "OutputConfig",
-    "ParityConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "ServerConfig",
-    "ServersConfig",
-    "TrainBackend",
-    "TrainerConfig",
-    "WeightSync",
-    "WeightSyncConfig",
-]
+    "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig", "DataConfig",
+    "EngineConfig", "EngineCountConfig", "EvalConfig", "FallbackConfig", "GovernorFlags",
+    "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
+    "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",
+    "ServersConfig", "TrainBackend", "TrainerConfig", "WeightSync", "WeightSyncConfig",
+]  # fmt: skip

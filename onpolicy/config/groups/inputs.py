@@ -1,9 +1,9 @@
 """What a run starts from: the checkpoint and the prompts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from onpolicy.config.rules import NO_RESULT, Together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +17,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(CheckpointConfig):
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, NO_RESULT] = False
     """Run Python code that comes with a checkpoint whose architecture transformers does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    prompt_data: str = ""
+    prompt_data: Annotated[
+        str,
+        Together(lambda run: not run.prompt_data,
+            "--prompt-data is missing: a run needs it. Give a path."),
+    ] = ""  # fmt: skip
     """Training prompts: a .jsonl or .parquet file. Required."""
 
     input_key: str = "prompt"

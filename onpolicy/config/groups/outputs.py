@@ -1,35 +1,89 @@
 """Evaluation, and what a run writes."""
 
-from __future__ import annotations
-
+import difflib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from fallback_correction.ranges import Rule, at_least
+from fallback_correction.ranges import ReadBy, Rule, at_least
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero, Directory
+from onpolicy.config.rules import NO_RESULT, Facts, Parsed, Together
+from onpolicy.errors import ConfigError
 
 NOT_NEARLY_GREEDY = Rule(
     lambda x: not 0 < x < SMALLEST_TEMPERATURE,
     f"SGLang samples greedily below {SMALLEST_TEMPERATURE:g}. Give 0, or a larger value.",
 )
+BY_EVAL = ReadBy("--eval-interval", lambda run: run.eval_interval)
+BY_WANDB = ReadBy("--use-wandb", lambda run: run.use_wandb)
+NO_USE_ALONE = "the one does nothing without the other. Give both, or neither."
+
+SET_NAME = re.compile(r"(?!.*\.(?:jsonl|parquet)$)[A-Za-z0-9][A-Za-z0-9_.+-]*")
+
+
+def eval_sets(values: Sequence[str]) -> dict[str, str]:
+    """The path of every evaluation set under its name; the name of a single path is empty.
+
+    Raises ConfigError for what is neither one path nor pairs of a name and a path, as slime and Miles
+    take them.
+    """
+    names, rule = values[::2], ""
+    if len(values) == 1:
+        return {"": values[0]}
+    if len(values) % 2:
+        rule = f"{len(values)} values are neither one path nor names with their paths"
+    elif wrong := [name for name in names if not SET_NAME.fullmatch(name)]:
+        rule = f"{wrong[0]!r} stands where the name of a set is expected"
+    elif len(set(names)) < len(names):
+        rule = "two sets have the same name"
+    if rule:
+        raise ConfigError(
+            f"--eval-prompt-data={' '.join(values)}: {rule}. Give one path, or: name path [name path "
+            "...], where a name is letters, digits and _ . + -"
+        )
+    return dict(zip(names, values[1::2], strict=True))
+
+
+def _unknown_setting(run: Facts) -> str | None:
+    """The first name in --allow-changed-settings that is no setting, and the nearest that is one."""
+    known = run.config.to_dict()
+    for name in run.allow_changed_settings:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {nearest[0]}?" if nearest else "Take the names from config.json."
+            return f"{name}: no setting has that name. {hint}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    eval_interval: CountOrZero = 0
+    eval_interval: Annotated[
+        CountOrZero, NO_RESULT,
+        Together(lambda run: (
+                bool(run.eval_interval) != bool(run.eval_prompt_data)
+                and repr(" ".join(run.eval_prompt_data))
+            ),
+            "--eval-interval={run.eval_interval}, --eval-prompt-data={found}: " + NO_USE_ALONE),
+    ] = 0  # fmt: skip
     """Evaluate before the first and after every so many rollouts; 0: never."""
 
-    eval_prompt_data: tuple[str, ...] = ()
+    eval_prompt_data: Annotated[tuple[str, ...], Parsed(eval_sets)] = ()
     """Evaluation prompts, read like --prompt-data: a path, or several sets as name path name path."""
 
-    n_samples_per_eval_prompt: Count = 1
+    n_samples_per_eval_prompt: Annotated[Count, BY_EVAL] = 1
     """Responses per evaluation prompt: avg@k and pass@k."""
 
-    eval_temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY] = 1.0
+    eval_temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY, BY_EVAL] = 1.0
     """Temperature of evaluation samples; 0 is greedy."""
 
-    eval_max_response_len: Annotated[int | None, at_least(1)] = None
+    eval_max_response_len: Annotated[int | None, at_least(1), BY_EVAL] = None
     """Longest evaluation response; --rollout-max-response-len if not given."""
+
+    @property
+    def sets(self) -> dict[str, str]:
+        """The path of every evaluation set under its name; the name of a single path is empty."""
+        return eval_sets(self.eval_prompt_data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +94,32 @@ class OutputConfig:
     save: str = ""
     """Directory for checkpoints."""
 
-    save_interval: CountOrZero = 0
+    save_interval: Annotated[
+        CountOrZero,
+        Together(lambda run: bool(run.save_interval) != bool(run.save),
+            "--save-interval={run.save_interval}, --save={run.save!r}: " + NO_USE_ALONE),
+    ] = 0  # fmt: skip
     """Save after every so many rollouts, and after the last; 0: never."""
 
-    keep_checkpoints: CountOrZero = 0
+    keep_checkpoints: Annotated[CountOrZero, ReadBy("--save", lambda run: run.save)] = 0
     """Keep the newest so many, deleting an older one when a new one is complete; 0: all."""
 
     load: str = ""
     """Resume from this directory of checkpoints, at its latest one, or from this checkpoint. The
     same directory as --save may be empty yet: a run that is started again goes on."""
 
-    max_rank_restarts: CountOrZero = 0
+    max_rank_restarts: Annotated[
+        CountOrZero, ReadBy("--save and --save-interval", lambda run: run.save_interval)
+    ] = 0
     """Losses of a rank of the trainer, or of a host of the cluster, after which the run goes on by
     itself from its last checkpoint, on the hosts that are left; at the next one it ends. Engines that
     die on a host that lives are started again there, up to --rollout-max-restarts times."""
 
-    allow_changed_settings: tuple[str, ...] = ()
+    allow_changed_settings: Annotated[
+        tuple[str, ...],
+        ReadBy("--load or --replay", lambda run: run.load or run.replay),
+        Together(_unknown_setting, "--allow-changed-settings={found}"),
+    ] = ()
     """Settings, by their names in config.json, that may be others than the resumed checkpoint's."""
 
     use_tensorboard: bool = False
@@ -64,16 +128,16 @@ class OutputConfig:
     use_wandb: bool = False
     """Also log to Weights & Biases (set WANDB_MODE=offline for no network)."""
 
-    wandb_required: bool = False
+    wandb_required: Annotated[bool, BY_WANDB] = False
     """End a run that Weights & Biases fails; else it is said once, and the run goes on without it."""
 
-    wandb_project: str = "onpolicy"
+    wandb_project: Annotated[str, BY_WANDB] = "onpolicy"
     """Project name there."""
 
-    wandb_group: str = ""
+    wandb_group: Annotated[str, BY_WANDB] = ""
     """Group of the run there."""
 
-    wandb_run_name: str = ""
+    wandb_run_name: Annotated[str, BY_WANDB] = ""
     """Name of the run there; one is made up if not given. A resumed run continues its run there."""
 
     log_samples: CountOrZero = 16

@@ -1,11 +1,11 @@
 """Aligned operators, and what a mismatch leads to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import Rule
+from onpolicy.config.rules import Against, Facts, Together
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import KINDS
 
 KNOWN_KINDS = Rule(
@@ -14,33 +14,90 @@ KNOWN_KINDS = Rule(
 )
 
 
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and not number & (number - 1)
+
+
+def _cut_unevenly(run: Facts) -> str | None:
+    """The first degree whose sums would be no binary tree."""
+    degrees = run.plan.degrees.items() if run.plan.may_align else ()
+    return next((f"{flag}={n}" for flag, n in degrees if not _is_power_of_two(n)), None)
+
+
+def _too_few_blocks(run: Facts) -> str | None:
+    """The largest degree, if the blocks that are asked for are not a power of two from it on."""
+    flag = max(run.plan.degrees, key=lambda name: run.plan.degrees[name])
+    degree, blocks = run.plan.degrees[flag], run.row_parallel_blocks
+    fits = _is_power_of_two(blocks) and blocks >= degree
+    return None if fits else f"{flag}={degree}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
     true_on_policy_mode: bool = False
     """Run both engines on aligned operators and check that every log-probability agrees bitwise."""
 
-    parity_policy: Literal["fail", "warn", "fallback"] | None = None
+    parity_policy: Annotated[
+        Literal["fail", "warn", "fallback"] | None,
+        Against(lambda run: run.parity_policy == "fallback" and not run.plan.may_align,
+            "without aligned operators every rollout is corrected anyway",
+            "Add --true-on-policy-mode, or give --use-tis without it."),
+        Against(lambda run: run.parity_policy == "fallback" and not run.plan.corrections,
+            "needs a correction to fall back to",
+            "Add --use-tis, --use-rs, --dc-mode or --custom-tis-function-path."),
+    ] = None  # fmt: skip
     """On a mismatch: stop before the backward pass, log it, or train on the rollout with the
     correction that the other flags ask for. Default: fail in the mode above, else warn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorsConfig:
-    row_parallel_blocks: int = 0
+    row_parallel_blocks: Annotated[
+        int,
+        Against(lambda run: not run.plan.may_align,
+            "without aligned operators each engine sums in an order of its own",
+            "Leave it out, or add --true-on-policy-mode."),
+        Together(_cut_unevenly,
+            "{found}: must be a power of two with --true-on-policy-mode, since sums over ranks are a "
+            "binary tree there. Choose 1, 2, 4 or 8."),
+        Against(_too_few_blocks,
+            "must be a power of two and at least {found}",
+            "Choose such a number, or leave the flag out."),
+    ] = 0  # fmt: skip
     """Blocks into which aligned layers that tensor parallelism shares out cut their sums: a power of
     two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
 
-    operators: Literal["auto", "cpu", "onednn", "portable", "triton", "hopper"] = "auto"
+    operators: Annotated[
+        Literal["auto", "cpu", "onednn", "portable", "triton", "hopper"],
+        Against(lambda run: not run.plan.aligned_by,
+            "without --true-on-policy-mode or --align each engine runs its own operators",
+            "Add one of them, or leave the flag out."),
+    ] = "auto"  # fmt: skip
     """Aligned operators. On a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16) or
     triton (A100 to H200, also float32). On a CPU: cpu (products in float32), onednn (products by the
     CPU's bfloat16 instructions) or portable (made to have the same bits on any x86-64 processor with
     AVX2). auto: hopper where it can, else triton; cpu."""
 
-    align: Annotated[str, KNOWN_KINDS] = ""
+    align: Annotated[
+        str, KNOWN_KINDS,
+        Against(lambda run: run.plan.starts_aligned,
+            "with --true-on-policy-mode, which verify, explain and serve have on by themselves, every "
+            "kind is aligned",
+            "Leave one of the two out, by --no-true-on-policy-mode if need be."),
+        Against(lambda run: run.operators == "portable",
+            "--operators portable is for all kinds: what is left to an engine has no bits of its own"),
+        Against(lambda run: (n := tensor_parallel_size(run.sglang_args)) > 1 and n,
+            "the sums that the ranks of --sglang-tp-size {found} share are aligned with all else or not "
+            "at all"),
+    ] = ""  # fmt: skip
     """Align these kinds alone, as in linear,attention, and leave all else to each engine: model (the
     code between operators, which comes with every other kind), linear, attention, norm, rotary,
     activation, experts, log_probs. Parity is measured then, and not promised. For fsdp, without
     --true-on-policy-mode."""
+
+    def aligned_by(self, *, mode: bool) -> str:
+        """What asks for aligned operators, for messages; `mode`: whether all kinds are to be aligned."""
+        return "--true-on-policy-mode" if mode else "--align" if self.align else ""
 
     @property
     def is_portable(self) -> bool:

@@ -1,16 +1,36 @@
 """The training engines and their optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fallback_correction.config import LengthDecayConfig
-from fallback_correction.ranges import at_least
+from fallback_correction.ranges import ReadBy, at_least
 from onpolicy.config.flags import Prefix
 from onpolicy.config.kinds import Count, CountOrZero, Momentum, NonNegative, Positive
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 
-TrainBackend = Literal["fsdp", "megatron"]
+TrainBackend = Annotated[
+    Literal["fsdp", "megatron"],
+    Together(
+        lambda run: run.align and run.train_backend != "fsdp",
+        "--align={run.align}: the modules of --train-backend {run.train_backend} run on aligned "
+        "operators of all kinds or of none. Leave one of the two out.",
+    ),
+]
+BY_MEGATRON = ReadBy("--train-backend megatron", lambda run: "megatron" in run.train_backend)
+
+
+def _indivisible(run: Facts) -> str | None:
+    """The sizes of optimizer steps that there could be, if the one that is asked for is none."""
+    samples = run.config.samples_per_rollout
+    divisors = (str(d) for d in range(1, samples + 1) if samples % d == 0)
+    return ", ".join(divisors) if samples % run.global_batch_size else None
+
+
+def _without_order(run: Facts) -> str | None:
+    """The first degree under which a rank does not add the gradients of one micro-batch at a time."""
+    degrees = {"--megatron-pp": run.megatron_pp, "--megatron-ep": run.megatron_ep}
+    return next((f"{flag}={n}" for flag, n in degrees.items() if n > 1), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,20 +38,32 @@ class TrainerConfig:
     train_backend: TrainBackend = "fsdp"
     """Training engine: PyTorch's FSDP2, or Megatron-core with the --megatron-* flags."""
 
-    global_batch_size: Annotated[int | None, at_least(1)] = None
+    global_batch_size: Annotated[
+        int | None, at_least(1), Against(_indivisible,
+            "rollout_batch_size {run.rollout_batch_size} x n_samples_per_prompt "
+            "{run.n_samples_per_prompt} = {run.config.samples_per_rollout} samples must be "
+            "global_batch_size x a whole number of optimizer steps",
+            "Divisors of {run.config.samples_per_rollout}: {found}."),
+    ] = None  # fmt: skip
     """Samples per optimizer step; all samples of a rollout if not given."""
 
     max_tokens_per_gpu: Count = 8192
     """Tokens that one rank packs into a micro-batch; a longer sequence gets one of its own."""
 
-    rank_invariant: bool = False
+    rank_invariant: Annotated[
+        bool,
+        Together(lambda run: run.rank_invariant and _without_order(run),
+            "{found}: with --rank-invariant each rank adds the gradients of one micro-batch at a time, "
+            "of tokens of its own, and stages of a pipeline or experts on several ranks do not. Leave "
+            "one of the two out."),
+    ] = False  # fmt: skip
     """Add gradients in the order of the micro-batches, so that the number of data-parallel ranks changes
     no bit; --true-on-policy-mode always does."""
 
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
 
-    moe_activation_checkpointing: bool = True
+    moe_activation_checkpointing: Annotated[bool, NO_RESULT] = True
     """Recompute mixtures of experts, whatever the flag above says: they keep some 0.5 MB a token and
     layer at the sizes of Qwen3-30B-A3B."""
 
@@ -47,9 +79,11 @@ class TrainerConfig:
     lr_schedule: Literal["", "length-decay"] = ""
     """length-decay: also halve the rate in periods that the surge of response length sets."""
 
-    length_decay: Annotated[LengthDecayConfig, Prefix("length_decay_")] = field(
-        default_factory=LengthDecayConfig
-    )
+    length_decay: Annotated[
+        LengthDecayConfig,
+        Prefix("length_decay_"),
+        ReadBy("--lr-schedule length-decay", lambda run: run.lr_schedule == "length-decay"),
+    ] = field(default_factory=LengthDecayConfig)
 
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of AdamW."""
@@ -69,23 +103,23 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    megatron_tp: Count = 1
+    megatron_tp: Annotated[Count, BY_MEGATRON] = 1
     """Tensor-parallel ranks."""
 
-    megatron_sequence_parallel: bool = False
+    megatron_sequence_parallel: Annotated[bool, BY_MEGATRON] = False
     """Tensor-parallel ranks also share the tokens between their layers."""
 
-    megatron_pp: Count = 1
+    megatron_pp: Annotated[Count, BY_MEGATRON] = 1
     """Pipeline stages."""
 
-    megatron_cp: Count = 1
+    megatron_cp: Annotated[Count, BY_MEGATRON] = 1
     """Context-parallel ranks: each computes two stretches of every sequence."""
 
-    megatron_ep: Count = 1
+    megatron_ep: Annotated[Count, BY_MEGATRON] = 1
     """Expert-parallel ranks; taken from the data-parallel ones."""
 
-    megatron_moe_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    megatron_moe_dispatcher: Annotated[Literal["allgather", "alltoall"], BY_MEGATRON] = "alltoall"
     """How tokens come to the ranks of their experts."""
 
-    megatron_distributed_optimizer: bool = True
+    megatron_distributed_optimizer: Annotated[bool, BY_MEGATRON] = True
     """Data-parallel ranks share the optimizer's state."""

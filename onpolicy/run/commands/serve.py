@@ -38,7 +38,7 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     if config.serves_text:
         load_tokenizer(model.hf_checkpoint, model.trust_remote_code)
-    contract = contract_for(config, hf_config, aligned=config.true_on_policy_mode)
+    contract = contract_for(config, hf_config, aligned=config.plan.starts_aligned)
     spec = serve_spec(config, hf_config, contract)
     number = config.engines.rollout_num_engines
     require_place(server.rollout_host, server.rollout_base_port, number)

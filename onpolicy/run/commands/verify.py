@@ -44,7 +44,7 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
     train_config = make_train_config(config, longest)
-    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
+    contract = contract_for(train_config, hf_config, aligned=config.plan.starts_aligned)
     prompts = make_prompts(config, hf_config.vocab_size, longest)
     engines = make_engines(
         train_config,
@@ -87,7 +87,7 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
 
 def passes(report: Report, config: VerifyConfig) -> bool:
     """Whether the report is what the mode promises, on paths that were really taken."""
-    if not config.true_on_policy_mode:
+    if not config.plan.starts_aligned:
         return True
     passed: bool = (
         report["num_mismatched_tokens"] == 0

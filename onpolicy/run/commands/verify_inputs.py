@@ -55,7 +55,7 @@ def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
     check_layout(train_config)
     key = reveal("--rollout-api-key", config.servers.rollout_api_key)
     require_addresses(train_config.engine, key)
-    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
+    contract = contract_for(train_config, hf_config, aligned=config.plan.starts_aligned)
     spec = rollout_spec(train_config, hf_config, contract, longest + config.max_new_tokens)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
         require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
@@ -148,7 +148,7 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
         megatron=config.megatron,
         cluster=config.cluster,
         parity=groups.ParityConfig(
-            true_on_policy_mode=config.true_on_policy_mode, parity_policy="warn"
+            true_on_policy_mode=config.plan.starts_aligned, parity_policy="warn"
         ),
         operators=config.operators,
         sync=groups.WeightSyncConfig(

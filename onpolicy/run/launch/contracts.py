@@ -11,7 +11,6 @@ import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.aligned import aligning_flag
 from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
@@ -36,9 +35,9 @@ def contract_for(
 
     Raises ConfigError if the model, the machine or the environment cannot keep it.
     """
-    model, blocks = config.model, config.count_row_parallel_blocks()
+    model, blocks = config.model, config.plan.row_parallel_blocks
     facts = ModelFacts(hf_config, model.trust_remote_code)
-    aligned_by = aligning_flag(config.operators, mode=aligned)
+    aligned_by = config.operators.aligned_by(mode=aligned)
     context = context_length(config.sglang_args) or hf_config.max_position_embeddings
     require_context(hf_config, context)
     if aligned_by:

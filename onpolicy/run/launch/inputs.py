@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.eval_sets import eval_sets
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -101,8 +100,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             tokenizer=tokenizer,
             prompts=PromptSource(prompts, config.seed, config.data.shuffle),
             eval_sets={
-                name: read(file, "--eval-prompt-data")
-                for name, file in eval_sets(config.eval.eval_prompt_data).items()
+                name: read(file, "--eval-prompt-data") for name, file in config.eval.sets.items()
             },
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
             replayed=read_replayed(config, prompts),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from onpolicy.cli import explain
 from onpolicy.cli.parse import parse
+from onpolicy.config import validate
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
 
@@ -11,7 +11,7 @@ TWO_RANKS = ("--actor-num-ranks-per-node", "2")
 
 
 def check(*argv):
-    explain._validate(parse(ExplainConfig, ["--hf-checkpoint", "/m", *argv], "onpolicy explain"))
+    validate(parse(ExplainConfig, ["--hf-checkpoint", "/m", *argv], "onpolicy explain"))
 
 
 @pytest.mark.parametrize(

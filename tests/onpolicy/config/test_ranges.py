@@ -9,7 +9,7 @@ import pytest
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 from onpolicy.config.flags import flag_defaults, flag_types, spelled, with_flags
-from onpolicy.config.ranges import require_ranges
+from onpolicy.config.rules import require_ranges
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 

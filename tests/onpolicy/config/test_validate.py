@@ -126,7 +126,7 @@ def test_degrees_whose_sums_make_no_tree_are_refused(argv, message):
 )
 def test_blocks_are_the_largest_degree_unless_more_are_asked_for(argv, blocks):
     check(*argv)
-    assert parse(TrainConfig, argv, "x").count_row_parallel_blocks() == blocks
+    assert parse(TrainConfig, argv, "x").plan.row_parallel_blocks == blocks
 
 
 def test_blocks_are_refused_where_nothing_sums_in_them():

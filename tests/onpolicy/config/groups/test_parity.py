@@ -2,13 +2,10 @@
 
 import pytest
 
-from onpolicy.cli import explain, serve, verify
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
-from onpolicy.config.aligned import require_operators
 from onpolicy.config.groups import OperatorsConfig
 from onpolicy.config.tools import BenchConfig, ExplainConfig, ServeConfig, VerifyConfig
-from onpolicy.config.unread import refuse_unread
 from onpolicy.contract import KINDS
 from onpolicy.errors import ConfigError
 
@@ -21,17 +18,17 @@ def train(*argv):
     validate(parse(TrainConfig, [*GOOD, *argv], "onpolicy train"))
 
 
-def in_tool(config_class, check):
+def in_tool(config_class, *what):
     def run(*argv):
-        check(parse(config_class, ["--hf-checkpoint", "/m", *argv], "onpolicy"))
+        validate(parse(config_class, [*what, "--hf-checkpoint", "/m", *argv], "onpolicy"))
 
     return run
 
 
 TOOLS = {
-    "verify": in_tool(VerifyConfig, verify.validate),
-    "explain": in_tool(ExplainConfig, explain._validate),
-    "serve": in_tool(ServeConfig, serve._validate),
+    "verify": in_tool(VerifyConfig),
+    "explain": in_tool(ExplainConfig),
+    "serve": in_tool(ServeConfig),
 }
 
 
@@ -97,9 +94,8 @@ def test_what_a_part_cannot_go_with_is_refused(argv, message):
 
 
 def test_portable_operators_are_for_all_kinds():
-    operators = OperatorsConfig(operators="portable", align="linear")
     with pytest.raises(ConfigError, match="--align=linear: --operators portable is for all kinds"):
-        require_operators(operators, (), mode=False)
+        train("--operators", "portable", "--align", "linear")
 
 
 def test_filters_go_with_sglangs_own_sampler_alone():
@@ -115,11 +111,10 @@ def test_a_part_promises_nothing_so_corrections_and_warnings_are_the_stock_runs(
 
 
 def test_bench_reads_no_list():
-    config = parse(BenchConfig, ["step", "--hf-checkpoint", "/m", *ALIGN], "onpolicy bench")
     with pytest.raises(
         ConfigError, match="--align=linear,attention: only a command other than bench"
     ):
-        refuse_unread(config)
+        in_tool(BenchConfig, "step")(*ALIGN)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
-from onpolicy.config.eval_sets import eval_sets
+from onpolicy.config.groups.outputs import eval_sets
 from onpolicy.errors import ConfigError
 
 
 def given(*argv):
-    return eval_sets(parse(TrainConfig, argv, "onpolicy train").eval.eval_prompt_data)
+    return parse(TrainConfig, argv, "onpolicy train").eval.sets
 
 
 def test_a_single_path_has_no_name():

@@ -1,0 +1,42 @@
+"""What every command does before its work, and what those that measure do with their result."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from onpolicy.cli.parse import parse
+from onpolicy.config import validate
+from onpolicy.outputs.console import configure_logging
+from onpolicy.outputs.destinations import require_directory, require_writable, write_output
+
+logger = logging.getLogger(__name__)
+
+Config = TypeVar("Config")
+
+
+def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
+    """The configuration, known to be sound as far as flags can tell; only then heavy imports may begin.
+
+    Raises ConfigError, also if the logs or the result could not be written.
+    """
+    config = parse(config_class, argv, prog)
+    validate(config)
+    if run_dir := getattr(config, "run_dir", ""):
+        require_directory("--run-dir", run_dir)
+    for name in ("json", "html"):
+        if file := getattr(config, name, ""):
+            require_writable(f"--{name}", file)
+    configure_logging()
+    logger.info("loading PyTorch and transformers")
+    return config
+
+
+def put_out(result: dict[str, Any], json_file: str) -> None:
+    """Print the result as JSON, and write it into the file if one is given."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if json_file:
+        write_output("--json", json_file, text + "\n")

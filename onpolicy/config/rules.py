@@ -1,0 +1,151 @@
+"""The rules of flags, each of which stands beside its field, and the one place that applies them all.
+
+    keep_checkpoints: Annotated[CountOrZero, ReadBy("--save", lambda run: run.save)] = 0
+
+Beside a type stand its range (`Rule`, `NotAbove`), what reads it (`ReadBy`), what it contradicts
+(`Against`, `Together`), what a text is `Parsed` by, and whether it `DecidesResults`. A rule is asked of
+what all flags of a run say (`Facts`); one in a record with a prefix, of that record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+from fallback_correction.ranges import FieldError, ReadBy, broken_rule, require_order
+from onpolicy.config import sglang_flags
+from onpolicy.config.flags import Flag, flag_defaults, flag_values, flags_of, refusal, spelled
+from onpolicy.errors import ConfigError
+
+
+class Facts(SimpleNamespace):
+    """What rules ask of a run: each flag by its name, `sglang_args`, the `plan`, and its `config`."""
+
+    @classmethod
+    def of(cls, config: Any) -> Facts:
+        plan, sglang_args = config.plan, config.sglang_args
+        return cls(**flag_values(config), plan=plan, config=config, sglang_args=sglang_args)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Flags that contradict each other, whether they are given or not."""
+
+    when: Callable[[Facts], object]
+    """What is found where they do; nothing where they do not."""
+
+    says: str
+    """The message, with {run.NAME} for facts and {found} for what is found."""
+
+
+@dataclass(frozen=True)
+class Against:
+    """Something that a value other than the default contradicts."""
+
+    when: Callable[[Facts], object]
+    rule: str
+    remedy: str = "Leave one of the two out."
+    """As in `Together`, with {default} for the default; the value stands before the rule."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What takes the value apart, and raises ConfigError for one that it cannot."""
+
+    by: Callable[[Any], object]
+
+
+@dataclass(frozen=True)
+class DecidesResults:
+    """Whether a setting changes bits of an aligned run, or more than chance in another.
+
+    Without a note it does; of several notes the nearest counts.
+    """
+
+    value: bool
+
+
+NO_RESULT = DecidesResults(False)
+
+
+def decides_results(flag: Flag) -> bool:
+    """Whether runs that differ in this flag are two experiments."""
+    notes = (*flag.notes, *flag.outer)
+    return next((note.value for note in notes if isinstance(note, DecidesResults)), True)
+
+
+def validate(config: Any) -> None:
+    """Raise ConfigError for the first value of a command's flags that breaks a rule."""
+    require_ranges(config)
+    for message in _contradictions(config):
+        raise ConfigError(message)
+    sglang_flags.validate(config.sglang_args, config.plan.aligned_by)
+    refuse_unread(config)
+
+
+def require_ranges(config: Any) -> None:
+    """Raise ConfigError for the first number, or text, that is beyond what its flag can take."""
+    flags = flags_of(type(config))
+    for flag in flags:
+        value = flag.value(config)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, str) and "\0" in item:
+                raise ConfigError(_refused(flag, item, "holds a NUL character. Leave it out."))
+            if rule := broken_rule(item, flag.notes):
+                raise ConfigError(_refused(flag, item, rule))
+    for flag in flags:
+        try:
+            require_order(flag.record(config), flag.path[-1], flag.notes)
+        except FieldError as error:
+            raise ConfigError(refusal(flag, error)) from error
+
+
+def _refused(flag: Flag, item: object, rule: str) -> str:
+    """Numbers of many digits by their ends, and a key not at all."""
+    text = "..." if flag.name == "rollout_api_key" else repr(item)
+    short = f"{text[:12]}...{text[-12:]} ({len(text)} characters)"
+    return f"{spelled(flag.name)}={text if len(text) <= 60 else short}: {rule}"
+
+
+def _contradictions(config: Any) -> Iterator[str]:
+    run, defaults = Facts.of(config), flag_defaults(type(config))
+    for flag in flags_of(type(config)):
+        value, default = flag.value(config), defaults.get(flag.name)
+        for note in (*flag.notes, *flag.outer):
+            if isinstance(note, Parsed):
+                note.by(value)
+            elif isinstance(note, Together) and (found := note.when(run)):
+                yield note.says.format(run=run, found=found)
+            elif isinstance(note, Against) and value != default and (found := note.when(run)):
+                text = f"{note.rule}. {note.remedy}".format(run=run, found=found, default=default)
+                yield f"{_given(flag, value)}: {text}"
+
+
+def refuse_unread(config: Any) -> None:
+    """Raise ConfigError for the first flag that is set and that nothing would read.
+
+    A flag counts as set if it differs from its default. Corrections that may come on in the run's course
+    count as on.
+    """
+    run, defaults = Facts.of(config), flag_defaults(type(config))
+    vars(run).update(dict.fromkeys(config.plan.may_come_on, True))
+    for flag in flags_of(type(config)):
+        value = flag.value(config)
+        if value == defaults.get(flag.name, value):
+            continue
+        record = flag.record(config) if flag.prefix else run
+        for asked, notes in ((record, flag.notes), (run, flag.outer)):
+            for note in notes:
+                if isinstance(note, ReadBy) and not note.reads(asked):
+                    names = {f.name: spelled(flag.spell(f.name)) for f in fields(flag.owner)}
+                    raise ConfigError(
+                        f"{_given(flag, value)}: only {note.switch.format(**names)} reads it, so it "
+                        "would do nothing here. Add what reads it, or leave the flag out."
+                    )
+
+
+def _given(flag: Flag, value: object) -> str:
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"{spelled(flag.name)}={shown}"
