@@ -11,11 +11,12 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.trainable import frozen_digest
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
 from onpolicy.taps.recorder import Call, Recorder
 from onpolicy.train.batch import WeighedBatch
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightPart
 
 Role = Literal["policy", "reference"]
 """What a model is there for in a run."""
@@ -67,11 +68,19 @@ class ShardedModel(ABC):
         """Take the optimizer step at this learning rate, and clear the gradients."""
 
     @abstractmethod
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
-        """All parameters on rank 0, gathered `max_bytes` at a time, in a fixed order.
+    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
+        """A part of the weights on rank 0, gathered `max_bytes` at a time, in a fixed order.
 
         Every rank has to take all of them.
         """
+
+    @abstractmethod
+    def optimizer_tensors(self) -> list[Tensor]:
+        """What the optimizer keeps from step to step; none if the model is not trained."""
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Memory of gradients that is there between steps, when nobody reads it."""
+        return []
 
     @abstractmethod
     def write_tensors(self, directory: Path) -> None:
@@ -84,6 +93,10 @@ class ShardedModel(ABC):
     @abstractmethod
     def recording(self, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
         """Record every forward pass meanwhile; yields what grows by the calls of each."""
+
+    def frozen_digest(self) -> str:
+        """The digest of this rank's part of what is not trained; "" if it has none."""
+        return frozen_digest(self.module)
 
     @property
     def tensor_rank(self) -> int:

@@ -30,7 +30,7 @@ from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_s
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
 from onpolicy.train.fsdp.state import read_tensors, write_tensors
 from onpolicy.train.gradient_norm import global_norm
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
 class FsdpModel(ShardedModel):
@@ -129,8 +129,12 @@ class FsdpModel(ShardedModel):
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()
 
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
-        return gather_buckets(self.module, self.dtype, max_bytes)
+    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
+        return gather_buckets(self.module, self.dtype, max_bytes, part)
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return [tensor for state in states for tensor in state.values()]
 
     def write_tensors(self, directory: Path) -> None:
         assert self.optimizer is not None
