@@ -25,7 +25,7 @@ from onpolicy.rollout.client import EngineClient
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.host_shares import share_of_cores
-from onpolicy.system.gpus import num_gpus
+from onpolicy.system.memory import num_gpus
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport

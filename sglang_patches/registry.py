@@ -18,7 +18,13 @@ from onpolicy.errors import ContractError
 _requested: list[str] = []
 _installed: list[str] = []
 report: dict[str, Any] = {}
-"""What this process tells the trainer about itself through /server_info (see status.py)."""
+"""What this process tells the trainer about itself through /server_info (see status.py); of a function,
+what it returns when that is asked."""
+
+
+def told() -> dict[str, Any]:
+    """The report as it is now."""
+    return {key: value() if callable(value) else value for key, value in report.items()}
 
 
 def hook(target: str, function: Callable[..., Any], kind: str) -> None:

@@ -26,7 +26,7 @@ def install() -> None:
 def _add_report(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     state = result.internal_state
     state["onpolicy"] = {
-        **report_of_all_ranks(registry.report),
+        **report_of_all_ranks(registry.told()),
         "patches": registry.active(),
         "sglang": versions.sglang_version(),
         "tp_size": state["tp_size"],

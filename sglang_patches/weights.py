@@ -51,25 +51,89 @@ def watch_loads(model: Any, *, rounds: bool) -> None:
 
     `rounds`: a stock engine may hold a tensor in a narrower dtype than the one it was pushed in.
     """
-    load_weights = model.load_weights
-    digest = WeightDigest()
-    registry.report["weights"] = digest.hexdigest()
+    held = HeldWeights(model, rounds=rounds)
+    load_weights, registry.report["weights"] = model.load_weights, held.proof
 
     def watched(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
         arrived: dict[str, torch.Tensor] = {}
 
         def watch() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                digest.add(name, tensor)
+                held.arrived.add(name, tensor)
                 arrived[name] = tensor
                 yield name, tensor
 
         loaded = load_weights(watch(), *args, **kwargs)
-        _require_stored(model, arrived, rounds)
-        registry.report["weights"] = digest.hexdigest()
+        held.take(arrived)
         return loaded
 
     model.load_weights = watched
+
+
+class HeldWeights:
+    """What was pushed to a model, and whether it still holds those bits.
+
+    A push brings what was trained since the last one. What is not trained came with the first, and is
+    hashed again where it lies whenever a push is proved.
+    """
+
+    def __init__(self, model: Any, *, rounds: bool):
+        self._model, self._rounds = model, rounds
+        self.arrived, self._shards = WeightDigest(), WeightDigest()
+        self._whole: dict[str, torch.Tensor] = {}
+        """Tensors without memory: the dtype and the shape of what was pushed."""
+        self._fresh: set[str] = set()
+        self._proof = self.arrived.hexdigest()
+
+    def take(self, arrived: dict[str, torch.Tensor]) -> None:
+        """Note what was loaded. Raises WeightSyncError if the model holds other bits."""
+        for name, stored, tensor in self._pairs(arrived):
+            _require_same(name, stored, tensor, self._rounds)
+            self._whole[name] = arrived[name].to("meta")
+            if tensor is not arrived[name]:
+                self._shards.add(name, tensor)
+        self._fresh |= arrived.keys()
+
+    def proof(self) -> str:
+        """The digest of all that was pushed; in its place a text that names what the model does not hold
+        any more, or, where it is aligned, does not show."""
+        if self._fresh:
+            changed = self._changed(self.arrived.hashes().keys() - self._fresh)
+            self._fresh.clear()
+            said = f"changed since it was pushed: {', '.join(changed)}"
+            self._proof = said if changed else self.arrived.hexdigest()
+        return self._proof
+
+    def _changed(self, names: Iterable[str]) -> list[str]:
+        """Those of earlier pushes whose bits are not what they were."""
+        before, now = {**self.arrived.hashes(), **self._shards.hashes()}, WeightDigest()
+        kept = {name: self._whole[name] for name in names if name in self._whole}
+        for name, stored, like in self._pairs(kept):
+            now.add(name, stored.to(like.dtype))
+        found = now.hashes()
+        return sorted(
+            name
+            for name in names
+            if (found[name] != before[name] if name in found else not self._rounds)
+        )
+
+    def _pairs(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Names, what the model holds of each, and this rank's shard of the tensor.
+
+        What SGLang's own models fuse has other names. One of 8 bits was quantised by SGLang on its way
+        in and holds other bits by design.
+        """
+        parameters = held_tensors(self._model)
+        if not tensors.keys() <= parameters.keys():
+            parameters = {**dict(self._model.named_parameters()), **parameters}
+        for name, tensor in tensors.items():
+            parameter = parameters.get(name)
+            if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:
+                continue
+            expected = shard(tensor, parameter, rank())
+            yield name, parameter.data[tuple(map(slice, expected.shape))], expected
 
 
 def require_tied(model: torch.nn.Module) -> None:
@@ -95,32 +159,18 @@ def require_tied(model: torch.nn.Module) -> None:
         )
 
 
-def _require_stored(model: torch.nn.Module, arrived: dict[str, torch.Tensor], rounds: bool) -> None:
-    """Compare with the parameters of the same name, or this rank's shards of them.
-
-    What SGLang's own models fuse has other names. One of 8 bits was quantised by SGLang on its way
-    in and holds other bits by design.
-    """
-    parameters = held_tensors(model)
-    if not arrived.keys() <= parameters.keys():
-        parameters = {**dict(model.named_parameters()), **parameters}
-    for name, tensor in arrived.items():
-        parameter = parameters.get(name)
-        if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:
-            continue
-        expected = shard(tensor, parameter, rank())
-        stored = parameter.data[tuple(map(slice, expected.shape))]
-        if stored.data_ptr() == expected.data_ptr() and stored.numel():
-            raise WeightSyncError(
-                f"parameter={name}: SGLang's loader keeps the memory that it was pushed in, which the "
-                "next push overwrites. Choose --weight-sync disk."
-            )
-        dtype = stored.dtype if rounds else torch.promote_types(stored.dtype, expected.dtype)
-        if not _same_bits(stored.to(dtype), expected.to(stored.device, dtype)):
-            raise WeightSyncError(
-                f"parameter={name}: the engine does not hold the bits that were pushed to it. Its "
-                "weights are partly new and partly old; restart the engine."
-            )
+def _require_same(name: str, stored: torch.Tensor, expected: torch.Tensor, rounds: bool) -> None:
+    if stored.data_ptr() == expected.data_ptr() and stored.numel():
+        raise WeightSyncError(
+            f"parameter={name}: SGLang's loader keeps the memory that it was pushed in, which the "
+            "next push overwrites. Choose --weight-sync disk."
+        )
+    dtype = stored.dtype if rounds else torch.promote_types(stored.dtype, expected.dtype)
+    if not _same_bits(stored.to(dtype), expected.to(stored.device, dtype)):
+        raise WeightSyncError(
+            f"parameter={name}: the engine does not hold the bits that were pushed to it. Its "
+            "weights are partly new and partly old; restart the engine."
+        )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import check_layout
 from onpolicy.run.launch.lengths import fit_bench
 from onpolicy.run.launch.memory_checks import require_cache, require_memory
-from onpolicy.run.launch.process_memory import ProcessMemory, RunMemory
+from onpolicy.run.launch.memory_model import ProcessMemory, RunMemory
 
 
 def check_inputs(config: BenchConfig) -> BenchConfig:

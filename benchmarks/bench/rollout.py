@@ -21,7 +21,8 @@ from onpolicy.rollout.base import RolloutGroup, SamplingJob
 from onpolicy.run.launch.cluster_engines import places_on_cluster
 from onpolicy.run.launch.engine_specs import make_rollout_group, rollout_spec
 from onpolicy.run.launch.host_shares import placement_of_servers
-from onpolicy.run.launch.process_memory import RunMemory
+from onpolicy.run.launch.memory_checks import Needs
+from onpolicy.run.launch.memory_model import RunMemory
 from onpolicy.types import Request
 
 
@@ -48,12 +49,12 @@ def servers(config: BenchConfig) -> Iterator[tuple[dict[str, RolloutGroup], int]
     tp_size = tensor_parallel_size(config.sglang_args)
     host = train_config.engine.rollout_host
     place = partial(placement_of_servers, config.engines, tp_size, host, contract)
-    held = None
+    needs = None
     if config.cluster.ray_address:
         memory = RunMemory(train_config, hf_config, spec, ModelSize.of(hf_config))
-        held = partial(processes, config, memory)
+        needs = Needs(partial(processes, config, memory))
     with (
-        places_on_cluster(config.cluster, place, config.cpu.cpu_threads, held) as places,
+        places_on_cluster(config.cluster, place, config.cpu.cpu_threads, needs) as places,
         ExitStack() as on_exit,
     ):
         groups: dict[str, RolloutGroup] = {}

@@ -16,7 +16,8 @@ from onpolicy.contract import NumericsContract
 from onpolicy.outputs.directory import versions
 from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.host_shares import share_of_cores, token_bytes
+from onpolicy.run.launch.host_shares import share_of_cores
+from onpolicy.run.launch.memory_model import token_bytes
 
 KINDS = ("aligned", "stock")
 

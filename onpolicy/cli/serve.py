@@ -13,13 +13,13 @@ def main(argv: Sequence[str]) -> int:
     """Start the servers, print how to use them, and keep them until interrupted."""
     config = begin(ServeConfig, argv, "onpolicy serve")
 
-    from onpolicy.run.commands.serve import checked_spec, held_by_servers, serve
+    from onpolicy.run.commands.serve import checked_spec, needs_of_servers, serve
     from onpolicy.run.launch.cluster_engines import places_on_cluster
     from onpolicy.run.launch.host_shares import placement_of_servers
 
     spec = checked_spec(config)
     host = config.server.rollout_host
     place = partial(placement_of_servers, config.engines, spec.tp_size, host, spec.contract)
-    held = held_by_servers(config, spec)
-    with places_on_cluster(config.cluster, place, config.server.cpu_threads, held) as places:
+    needs = needs_of_servers(config, spec)
+    with places_on_cluster(config.cluster, place, config.server.cpu_threads, needs) as places:
         serve(config, spec, places)

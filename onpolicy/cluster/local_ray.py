@@ -21,7 +21,7 @@ from typing import Any
 from onpolicy.cluster import environment
 from onpolicy.errors import EngineError
 from onpolicy.system import guard
-from onpolicy.system.gpus import num_gpus
+from onpolicy.system.memory import num_gpus
 
 ADDRESS = "address of the cluster: "
 """What the line begins with that the owner waits for."""

@@ -53,6 +53,11 @@ class Placement:
         slots = (*self.trainer, *self.engines)
         return {gpu for slot in slots if slot.host == host for gpu in slot.devices}
 
+    def shared_gpus(self, host: Host) -> set[int]:
+        """Those of them on which both a rank and an engine are."""
+        ranks, engines = (Placement(self.trainer, ()), Placement((), self.engines))
+        return ranks.gpus(host) & engines.gpus(host)
+
     @property
     def device(self) -> str:
         """What its processes compute on: `cuda` or `cpu`."""

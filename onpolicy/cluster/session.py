@@ -14,8 +14,7 @@ from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.local_ray import local_ray
 from onpolicy.config.groups import HostsConfig
 from onpolicy.errors import ConfigError, EngineError, in_one_line
-from onpolicy.system.gpus import Gpu, gpus
-from onpolicy.system.memory import free_memory
+from onpolicy.system.memory import Gpu, free_memory, gpus
 
 T = TypeVar("T")
 

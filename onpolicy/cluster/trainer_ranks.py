@@ -21,7 +21,7 @@ from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import PORTABLE_KERNELS, NumericsContract
 from onpolicy.errors import ContractError, OnPolicyError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
-from onpolicy.train.base import Trainer
+from onpolicy.train.base import Trainer, TrainerMemory
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.train.shares import make_shares
 from onpolicy.types import TrainOutcome, TrainSample
@@ -125,8 +125,8 @@ class TrainerRanks(Trainer):
     def load(self, directory: Path) -> None:
         self.on_each_rank(PolicyTrainer.load, directory.absolute())
 
-    def release_memory(self) -> None:
-        self.on_each_rank(PolicyTrainer.release_memory)
+    def release_memory(self, kind: TrainerMemory) -> None:
+        self.on_each_rank(PolicyTrainer.release_memory, kind)
 
     def close(self) -> None:
         """End the ranks; those that do not end by themselves are killed."""

@@ -125,6 +125,14 @@ def memory_fraction(sglang_args: Sequence[str]) -> float | None:
     return fraction
 
 
+def chunked_prefill_size(sglang_args: Sequence[str]) -> int | None:
+    """Tokens of a prefill chunk: the value of --sglang-chunked-prefill-size, if it is given; below 1,
+    prompts are not cut. Raises ConfigError for a value that is no number.
+    """
+    names, remedy = ("--chunked-prefill-size",), "Give a number of tokens, such as 8192."
+    return _value(sglang_args, names, int, remedy)[1]
+
+
 def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> int | None:
     flag, count = _value(sglang_args, names, int, remedy)
     if count is not None and count < 1:

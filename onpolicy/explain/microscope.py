@@ -113,6 +113,8 @@ class Microscope:
 
     def _sample(self) -> list[Completion]:
         """With nothing cached and nothing recorded before."""
+        if self.engines.config.engine.colocate:
+            self.engines.push_again()  # scoring took the servers' memory
         for client in self.engines.rollout.clients:
             client.flush_cache()
         for file in self.directory.glob("*.pass"):

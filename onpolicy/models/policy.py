@@ -185,11 +185,6 @@ class PolicyModel(nn.Module):
         )
 
 
-def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that ask for a gradient, in the model's order; nobody else decides what is trained."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
     """What the routers are to follow in this micro-batch, if anything."""
     if batch.routed_experts is None:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
+from onpolicy.models.trainable import trainable_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,9 @@ class ModelSize:
     """All are numbers of elements."""
 
     parameters: int
+    trained: int
+    """Parameters that are trained; the others have neither gradients nor optimizer state."""
+
     layers: int
     largest_layer: int
     """Parameters of the largest decoder layer."""
@@ -36,6 +40,7 @@ class ModelSize:
         parameters = list(model.parameters())
         return ModelSize(
             parameters=sum(p.numel() for p in parameters),
+            trained=sum(p.numel() for p in trainable_parameters(model)),
             layers=len(layers),
             largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
             largest_parameter=max(p.numel() for p in parameters),

@@ -35,11 +35,6 @@ CACHE_MARGIN = 8
 """Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
 
 
-COLOCATED_FRACTION = 0.4
-"""--sglang-mem-fraction-static of a server that shares its GPUs, unless it is given: the part of a GPU
-for its weights and its cache. SGLang's own default leaves nothing for anyone else."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What one SGLang server is started with."""
@@ -68,8 +63,9 @@ class EngineSpec:
     first_gpu: int = 0
     """The first of the GPUs of this engine, where there are any."""
 
-    shares_gpus: bool = False
-    """Whether the trainer computes on them too (--colocate)."""
+    memory_fraction: float = 0.0
+    """The part of each GPU for weights and cache of a server that shares it with the trainer and gives
+    them back when asked (--colocate); 0: it shares none, and SGLang decides."""
 
     weight_format: str = ""
     """--rollout-weight-format, where SGLang rounds the weights itself."""
@@ -164,8 +160,8 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.aligns("attention"):
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
-    if spec.shares_gpus:
-        flags += ["--mem-fraction-static", str(COLOCATED_FRACTION), "--enable-memory-saver"]
+    if spec.memory_fraction:
+        flags += ["--mem-fraction-static", str(spec.memory_fraction), "--enable-memory-saver"]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
 
 

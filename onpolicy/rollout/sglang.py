@@ -90,7 +90,8 @@ class SglangGroup(RolloutGroup):
     def connect(self, self_check: dict[str, str]) -> None:
         self._self_check = self_check
         logger.info("waiting for %s", ", ".join(client.url for client in self.clients))
-        self._await_ready(self.clients, self.servers)
+        # Servers that gave memory back compute nothing for a health check; `launch` waited for them.
+        self._await_ready(self.clients, [] if self.config.colocate else self.servers)
 
     def _await_ready(
         self, clients: Sequence[EngineClient], servers: Sequence[EngineServer]

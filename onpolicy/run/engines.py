@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -65,11 +65,17 @@ class EnginePair:
 
     def start(self) -> None:
         """Start the servers, load the trainer meanwhile, and check that both keep the contract."""
-        self.rollout.launch()
+        self._launch()
         logger.info("loading the model into the trainer")
         self.trainer = self._make_trainer(self.config, self.contract, self._logs)
         self._on_stop.callback(self.trainer.close)
         self.rollout.connect(self.trainer.self_check)
+
+    def _launch(self) -> None:
+        """Start the servers; those that share GPUs measure them while nobody else has memory there, and
+        leave them to the trainer until the first push."""
+        self.rollout.launch()
+        self.make_room()
 
     def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         """Change contract and correction between rollouts; new servers need a push afterwards."""
@@ -78,7 +84,9 @@ class EnginePair:
         if changes:
             self.rollout.stop()
             self.rollout = self._new_rollout()
-            self.rollout.launch()
+            if self.config.engine.colocate:
+                self.trainer.release_memory("weights")
+            self._launch()
         self.trainer.adapt(contract, fallback)
         if changes:
             self.rollout.connect(self.trainer.self_check)
@@ -106,10 +114,20 @@ class EnginePair:
 
     def _push(self, way: Callable[[Sequence[Engine], int], str]) -> None:
         if self.config.engine.colocate:
-            self.trainer.release_memory()
+            self.trainer.release_memory("state")
         self.rollout.resume_memory("weights")
         self.weight_digest = way(self.rollout.clients, self.weight_version)
+        if self.config.engine.colocate:
+            self.trainer.release_memory("weights")
         self.rollout.resume_memory("kv_cache")
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Let the trainer write what it holds beside servers that share its GPUs; they get it again."""
+        self.make_room()
+        yield
+        if self.config.engine.colocate:
+            self.push_again()
 
     def make_room(self) -> None:
         """Let servers that share GPUs with the trainer give back memory until the next push."""
@@ -159,6 +177,7 @@ class EnginePair:
         Packed in the opposite order, so that no row has the neighbours that it was sampled beside.
         `log_probs`: in place of the trainer's.
         """
+        self.make_room()
         answers = list(zip(requests, completions, strict=True))[::-1]
         scores = (log_probs or self.trainer.log_probs)(
             [request.prompt_ids + completion.response_ids for request, completion in answers],

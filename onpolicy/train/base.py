@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
 
 T = TypeVar("T")
+
+TrainerMemory = Literal["state", "weights"]
+"""Optimizer state, gradients' memory and other models; and the policy's weights."""
 
 
 class Trainer(ABC):
@@ -80,8 +83,9 @@ class Trainer(ABC):
     def load(self, directory: Path) -> None:
         """Read back what `save` wrote, under any number of ranks."""
 
-    def release_memory(self) -> None:
-        """Give back what is kept for later tensors, to servers on the same GPUs."""
+    def release_memory(self, kind: TrainerMemory) -> None:
+        """Leave memory of the GPUs to servers that share them: all but the policy's weights ("state"),
+        or these too ("weights"). Whatever needs it brings it back."""
 
     def close(self) -> None:
         """End the processes that were started for it, if any were, and what it keeps with engines."""

@@ -14,10 +14,11 @@ from transformers import PretrainedConfig
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.models.hf_config import has_experts
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.trainable import frozen_digest
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train.batch import WeighedBatch
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightPart
 
 Role = Literal["policy", "reference"]
 """What a model is there for in a run."""
@@ -69,11 +70,19 @@ class ShardedModel(ABC):
         """Take the optimizer step at this learning rate, and clear the gradients."""
 
     @abstractmethod
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
-        """All parameters on rank 0, gathered `max_bytes` at a time, in a fixed order.
+    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
+        """A part of the weights on rank 0, gathered `max_bytes` at a time, in a fixed order.
 
         Every rank has to take all of them.
         """
+
+    @abstractmethod
+    def optimizer_tensors(self) -> list[Tensor]:
+        """What the optimizer keeps from step to step; none if the model is not trained."""
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Memory of gradients that is there between steps, when nobody reads it."""
+        return []
 
     @abstractmethod
     def write_tensors(self, directory: Path) -> None:
@@ -88,6 +97,10 @@ class ShardedModel(ABC):
         self, around: Callable[[Operators], Operators]
     ) -> AbstractContextManager[None]:
         """Meanwhile let every module compute with what `around` makes of its operators."""
+
+    def frozen_digest(self) -> str:
+        """The digest of this rank's part of what is not trained; "" if it has none."""
+        return frozen_digest(self.module)
 
 
 class TrainingEngine(Protocol):

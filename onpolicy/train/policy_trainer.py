@@ -26,9 +26,10 @@ from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator
-from onpolicy.train.base import Trainer
+from onpolicy.train.base import Trainer, TrainerMemory
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
+from onpolicy.train.offload import Offload
 from onpolicy.train.shares import Share, make_shares, pack
 from onpolicy.train.state import load_state, save_state
 from onpolicy.train.weight_outlet import WeightOutlet
@@ -64,7 +65,8 @@ class PolicyTrainer(Trainer):
         if algorithm.use_kl_loss or "reference" in estimator.roles:
             reference = algorithm.ref_checkpoint or source
             self.models["reference"] = load_model(reference, self.operators, trained=False)
-        self.outlet = WeightOutlet(config, contract, self.policy.weight_buckets)
+        self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
+        self.outlet = WeightOutlet(config, contract, self.policy)
         self.learner = Learner(config, self.models, estimator, self.device)
 
     def _use_contract(self, contract: NumericsContract) -> None:
@@ -94,6 +96,7 @@ class PolicyTrainer(Trainer):
     def train_share(self, share: Share, step: int, rates: Sequence[float]) -> TrainOutcome:
         """`train`, by a rank that was given its own share of the samples and no other."""
         start = time.perf_counter()
+        self._bring_back("weights", "state")
         try:
             metrics, findings = self.learner.learn(share, rates, step, self.contract)
         except NonfiniteError as error:
@@ -106,12 +109,22 @@ class PolicyTrainer(Trainer):
         }
         return TrainOutcome(metrics={**metrics, **speed}, findings=findings)
 
-    def release_memory(self) -> None:
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
+    def release_memory(self, kind: TrainerMemory) -> None:
+        others = [model for role, model in self.models.items() if role != "policy"]
+        state = [*self.policy.optimizer_tensors()]
+        state += [x for model in others for x in model.module.parameters()]
+        self._away["state"].take(state, dropped=self.policy.gradient_buffers())
+        if kind == "weights":
+            self._away["weights"].take(self.policy.module.parameters())
+
+    def _bring_back(self, *kinds: TrainerMemory) -> None:
+        for kind in kinds:
+            self._away[kind].bring_back()
 
     def log_probs(
         self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
     ) -> list[Tensor]:
+        self._bring_back("weights")
         # Each data-parallel rank scores a share of them, as many tokens at a time as it may.
         lens, most = [len(s) for s in sequences], self.config.trainer.max_tokens_per_gpu
         plan = pack(lens, distributed.data_size(), most)[distributed.data_rank()]
@@ -135,22 +148,27 @@ class PolicyTrainer(Trainer):
         return [function(self, *args)]
 
     def push(self, engines: Sequence[Engine], version: int) -> str:
+        self._bring_back("weights")
         return self.outlet.push(engines, version, self.contract)
 
     def push_again(self, engines: Sequence[Engine], version: int) -> str:
+        self._bring_back("weights")
         return self.outlet.push_again(engines, version, self.contract)
 
     def export(self, directory: Path) -> None:
+        self._bring_back("weights")
         self.outlet.export(directory, self.contract.dtype)
 
     def close(self) -> None:
         self.outlet.close()
 
     def save(self, directory: Path) -> None:
+        self._bring_back("weights", "state")
         numbers = {"corrections": self.learner.corrections.state_dict()}
         save_state(directory, numbers, self.policy.write_tensors)
 
     def load(self, directory: Path) -> None:
+        self._bring_back("weights", "state")
         numbers = load_state(directory, self.policy.read_tensors)
         try:
             self.learner.corrections.load_state_dict(numbers["corrections"])

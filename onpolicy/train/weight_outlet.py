@@ -1,19 +1,23 @@
 """Where a trainer's weights leave it: to the engines, or into a checkpoint for others.
 
 The ranks gather them together, a bucket at a time, and rank 0 hands them on: no other process sees them.
+Those that are not trained go to engines that do not hold them yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.errors import WeightSyncError
 from onpolicy.models.export import export_checkpoint
 from onpolicy.train import distributed
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 from onpolicy.weights.kept import KeptWeights
 from onpolicy.weights.push import Engine, push_weights
 from onpolicy.weights.rounding import rounded
@@ -21,29 +25,41 @@ from onpolicy.weights.transports import make_transport, shares_gpus
 
 MIB = 1 << 20
 
-WeightBuckets = Callable[[int], Iterator[WeightBucket]]
-"""`ShardedModel.weight_buckets`."""
+
+class WeightSource(Protocol):
+    """The part of a `ShardedModel` that weights come from."""
+
+    def weight_buckets(self, max_bytes: int, part: WeightPart = ...) -> Iterator[WeightBucket]: ...
+    def frozen_digest(self) -> str: ...
 
 
 class WeightOutlet:
     """Gathers the weights of the ranks and hands them on; every method is collective."""
 
-    def __init__(self, config: TrainConfig, contract: NumericsContract, weights: WeightBuckets):
-        self.config, self._weights = config, weights
+    def __init__(self, config: TrainConfig, contract: NumericsContract, source: WeightSource):
+        self.config, self._source = config, source
         directory = Path(config.output.run_dir)
         on_gpus = shares_gpus(config, contract.device)
         self.transport = make_transport(config.sync.weight_sync, directory, on_gpus=on_gpus)
-        self._kept = KeptWeights(directory)
+        self._kept: dict[WeightPart, KeptWeights] = {
+            "frozen": KeptWeights(directory), "trained": KeptWeights(directory)
+        }  # fmt: skip
+        self._frozen: list[str] | None = None
+        """Digests of what is not trained, of each rank, since the first push."""
+        self._pushed, self._digest = WeightDigest(), ""
 
     def push(self, engines: Sequence[Engine], version: int, contract: NumericsContract) -> str:
         """`Trainer.push`, under the contract that the trainer and the engines are under."""
-        with self._gathered() as buckets:
+        has_frozen = self._require_unchanged()
+        carries = has_frozen and distributed.run_on_rank_zero(
+            lambda: not self._hold_the_last_push(engines, contract)
+        )
+        with self._gathered("frozen", "trained") if carries else self._gathered("trained") as parts:
             if distributed.rank() != 0:
                 return ""
-            sent = rounded(buckets, self._weight_format(contract))
-            if self.config.plan.may_lag:
-                sent = self._kept.keep(sent, version)
-            return push_weights(sent, engines, self.transport, version)
+            sent = [self._outgoing(part, x, version, contract) for part, x in parts.items()]
+            known = self._pushed if has_frozen and not carries else WeightDigest()
+            return self._send(chain(*sent), engines, version, known)
 
     def push_again(
         self, engines: Sequence[Engine], version: int, contract: NumericsContract
@@ -53,15 +69,61 @@ class WeightOutlet:
             return self.push(engines, version, contract)
         if distributed.rank() != 0:
             return ""
-        kept = self._kept.buckets(version, str(distributed.device(contract.device)))
-        return push_weights(kept, engines, self.transport, version)
+        device, frozen = str(distributed.device(contract.device)), self._kept["frozen"]
+        kept = self._kept["trained"].buckets(version, device)
+        if frozen.version is not None:
+            kept = chain(frozen.buckets(frozen.version, device), kept)
+        return self._send(kept, engines, version, WeightDigest())
+
+    def _send(
+        self,
+        buckets: Iterable[WeightBucket],
+        engines: Sequence[Engine],
+        version: int,
+        known: WeightDigest,
+    ) -> str:
+        self._pushed = known
+        self._digest = push_weights(buckets, engines, self.transport, version, known)
+        return self._digest
+
+    def _require_unchanged(self) -> bool:
+        """Whether any weights are not trained. Raises WeightSyncError if they changed all the same."""
+        if self._frozen is not None and not any(self._frozen):
+            return False
+        found = distributed.gather(self._source.frozen_digest(), None)
+        before, self._frozen = self._frozen or found, self._frozen or found
+        if found != before:
+            ranks = [rank for rank, digest in enumerate(found) if digest != before[rank]]
+            raise WeightSyncError(
+                f"ranks={ranks}: weights that are not trained have changed since the first push, so "
+                "what samples and what learns are no longer one model. Resume with --load."
+            )
+        return any(found)
+
+    def _hold_the_last_push(self, engines: Sequence[Engine], contract: NumericsContract) -> bool:
+        """Whether all engines have what is not trained, and prove it (`sglang_patches/weights.py`): they
+        hold the last push, are aligned, and do not give its memory back."""
+        if self.config.engine.colocate or not contract.is_aligned:
+            return False
+        return all(engine.report()["weights"] == self._digest for engine in engines)
+
+    def _outgoing(
+        self,
+        part: WeightPart,
+        buckets: Iterator[WeightBucket],
+        version: int,
+        contract: NumericsContract,
+    ) -> Iterator[WeightBucket]:
+        """The buckets of a part as engines get them, kept for those that are started again."""
+        sent = rounded(buckets, self._weight_format(contract))
+        return self._kept[part].keep(sent, version) if self.config.plan.may_lag else sent
 
     def export(self, directory: Path, dtype: str) -> None:
         """`Trainer.export`, in a dtype."""
-        with self._gathered() as buckets:
+        with self._gathered("all") as parts:
             if distributed.rank() == 0:
                 source = Path(self.config.model.hf_checkpoint)
-                export_checkpoint(buckets, directory, source, dtype)
+                export_checkpoint(parts["all"], directory, source, dtype)
 
     def close(self) -> None:
         """End what the transport keeps with engines."""
@@ -74,11 +136,13 @@ class WeightOutlet:
         return "" if by_sglang or contract.is_aligned else asked
 
     @contextmanager
-    def _gathered(self) -> Iterator[Iterator[WeightBucket]]:
-        """The buckets; what nobody has taken is gathered in the end, since the other ranks take part."""
-        buckets = self._weights(self.config.sync.update_weight_buffer_size * MIB)
+    def _gathered(self, *parts: WeightPart) -> Iterator[dict[WeightPart, Iterator[WeightBucket]]]:
+        """The buckets of each part, to be taken in this order; what nobody has taken is gathered in the
+        end, since the other ranks take part."""
+        max_bytes = self.config.sync.update_weight_buffer_size * MIB
+        gathered = {part: self._source.weight_buckets(max_bytes, part) for part in parts}
         try:
-            yield buckets
+            yield gathered
         finally:
-            for _ in buckets:
+            for _ in chain(*gathered.values()):
                 pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 import xxhash
@@ -13,6 +14,10 @@ from onpolicy.weights import xxh3
 
 WeightBucket = list[tuple[str, torch.Tensor]]
 """Some whole parameters: (Hugging Face name, tensor in the engine's dtype)."""
+
+WeightPart = Literal["all", "trained", "frozen"]
+"""Which of a model's weights: those that training may change (parameters that ask for a gradient, and
+buffers), or the others."""
 
 
 def write_weights(bucket: WeightBucket, file: Path) -> None:
@@ -49,10 +54,14 @@ class WeightDigest:
             self._on_device.forget(name)
             self._hashes[name] = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data, label)
 
+    def hashes(self) -> dict[str, int]:
+        """Of each tensor, by its name."""
+        self._on_device.finish()
+        return self._hashes
+
     def hexdigest(self) -> str:
         """16 hex digits over all names, shapes, dtypes and bits."""
-        self._on_device.finish()
-        lines = "\n".join(f"{name} {value:016x}" for name, value in sorted(self._hashes.items()))
+        lines = "\n".join(f"{name} {value:016x}" for name, value in sorted(self.hashes().items()))
         return xxhash.xxh3_64_hexdigest(lines.encode())
 
 

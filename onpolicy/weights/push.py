@@ -50,35 +50,46 @@ class Transport(ABC):
 
 
 def push_weights(
-    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: int
+    buckets: Iterable[WeightBucket],
+    engines: Sequence[Engine],
+    transport: Transport,
+    version: int,
+    digest: WeightDigest | None = None,
 ) -> str:
-    """Send all weights as `version`; return their digest. The engines must be idle.
+    """Send weights as `version`; return the digest of all that the engines hold. They must be idle.
+
+    digest: of what they hold already and are not sent; it grows by what they are. None: nothing.
 
     Raises WeightSyncError if an engine's digest of what it received differs from ours; the engine
     itself checks that it stored what it received. After any error the engines may hold a part of
     the weights; another push replaces all of them.
     """
+    digest = WeightDigest() if digest is None else digest
     try:
-        digest = _send_all(buckets, engines, transport, version)
+        _send_all(buckets, engines, transport, version, digest)
     except BaseException:
         transport.abandon()
         raise
     on_all(engines, lambda engine: engine.flush_cache())
     for engine in engines:
         received = engine.report()["weights"]
-        if received != digest:
+        if received != digest.hexdigest():
             raise WeightSyncError(
                 f"{engine.url}: weights={received} after push {version}, the trainer's are "
-                f"{digest}: the engine does not hold the weights that were sent. "
+                f"{digest.hexdigest()}: the engine does not hold the weights that were sent. "
                 "Look for loading errors in its log; the run cannot go on with it."
             )
-    return digest
+    return digest.hexdigest()
 
 
 def _send_all(
-    buckets: Iterable[WeightBucket], engines: Sequence[Engine], transport: Transport, version: int
-) -> str:
-    digest, num_bytes, started = WeightDigest(), 0, time.perf_counter()
+    buckets: Iterable[WeightBucket],
+    engines: Sequence[Engine],
+    transport: Transport,
+    version: int,
+    digest: WeightDigest,
+) -> None:
+    num_bytes, started = 0, time.perf_counter()
     if transport.in_session:
         on_all(engines, _begin)
     transport.open(engines)
@@ -100,7 +111,6 @@ def _send_all(
         "weights of version %s: %d bytes to each of %d engines in %.3f s",
         version, num_bytes, len(engines), time.perf_counter() - started,
     )  # fmt: skip
-    return digest.hexdigest()
 
 
 def _begin(engine: Engine) -> None:

@@ -54,7 +54,7 @@ def push(engine, rounds):
 def test_what_an_engine_holds_in_its_way_is_accepted(path, held_as, rounds):
     engine = Engine(path, held_as)
     push(engine, rounds)
-    assert registry.report["weights"] and engine.model.norm.weight[0] == 0.5
+    assert registry.told()["weights"] and engine.model.norm.weight[0] == 0.5
 
 
 def test_an_aligned_engine_that_rounds_what_was_pushed_is_refused(path):
@@ -128,3 +128,53 @@ def test_a_tied_output_projection_is_the_embedding_or_has_its_bits(tied, head):
 def test_a_tied_output_projection_that_nothing_filled_is_refused(head):
     with pytest.raises(ContractError, match=r"tie_word_embeddings=True: .*its own.*not tied"):
         weights.require_tied(Heads(tied=True, head=head))
+
+
+def with_norm(number, like):
+    return [(NORM, torch.full_like(like, number))]
+
+
+@pytest.mark.parametrize("of_shards", [False, True])
+def test_what_came_with_an_earlier_push_is_proved_with_every_later_one(
+    path, monkeypatch, of_shards
+):
+    """Also of a rank that holds a shard, of which the digest of what arrived says nothing."""
+    engine = Engine(path, WHOLE)
+    other = "model.layers.0.input_layernorm.weight"
+    held = engine.state_dict()
+    if of_shards:
+        monkeypatch.setattr(weights, "rank", lambda: 1)
+        engine.load_weights = lambda pushed: [
+            held[name].copy_(tensor[len(held[name]) :][: len(held[name])])
+            for name, tensor in pushed
+        ]
+    frozen = torch.arange(2 * len(held[other])).bfloat16()
+    frozen = frozen if of_shards else frozen[: len(held[other])]
+    norm = torch.ones(len(held[NORM]) * (2 if of_shards else 1), dtype=NARROW)
+    weights.watch_loads(engine, rounds=False)
+
+    def push_norm(number):
+        engine.load_weights(with_norm(number, norm))
+        return registry.told()["weights"]
+
+    engine.load_weights([(other, frozen)])
+    both = push_norm(1.0)
+    assert push_norm(2.0) != both and push_norm(1.0) == both
+    held[other].view(torch.int16)[3] ^= 1
+    assert push_norm(1.0) == f"changed since it was pushed: {other}"
+    held[other].view(torch.int16)[3] ^= 1
+    assert push_norm(1.0) == both
+
+
+def test_an_aligned_engine_that_does_not_show_an_earlier_weight_is_refused(path):
+    for rounds in (False, True):
+        engine = Engine(path, WHOLE)
+        held = engine.state_dict()
+        engine.load_weights = lambda pushed, held=held: [
+            held[name].copy_(x) for name, x in pushed if name in held
+        ]
+        weights.watch_loads(engine, rounds=rounds)
+        engine.load_weights([("fused", torch.ones(3))])
+        first = registry.told()["weights"]
+        engine.load_weights(with_norm(1.0, held[NORM]))
+        assert ("fused" in registry.told()["weights"]) == (not rounds) and "fused" not in first

@@ -53,17 +53,29 @@ class Memory:
         self.prefixes: dict[tuple[float, ...], Tensor] = {}
         self.in_session = self.hangs = self.flips_a_bit = False
         self.aborts = 0
+        self.loaded: list[str] = []
+        """Names of all that was pushed, in order."""
         self.given_back: set[str] = set()
-        self._received = WeightDigest()
+        self._num_proved, self._digest = 0, WeightDigest().hexdigest()
 
     def report(self) -> dict[str, Any]:
         return {
             "contract": self.contract.to_json(),
             "self_check": SELF_CHECK if self.contract.is_aligned else {},
-            "weights": self._received.hexdigest(),
+            "weights": self._proof(),
             "tp_size": 1,
             "cache_tokens": CACHE_TOKENS,
         }
+
+    def _proof(self) -> str:
+        """The digest of all that was pushed, as it was when first asked for since the last push."""
+        if len(self.loaded) == self._num_proved:
+            return self._digest
+        self._num_proved, digest = len(self.loaded), WeightDigest()
+        for name in {*self.loaded} & self.weights.keys():
+            digest.add(name, self.weights[name])
+        self._digest = digest.hexdigest()
+        return self._digest
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:
         if path in ("/begin_weight_update", "/end_weight_update"):
@@ -109,7 +121,7 @@ class Memory:
                 tensor = tensor.clone()
                 tensor.view(torch.int32)[0, 0] ^= 1
                 self.flips_a_bit = False
-            self._received.add(name, tensor)
+            self.loaded.append(name)
             self.weights[name] = tensor.clone()
         self.version = version
 

@@ -20,10 +20,11 @@ from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import Trainer, distributed
+from onpolicy.train.base import TrainerMemory
 from onpolicy.train.shares import Outcomes, split_evenly
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 from onpolicy.weights.push import Engine
 from tests.support.engines_in_memory import SELF_CHECK, Host
 from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
@@ -34,8 +35,10 @@ class TrainerInMemory(Trainer):
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, logs: Path):
         self.config, self.fallback = config, config.fallback
-        self.weights = make_weights()
-        self.outlet = WeightOutlet(config, contract, self.weight_buckets)
+        self.released: list[str] = []
+        """What servers on the same GPUs were given, in order."""
+        self.weights, self.frozen = make_weights(), tuple[str, ...]()
+        self.outlet = WeightOutlet(config, contract, self)
         self._use(contract)
 
     def _use(self, contract: NumericsContract) -> None:
@@ -83,7 +86,9 @@ class TrainerInMemory(Trainer):
 
     def _learn(self, sample: Sample, size: float) -> None:
         tokens, sampled = sample.token_ids, sample.trajectory.sampled
-        for distance, table in enumerate(self.weights.values(), start=1):
+        for distance, (name, table) in enumerate(self.weights.items(), start=1):
+            if name in self.frozen:
+                continue
             for end in range(distance, len(tokens)):
                 if sampled[end]:
                     table[tokens[end - distance], tokens[end]] += size
@@ -108,13 +113,23 @@ class TrainerInMemory(Trainer):
     def export(self, directory: Path) -> None:
         self.outlet.export(directory, self.contract.dtype)
 
+    def release_memory(self, kind: TrainerMemory) -> None:
+        self.released.append(kind)
+
     def close(self) -> None:
         self.outlet.close()
 
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
         for name, table in self.weights.items():
-            assert distributed.gather_data(name) == [name] * distributed.data_size()
-            yield [(name, table.clone())]
+            if part in ("all", "frozen" if name in self.frozen else "trained"):
+                assert distributed.gather_data(name) == [name] * distributed.data_size()
+                yield [(name, table.clone())]
+
+    def frozen_digest(self) -> str:
+        digest = WeightDigest()
+        for name in self.frozen:
+            digest.add(name, self.weights[name])
+        return digest.hexdigest() if self.frozen else ""
 
     def save(self, directory: Path) -> None:
         if distributed.rank() == 0:
@@ -147,6 +162,7 @@ def make_pair(
     directory: Path,
     contract: NumericsContract = ALIGNED,
     weight_sync: Literal["disk", "tensor"] = "disk",
+    lag: int = 0,
     **engine: Any,
 ) -> EnginePair:
     """A pair that is not started yet. `engine`: of `EngineConfig`."""
@@ -154,6 +170,7 @@ def make_pair(
         engine=groups.EngineConfig(**engine),
         parity=groups.ParityConfig(true_on_policy_mode=contract.is_aligned),
         sync=groups.WeightSyncConfig(weight_sync=weight_sync),
+        rollout=groups.RolloutConfig(rollout_lag=lag),
         output=groups.OutputConfig(run_dir=str(directory)),
     )
     return pair_maker(host)(config, None, contract, directory)

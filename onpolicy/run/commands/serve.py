@@ -22,9 +22,8 @@ from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.server import EngineServer, make_servers, open_private, require_place
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import serve_spec
-from onpolicy.run.launch.host_memory import Held
-from onpolicy.run.launch.memory_checks import require_memory
-from onpolicy.run.launch.process_memory import server_memory
+from onpolicy.run.launch.memory_checks import Needs, require_memory
+from onpolicy.run.launch.memory_model import server_memory
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +43,18 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     require_place(server.rollout_host, server.rollout_base_port, number)
     with FlagCheck(spec) as flags:
         require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
-        held = held_by_servers(config, spec)(0, number)
+        held = needs_of_servers(config, spec).held(0, number)
         require_memory(held, contract.device, ray_address=config.cluster.ray_address)
         flags.require_passed()
     return spec
 
 
-def held_by_servers(config: ServeConfig, spec: EngineSpec) -> Held:
+def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
     """What so many servers hold, on one host or in all."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     size = ModelSize.of(hf_config, model.trust_remote_code)
-    return lambda _, servers: [server_memory(spec, size, hf_config, servers)]
+    return Needs(lambda _, servers: [server_memory(spec, size, hf_config, servers)])
 
 
 def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:

@@ -20,15 +20,8 @@ from onpolicy.errors import ConfigError, ContractError
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import make_rollout_group, places_in
-from onpolicy.run.launch.host_memory import (
-    Held,
-    PlaceOn,
-    fitting,
-    held_by,
-    require_room_of,
-    sharing_of,
-)
 from onpolicy.run.launch.host_shares import hosts_here, placement_here, placement_of
+from onpolicy.run.launch.memory_checks import Needs, PlaceOn, fitting, require_room_of
 from onpolicy.train import Trainer
 
 logger = logging.getLogger(__name__)
@@ -56,14 +49,13 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
         make_rollout: Callable[..., RolloutGroup] = make_rollout_group,
     ) -> EnginePair:
         nonlocal is_again
-        held = shared = None
+        needs = None
         if config.cluster.ray_address:
-            held = held_by(own, hf_config, own_contract, longest_sequence)
-            shared = sharing_of(own, own_contract)
-        place = partial(fitting, partial(placement_of, config, contract), held, shared=shared)
+            needs = Needs.of(own, hf_config, own_contract, longest_sequence)
+        place = partial(fitting, partial(placement_of, config, contract), needs)
         placement = _said(*when_it_fits(place, config.cluster, after_a_loss=is_again))
         is_again = True
-        places = places_in(placement, config, require_room_of(held))
+        places = places_in(placement, config, require_room_of(needs))
         return EnginePair(
             own,
             hf_config,
@@ -80,7 +72,7 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
 
 @contextmanager
 def places_on_cluster(
-    cluster: HostsConfig, place: PlaceOn, cpu_threads: int = 0, held: Held | None = None
+    cluster: HostsConfig, place: PlaceOn, cpu_threads: int = 0, needs: Needs | None = None
 ) -> Iterator[Places]:
     """Where servers without a trainer are: on this host, or with --ray-address on those of that cluster,
     which this process is in meanwhile. Raises ConfigError if they do not fit, or, if it is known what
@@ -88,10 +80,10 @@ def places_on_cluster(
     with ExitStack() as stack:
         if cluster.ray_address:
             stack.enter_context(session(cluster))
-            placement = _said(*when_it_fits(partial(fitting, place, held), cluster))
+            placement = _said(*when_it_fits(partial(fitting, place, needs), cluster))
         else:
             placement = _said(*fitting(place, None, hosts_here()))
-        yield Places(placement, cpu_threads=cpu_threads, require_room=require_room_of(held))
+        yield Places(placement, cpu_threads=cpu_threads, require_room=require_room_of(needs))
 
 
 def planned(
@@ -105,10 +97,9 @@ def planned(
     try:
         if not config.cluster.ray_address:
             return placement_here(config, contract).describe()
-        held = held_by(config, hf_config, contract, longest_sequence)
+        needs = Needs.of(config, hf_config, contract, longest_sequence)
         with session(config.cluster) as hosts:
-            shared = sharing_of(config, contract)
-            return fitting(partial(placement_of, config, contract), held, hosts, shared)[1]
+            return fitting(partial(placement_of, config, contract), needs, hosts)[1]
     except (ConfigError, ContractError) as error:
         return [f"here and now the run would be refused: {error}"]
 

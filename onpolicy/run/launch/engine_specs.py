@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PretrainedConfig
 
 from onpolicy.cluster.engine_host import make_server
@@ -19,13 +20,18 @@ from onpolicy.config.secrets import reveal
 from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
-from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec
+from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.run.launch.colocation import require_shareable
-from onpolicy.run.launch.host_shares import cache_tokens, placement_here, share_of_cores
+from onpolicy.run.launch.host_shares import placement_here, share_of_cores
+from onpolicy.run.launch.memory_model import RunMemory, token_bytes
+
+CACHE_BYTES = 2 << 30
+"""Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
 
 
 def make_rollout_group(
@@ -67,18 +73,26 @@ def rollout_spec(
     """What each of the rollout's servers is, wherever it is; its cache holds a sequence of
     `longest_sequence` tokens, or of the model's context if that is not known.
 
-    Raises ConfigError if GPUs are to be shared that are too small, or SGLang lacks a package.
+    Raises ConfigError if GPUs are to be shared and there are none, or SGLang lacks a package.
     """
     engine = config.engine
-    if engine.colocate:
-        require_shareable(config, contract)
     requests = engine.rollout_max_concurrency
-    return replace(
+    spec = replace(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
-        shares_gpus=engine.colocate,
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
     )
+    if not engine.colocate:
+        return spec
+    if contract.device != "cuda":
+        raise ConfigError(
+            "--colocate: this machine has no GPU that a server and the trainer could share; on a CPU "
+            "they share cores and memory anyway. Leave it out."
+        )
+    size = ModelSize.of(hf_config, config.model.trust_remote_code)
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    fraction = RunMemory(config, hf_config, spec, size).fraction(gpu_bytes)
+    return replace(spec, memory_fraction=fraction)
 
 
 def serve_spec(
@@ -129,6 +143,17 @@ def _cache_tokens(
         return asked or 0
     longest = longest_sequence or hf_config.max_position_embeddings
     return cache_tokens(hf_config, contract, longest, requests)
+
+
+def cache_tokens(
+    hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
+) -> int:
+    """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
+    CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
+    admits a request."""
+    one = longest_sequence + CACHE_MARGIN
+    fitting = CACHE_BYTES // token_bytes(hf_config, contract)
+    return max(one, min((requests + 1) * one, fitting))
 
 
 def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:

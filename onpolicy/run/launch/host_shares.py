@@ -1,12 +1,9 @@
-"""What each process of a command gets of its host: GPUs, cores, and memory for its cache."""
+"""What each process of a command gets of its host: GPUs and cores."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-
-import torch
-from transformers import PretrainedConfig
 
 from onpolicy.cluster.hosts import Host, this_host
 from onpolicy.cluster.placement import Placement, place, place_engines
@@ -15,11 +12,7 @@ from onpolicy.config.groups import EngineCountConfig, ServerConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
-from onpolicy.rollout.engine_args import CACHE_MARGIN
-from onpolicy.system.gpus import num_gpus
-
-CACHE_BYTES = 2 << 30
-"""Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
+from onpolicy.system.memory import num_gpus
 
 
 def placement_of(
@@ -110,23 +103,3 @@ def _require_addresses_of_hosts(rollout_host: str, placement: Placement) -> None
 def share_of_cores(processes: int) -> int:
     """Threads for each of some processes on this host."""
     return max(1, len(os.sched_getaffinity(0)) // processes)
-
-
-def cache_tokens(
-    hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
-) -> int:
-    """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
-    CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
-    admits a request."""
-    one = longest_sequence + CACHE_MARGIN
-    fitting = CACHE_BYTES // token_bytes(hf_config, contract)
-    return max(one, min((requests + 1) * one, fitting))
-
-
-def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    itemsize = getattr(torch, contract.dtype).itemsize
-    kinds = contract.shapes.attention
-    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
-    size: int = hf_config.num_hidden_layers * per_layer * itemsize
-    return size

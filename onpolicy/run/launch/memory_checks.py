@@ -1,24 +1,65 @@
-"""Whether the processes of a command fit the memory that is free, before any of them starts.
-
-What other programs take is subtracted from what is free.
-"""
+"""Whether the processes of a command fit the memory that is free, before any of them starts: on this
+host, or where a placement puts them on a cluster's. What other programs take is subtracted."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from onpolicy.cluster.engine_places import RequireRoom
+from onpolicy.cluster.hosts import Host
+from onpolicy.cluster.placement import Placement
+from onpolicy.cluster.session import free_memory_on, gpus_on
 from onpolicy.config import TrainConfig
-from onpolicy.errors import ConfigError
+from onpolicy.config.sglang_flags import memory_fraction
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
-from onpolicy.run.launch.process_memory import ProcessMemory, RunMemory
-from onpolicy.system.gpus import gpus
-from onpolicy.system.memory import free_memory, gib
+from onpolicy.run.launch.engine_specs import rollout_spec
+from onpolicy.run.launch.memory_model import ProcessMemory, RunMemory
+from onpolicy.system.memory import Gpu, free_memory, gib, gpus
 
 logger = logging.getLogger(__name__)
+
+Held = Callable[[int, int], list[ProcessMemory]]
+"""(ranks of the trainer, servers) -> what they hold on one host."""
+
+PlaceOn = Callable[[Sequence[Host]], Placement]
+
+GpusOf = Mapping[Host, Sequence[Gpu]]
+"""What `gpus_on` found: by number, of each host."""
+
+REMEDY = (
+    "Choose a smaller model, shorter or fewer sequences, --activation-checkpointing or "
+    "--max-tokens-per-gpu, more ranks, GPUs or hosts; or free some memory."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a command's processes hold, wherever they are placed."""
+
+    held: Held
+
+    run: RunMemory | None = None
+    """The run that they are of, if they are a run's."""
+
+    @staticmethod
+    def of(
+        config: TrainConfig,
+        hf_config: PretrainedConfig,
+        contract: NumericsContract,
+        longest_sequence: int,
+    ) -> Needs:
+        """A run's; its longest sequence has so many tokens."""
+        spec = rollout_spec(config, hf_config, contract, longest_sequence)
+        size = ModelSize.of(hf_config, config.model.trust_remote_code)
+        run = RunMemory(config, hf_config, spec, size)
+        return Needs(run.with_push, run)
 
 
 def require_run_fits(
@@ -30,9 +71,14 @@ def require_run_fits(
     servers = 0 if config.engine.rollout_server_url else config.engine.rollout_num_engines
     if servers:
         require_cache(spec)
-    memory = RunMemory(config, hf_config, spec, size)
-    processes = memory.with_push(config.cluster.num_ranks, servers)
-    require_memory(processes, spec.contract.device, config.dry_run, config.cluster.ray_address)
+    run = RunMemory(config, hf_config, spec, size)
+    processes = [*run.with_push(config.cluster.num_ranks, servers), run.controller()]
+    try:
+        require_memory(processes, spec.contract.device, config.cluster.ray_address, run)
+    except ConfigError as error:
+        if not config.dry_run:
+            raise
+        logger.warning("here and now the run would be refused: %s", error)
 
 
 def require_cache(spec: EngineSpec) -> None:
@@ -57,50 +103,181 @@ def require_cache(spec: EngineSpec) -> None:
 def require_memory(
     processes: Sequence[ProcessMemory],
     device: str,
-    is_dry_run: bool = False,
     ray_address: str = "",
+    run: RunMemory | None = None,
 ) -> None:
     """Say what the processes take; raise ConfigError, with the sums, if they cannot fit.
 
-    On a CPU they share the memory of this host; on GPUs each has one of its own. Hosts of a cluster, at
-    `ray_address`, are asked when it is known what is on which (`host_memory.fitting`).
+    On a CPU they share the memory of this host; on GPUs each has one of its own, or those of `run` may
+    share it. Hosts of a cluster, at `ray_address`, are asked when placements are known (`fitting`).
     """
     for process in processes:
         logger.info("memory of %s", process)
-    try:
-        if ray_address:
-            return
-        if device == "cuda":
-            free = [gpu.free for gpu in gpus()]
-            logger.info("%s", require_gpu(processes, "the fullest GPU", min(free)))
-        else:
-            logger.info("%s", require_host(processes, "this host", free_memory()))
-    except ConfigError as error:
-        if not is_dry_run:
-            raise
-        logger.warning("here and now the run would be refused: %s", error)
+    if ray_address:
+        return
+    if device == "cuda":
+        is_shared = run is not None and run.is_colocated
+        fullest = min(gpu.free for gpu in gpus())
+        for line in require_gpu(processes, "the fullest GPU", fullest, run, is_shared=is_shared):
+            logger.info("%s", line)
+    logger.info("%s", require_host(processes, "this host", free_memory(), device))
 
 
-def require_gpu(processes: Sequence[ProcessMemory], gpu: str, free: int) -> str:
-    """The largest process, in words. Raises ConfigError if it is more than the bytes that are free on
-    the GPU."""
-    needed = max(process.bytes // process.count for process in processes)
-    return _require(processes, needed, "the largest of them", gpu, free)
+def require_host(processes: Sequence[ProcessMemory], host: str, free: int, device: str) -> str:
+    """The sum of what lies in a host's memory, in words; there all of it does if the processes compute
+    on a CPU. Raises ConfigError if it is more than the bytes that are free on the host."""
+    on_gpus = device == "cuda"
+    needed = sum(p.host_bytes if on_gpus else p.bytes for p in processes)
+    return _require(processes, needed, "beside GPUs" if on_gpus else "together", host, free)
 
 
-def require_host(processes: Sequence[ProcessMemory], host: str, free: int) -> str:
-    """The sum, in words. Raises ConfigError if it is more than the bytes that are free on the host."""
-    return _require(processes, sum(p.bytes for p in processes), "together", host, free)
+def require_gpu(
+    processes: Sequence[ProcessMemory],
+    gpu: str,
+    free: int,
+    run: RunMemory | None = None,
+    *,
+    is_shared: bool = False,
+) -> list[str]:
+    """The largest process, or all that is at the same time on a GPU that a rank and a server of `run`
+    share, in words. Raises ConfigError if it is more than the bytes that are free there, with the number
+    of ranks that would do; or if the server's part of them is too small."""
+    moments = run.moments() if run is not None and is_shared else processes
+    largest = max(moments, key=lambda process: process.each)
+    enough = ""
+    if run is not None and largest.each > free and (is_shared or run.trainer().each > free):
+        enough = _enough_ranks(run, free)
+    line = _require(moments, largest.each, "the largest of them", gpu, free, enough)
+    if run is None or not is_shared:
+        return [line]
+    forecast = [f"memory of a shared GPU {moment}" for moment in moments]
+    return [*forecast, line, _require_fraction(run, gpu, free)]
+
+
+def _enough_ranks(run: RunMemory, free: int) -> str:
+    """How many ranks would fit GPUs that have so many bytes free, in words."""
+    number = run.enough_ranks(free)
+    if number is None:
+        return "No number of ranks would do. "
+    stepless = ", or to take no step (`onpolicy verify --no-step`)" * run.config.takes_steps
+    return f"{number} ranks would do (--actor-num-gpus-per-node){stepless}. "
+
+
+def _require_fraction(run: RunMemory, gpu: str, free: int) -> str:
+    """The servers' part of a shared GPU, in words. Raises ConfigError if it does not hold their weights
+    and the longest sequence."""
+    given, needed = memory_fraction(run.spec.sglang_args), run.static_server()
+    fraction = run.spec.memory_fraction if given is None else given
+    part = int(fraction * free)
+    if needed > part:
+        raise ConfigError(
+            f"--colocate, --sglang-mem-fraction-static={fraction:g}: a server's weights and the longest "
+            f"sequence take {gib(needed)} GiB, and of {gib(free)} GiB that {gpu} has free their part is "
+            f"{gib(part)}. Raise it, or --sglang-tp-size, or leave --colocate out."
+        )
+    return f"servers get {gib(part)} GiB of {gpu} for weights and cache ({fraction:g})"
 
 
 def _require(
-    processes: Sequence[ProcessMemory], needed: int, what: str, where: str, free: int
+    processes: Sequence[ProcessMemory],
+    needed: int,
+    what: str,
+    where: str,
+    free: int,
+    enough: str = "",
 ) -> str:
     if needed > free:
         raise ConfigError(
             f"memory={gib(needed)} GiB {what}: {where} has {gib(free)} GiB free. "
-            f"{'; '.join(map(str, processes))}. Choose a smaller model, shorter or fewer sequences, "
-            "--activation-checkpointing or --max-tokens-per-gpu, more ranks, GPUs or hosts; or free "
-            "some memory."
+            f"{'; '.join(map(str, processes))}. {enough}{REMEDY}"
         )
     return f"{gib(needed)} GiB {what}, and {where} has {gib(free)} GiB free"
+
+
+def fitting(
+    place: PlaceOn, needs: Needs | None, hosts: Sequence[Host]
+) -> tuple[Placement, list[str]]:
+    """A placement on hosts, and what to say of it. needs: None if memory and GPUs are not asked for.
+
+    Raises ConfigError if hosts are too few, or if one, or a GPU of one, has too little memory;
+    ContractError if a host's GPUs are of another kind than this one's.
+    """
+    placement = place(hosts)
+    lines = placement.describe()
+    if needs is None:
+        return placement, lines
+    if placement.device == "cuda":
+        here = [host for host in hosts if host.is_here]
+        found = gpus_on(tuple(dict.fromkeys((*here, *placement.hosts))))
+        require_same_kind(placement, found)
+        lines += require_gpus(placement, needs, found)
+    return placement, lines + require_hosts(placement, needs, free_memory_on(placement.hosts))
+
+
+def require_same_kind(placement: Placement, found: GpusOf) -> None:
+    """Raise ContractError for a host whose GPUs, of which some are taken, are of another compute
+    capability than those of this host, from which the contract was made."""
+    ours = next((gpus for host, gpus in found.items() if host.is_here), ())
+    for host in placement.hosts:
+        for number, gpu in enumerate(found[host]):
+            if ours and number in placement.gpus(host) and gpu.capability != ours[0].capability:
+                raise ContractError(
+                    f"{host}: its GPU {number} is {_kind(gpu)}, and this host, from which the contract "
+                    f"was made, has {_kind(ours[0])}. All that compute must be of one kind: take that "
+                    "host out of the cluster, or start the command on a host like it."
+                )
+
+
+def _kind(gpu: Gpu) -> str:
+    return f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
+
+
+def require_gpus(placement: Placement, needs: Needs, found: GpusOf) -> list[str]:
+    """What the fullest GPU that is taken on each host must hold, in lines for each.
+
+    Raises ConfigError for the first host whose processes do not see those GPUs, or where one has too
+    little memory free.
+    """
+    lines = []
+    for host in placement.hosts:
+        taken, there = placement.gpus(host), found[host]
+        if max(taken) >= len(there):
+            raise ConfigError(
+                f"{host}: {len(there)} GPUs are seen there, and its node of the cluster counts num_gpus="
+                f"{host.num_gpus}. Join it again with as many as there are (`ray start --num-gpus "
+                f"{len(there)}`), or let its processes see all of them (CUDA_VISIBLE_DEVICES)."
+            )
+        processes, shared = needs.held(*placement.counts(host)), placement.shared_gpus(host)
+        for numbers, is_shared in ((shared, True), (taken - shared, False)):
+            if numbers:
+                fullest = min(numbers, key=lambda number: there[number].free)
+                name, free = f"GPU {fullest} of {host}", there[fullest].free
+                lines += require_gpu(processes, name, free, needs.run, is_shared=is_shared)
+    return lines
+
+
+def require_hosts(placement: Placement, needs: Needs, free: Mapping[Host, int]) -> list[str]:
+    """The sum on each host, in a line each; `free`: bytes that new processes may take there.
+
+    Raises ConfigError for the first host whose ranks and servers do not fit.
+    """
+    return [
+        require_host(needs.held(*placement.counts(host)), str(host), free[host], placement.device)
+        for host in placement.hosts
+    ]
+
+
+def require_room_of(needs: Needs | None) -> RequireRoom:
+    """What asks hosts for the memory of engines that move there. needs: None if it is not asked for."""
+
+    def require_room(before: Placement, after: Placement) -> None:
+        pairs = list(zip(before.engines, after.engines, strict=True))
+        new = [slot for old, slot in pairs if old.host.name != slot.host.name]
+        if needs is None or not new:
+            return
+        moved = Placement((), tuple(new))
+        if moved.device == "cuda":
+            require_gpus(moved, needs, gpus_on(moved.hosts))
+        require_hosts(moved, needs, free_memory_on(moved.hosts))
+
+    return require_room

@@ -46,8 +46,9 @@ def save(
     partial = root / f"{_PARTIAL}{final.name}"
     try:
         _begin(partial)
-        engines.trainer.save(partial)
-        engines.trainer.export(partial / "hf")
+        with engines.room():
+            engines.trainer.save(partial)
+            engines.trainer.export(partial / "hf")
         write_rollouts(partial)
         _commit(config, state, partial, final)
     except (OSError, RuntimeError) as error:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import PackedTokens, PolicyModel, trainable_parameters
+from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.models.trainable import trainable_parameters
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
@@ -28,7 +29,7 @@ from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_s
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
 from onpolicy.train.gradient_norm import global_norm
 from onpolicy.train.state import IndexReader, create_missing_moments
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
 class FsdpModel(ShardedModel):
@@ -127,8 +128,12 @@ class FsdpModel(ShardedModel):
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()
 
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
-        return gather_buckets(self.module, self.dtype, max_bytes)
+    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
+        return gather_buckets(self.module, self.dtype, max_bytes, part)
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return [tensor for state in states for tensor in state.values()]
 
     def write_tensors(self, directory: Path) -> None:
         dcp.save(self._tensors(), checkpoint_id=str(directory))

@@ -26,7 +26,7 @@ from onpolicy.models.stored import stored_tensors
 from onpolicy.models.weight_files import CheckpointReader, matched_model
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightPart
 
 _PREFIX = "causal_lm."
 
@@ -82,16 +82,16 @@ def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_buckets(
-    model: PolicyModel, dtype: torch.dtype, max_bytes: int
+    model: PolicyModel, dtype: torch.dtype, max_bytes: int, part: WeightPart
 ) -> Iterator[WeightBucket]:
-    """Whole tensors under the names a checkpoint has for them, `max_bytes` at a time.
+    """Whole tensors of a part under the names a checkpoint has for them, `max_bytes` at a time.
 
     Parameters are cast to `dtype`, buffers are what they are. Collective: every rank has to take all
     of them. They are full on rank 0; the others keep nothing of what they help to gather.
     """
     bucket: WeightBucket = []
     size = 0
-    for name, tensor in _checkpoint_tensors(model, dtype):
+    for name, tensor in _checkpoint_tensors(model, dtype, part):
         if distributed.rank() != 0:
             continue
         if bucket and size + tensor.nbytes > max_bytes:
@@ -103,9 +103,11 @@ def gather_buckets(
         yield bucket
 
 
-def _checkpoint_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint_tensors(
+    model: PolicyModel, dtype: torch.dtype, part: WeightPart
+) -> Iterator[tuple[str, Tensor]]:
     names: set[str] = set()
-    for name, tensor in _whole_tensors(model, dtype):
+    for name, tensor in _whole_tensors(model, dtype, part):
         stored = stored_tensors(model.causal_lm, name.removeprefix(_PREFIX), tensor)
         if twice := sorted(names & stored.keys()):
             raise ConfigError(
@@ -116,14 +118,19 @@ def _checkpoint_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tupl
         yield from stored.items()
 
 
-def _whole_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _whole_tensors(
+    model: PolicyModel, dtype: torch.dtype, part: WeightPart
+) -> Iterator[tuple[str, Tensor]]:
     """One at a time, gathered from all ranks; never the model's own memory."""
     for name, parameter in model.named_parameters():
+        if part not in ("all", "trained" if parameter.requires_grad else "frozen"):
+            continue
         cast = parameter.detach().to(dtype, copy=True)
         assert isinstance(cast, DTensor)
         yield name, cast.full_tensor()
-    for name, buffer in _stored_buffers(model).items():
-        yield name, buffer.clone()
+    if part != "frozen":
+        for name, buffer in _stored_buffers(model).items():
+            yield name, buffer.clone()
 
 
 def load_shards(

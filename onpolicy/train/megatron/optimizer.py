@@ -91,6 +91,7 @@ class OrderedGradients:
         self.take()
         for block in self._blocks:
             block.put_back()
+        self._blocks = []
         finalize_model_grads(*args, **kwargs)
 
 

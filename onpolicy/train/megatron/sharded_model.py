@@ -40,7 +40,7 @@ from onpolicy.train.megatron.schedule import (
 )
 from onpolicy.train.megatron.state import read_tensors, write_tensors
 from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
 class MegatronModel(ShardedModel):
@@ -134,8 +134,28 @@ class MegatronModel(ShardedModel):
         self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()
 
-    def weight_buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
-        return export_buckets(self.module, max_bytes)
+    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
+        return export_buckets(self.module, max_bytes, part)
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        parts = self.optimizer.chained_optimizers if self.optimizer is not None else ()
+        kept: list[Tensor] = []
+        for optimizer in (part.optimizer for part in parts):
+            kept += [weight for group in optimizer.param_groups for weight in group["params"]]
+            kept += [
+                tensor
+                for state in optimizer.state.values()
+                for tensor in state.values()
+                if isinstance(tensor, Tensor)
+            ]
+        weights = {tensor.untyped_storage()._cdata for tensor in self.module.parameters()}
+        return [tensor for tensor in kept if tensor.untyped_storage()._cdata not in weights]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        if self.optimizer is None:
+            return []
+        buffers = self.module.buffers + self.module.expert_parallel_buffers  # type: ignore[operator]
+        return [buffer.grad_data for buffer in buffers]
 
     def write_tensors(self, directory: Path) -> None:
         assert self.optimizer is not None

@@ -17,7 +17,7 @@ from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
 from onpolicy.train.megatron.weight_map import Part, WeightMap, is_expert
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,10 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
             assert vocabulary or filled == parameter.numel(), name
 
 
-def export_buckets(model: nn.Module, max_bytes: int) -> Iterator[WeightBucket]:
-    """Whole tensors under their Hugging Face names, at most `max_bytes` at a time, in fixed order.
+def export_buckets(
+    model: nn.Module, max_bytes: int, part: WeightPart = "all"
+) -> Iterator[WeightBucket]:
+    """Whole tensors of a part under their Hugging Face names, `max_bytes` at a time, in fixed order.
 
     Collective: every rank has to take all buckets. They are full on rank 0 and empty elsewhere;
     a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters' dtype,
@@ -71,6 +73,9 @@ def export_buckets(model: nn.Module, max_bytes: int) -> Iterator[WeightBucket]:
     weight_map = _weight_map(policy)
     parameters = _global_parameters(policy)
     shapes = weight_map.shapes()
+    if part != "all":
+        frozen = _frozen_names(policy)
+        shapes = {name: s for name, s in shapes.items() if (name in frozen) == (part == "frozen")}
     dtypes = {
         name: torch.float32 if weight_map.is_buffer(name) else policy.config.params_dtype
         for name in shapes
@@ -85,6 +90,18 @@ def export_buckets(model: nn.Module, max_bytes: int) -> Iterator[WeightBucket]:
             }
         _collect(bucket, [held for name in names for held in holders[name]], parameters)
         yield list(bucket.items())
+
+
+def _frozen_names(policy: PolicyGptModel) -> set[str]:
+    """The Hugging Face tensors that are not trained, wherever they are; collective."""
+    weight_map, first, place = _weight_map(policy), first_layer(policy), _Place.mine()
+    ours = {
+        part.name
+        for name, parameter in policy.named_parameters()
+        if not parameter.requires_grad
+        for part in weight_map.parts(global_name(name, first), place.tp_rank, place.ep_rank)
+    }
+    return set().union(*distributed.gather(ours, None))
 
 
 def _all_places() -> list[_Place]:

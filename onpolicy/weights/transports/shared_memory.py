@@ -25,6 +25,10 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self) -> None:
         self._buffer = flat.Buffer(_make_shared)
+        self._ranks: dict[str, int] = {}
+
+    def open(self, engines: Sequence[Engine]) -> None:
+        self._ranks = {engine.url: int(engine.report()["tp_size"]) for engine in engines}
 
     def abandon(self) -> None:
         self._buffer.free()  # an engine may still read what it was sent
@@ -41,11 +45,12 @@ class SharedMemoryTransport(Transport):
         shared = {"flattened_tensor": self.share(bucket), "metadata": flat.table(bucket)}
 
         def update(engine: Engine) -> None:
-            ranks = int(engine.report()["tp_size"])
             engine.post(
                 "/update_weights_from_tensor",
                 {
-                    "serialized_named_tensors": [_handle(shared) for _ in range(ranks)],
+                    "serialized_named_tensors": [
+                        _handle(shared) for _ in range(self._ranks[engine.url])
+                    ],
                     "load_format": flat.LOAD_FORMAT,
                     "flush_cache": False,
                     "weight_version": str(version),

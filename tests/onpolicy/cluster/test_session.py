@@ -45,7 +45,7 @@ from onpolicy.cluster.session import free_memory_on, gpus_on, session, told_by
 from onpolicy.config.groups import ClusterConfig
 from onpolicy.errors import ConfigError, EngineError
 from onpolicy.run.launch.shared_directories import require_shared
-from onpolicy.system.gpus import Gpu, gpus
+from onpolicy.system.memory import Gpu, gpus
 
 def two():
     return (Gpu("H100", (9, 0), 5, 8), Gpu("H100", (9, 0), 6, 8))

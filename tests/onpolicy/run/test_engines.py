@@ -88,7 +88,7 @@ def test_an_engine_that_dies_in_a_rollout_gets_the_current_weights_not_the_check
 def test_servers_that_give_their_memory_back_sample_the_same_whenever_they_die(
     directory, expected, dies_at
 ):
-    later = [{call + 1 for call in calls} for calls in dies_at]  # a start waits for them once more
+    later = [{call + 2 for call in calls} for calls in dies_at]  # a start takes their memory too
     host, limit = Host(*later), sum(map(len, dies_at))
     engine = {"rollout_num_engines": len(dies_at), "rollout_max_restarts": limit}
     assert two_rounds(make_pair(host, directory, colocate=True, **engine)) == expected
@@ -104,6 +104,7 @@ def test_memory_is_given_back_from_the_end_of_a_rollout_to_the_push_if_gpus_are_
         each.make_room()
     ours, theirs = host.engines
     assert ours.memory.given_back == {"weights", "kv_cache"} and not theirs.memory.given_back
+    assert pair.trainer.released == ["state", "weights"] and not other.trainer.released
     with pytest.raises(AssertionError):
         pair.generate(REQUESTS)  # which is what a server without its weights would do, or worse
     pair.push_weights(2)
@@ -112,7 +113,29 @@ def test_memory_is_given_back_from_the_end_of_a_rollout_to_the_push_if_gpus_are_
     assert [c.response_ids for c in sampled(pair)] == [c.response_ids for c in sampled(other)]
 
 
-CALLS_OF_A_PUSH = {"disk": 3, "tensor": 8}
+def test_servers_that_share_gpus_start_alone_there_and_have_room_made_for_what_is_written(
+    directory,
+):
+    """The trainer is made when they gave their memory back, and gets it again to write a checkpoint."""
+    host = Host()
+    pair = make_pair(host, directory, colocate=True)
+    make_trainer, seen = pair._make_trainer, []
+
+    def made(*args):
+        seen.append(set(host.engines[0].memory.given_back))
+        return make_trainer(*args)
+
+    pair._make_trainer = made
+    pair.start()
+    pair.push_weights(1)
+    digest, (engine,) = pair.weight_digest, host.engines
+    with pair.room():
+        seen.append(set(engine.memory.given_back))
+    assert seen == [{"weights", "kv_cache"}] * 2 and not engine.memory.given_back
+    assert engine.report()["weights"] == digest and engine.memory.version == 1
+
+
+CALLS_OF_A_PUSH = {"disk": 3, "tensor": 7}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.run.commands import verify_inputs
-from onpolicy.run.launch.process_memory import server_memory, trainer_memory
+from onpolicy.run.launch.memory_model import RunMemory, server_memory
 
 PAGE = Path(__file__).parents[3] / "docs/first_gpu.md"
 SEQUENCE = 2048
@@ -64,8 +64,11 @@ def test_the_page_has_the_sums_of_the_memory_model(name, monkeypatch):
     )
     numbers = [
         server_memory(spec(SEQUENCE), size, hf_config, 1).parts["weights"],
-        *(trainer_memory(c, hf_config, spec(longest + 64), size).bytes for c in (verify, scoring)),
-        *(trainer_memory(train_on(n), hf_config, spec(SEQUENCE), size).bytes for n in (1, 8)),
+        *(
+            RunMemory(c, hf_config, spec(longest + 64), size).trainer().bytes
+            for c in (verify, scoring)
+        ),
+        *(RunMemory(train_on(n), hf_config, spec(SEQUENCE), size).trainer().bytes for n in (1, 8)),
     ]
     row = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
     said = [float(cell) for cell in row[1].split("|")]

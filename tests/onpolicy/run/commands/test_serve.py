@@ -7,7 +7,7 @@ import pytest
 from onpolicy.config.groups import EngineCountConfig, ModelConfig
 from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import ConfigError
-from onpolicy.run.commands.serve import checked_spec, held_by_servers
+from onpolicy.run.commands.serve import checked_spec, needs_of_servers
 from onpolicy.run.launch import memory_checks
 
 
@@ -18,7 +18,7 @@ def config(checkpoint):
 
 def test_servers_that_do_not_fit_the_memory_are_refused_with_the_sum(config, monkeypatch):
     spec = checked_spec(config)
-    (one,) = held_by_servers(config, spec)(0, 1)
+    (one,) = needs_of_servers(config, spec).held(0, 1)
     monkeypatch.setattr(memory_checks, "free_memory", lambda: 2 * one.bytes)
     two, three = (
         dataclasses.replace(config, engines=EngineCountConfig(rollout_num_engines=n))

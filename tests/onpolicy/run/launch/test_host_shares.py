@@ -10,16 +10,12 @@ from onpolicy.cluster.hosts import Host
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
-from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.host_shares import (
-    CACHE_BYTES,
-    cache_tokens,
     placement_here,
     placement_of,
     placement_of_servers,
     share_of_cores,
-    token_bytes,
 )
 
 
@@ -108,23 +104,3 @@ def test_servers_alone_are_spread_over_hosts_and_refused_as_those_of_a_run(check
 def test_cores_are_shared_out_and_everyone_gets_one():
     cores = len(os.sched_getaffinity(0))
     assert (share_of_cores(1), share_of_cores(10 * cores)) == (cores, 1)
-
-
-def test_a_cache_holds_the_longest_sequences_and_at_most_its_memory(checkpoint):
-    hf_config = load_config(str(checkpoint))
-    config = TrainConfig(model=groups.ModelConfig(dtype="float32"))
-    small = contract_for(config, hf_config, aligned=False)
-    (kind,) = small.shapes.attention
-    wide = dataclasses.replace(kind, kv_heads=1 << 10, head_dim=1 << 10, value_dim=1 << 10)
-    shapes = dataclasses.replace(small.shapes, attention=(wide,))
-    large = dataclasses.replace(small, shapes=shapes)
-    per_token = 2 * hf_config.num_hidden_layers * (1 << 20) * 4
-    assert token_bytes(hf_config, large) == per_token
-    fitting = CACHE_BYTES // per_token
-    assert fitting > 100 + CACHE_MARGIN
-    for contract, longest, requests, expected in [
-        (small, 100, 7, 8 * (100 + CACHE_MARGIN)),
-        (large, 100, 7, fitting),
-        (large, 1000, 7, 1000 + CACHE_MARGIN),
-    ]:
-        assert cache_tokens(hf_config, contract, longest, requests) == expected

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onpolicy.models.policy import trainable_parameters
+from onpolicy.models.trainable import trainable_parameters
 from onpolicy.train.fsdp import sharded_model
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, weights
 
@@ -57,6 +57,44 @@ def test_the_parameters_that_are_trained_get_the_bits_they_get_beside_frozen_one
     for trainer in (whole, second):
         trainer.train(make_samples(trainer, seed=1), 1, RATES)
     assert all(torch.equal(weights(whole)[name], x) for name, x in weights(second).items())
+
+
+def test_weights_go_in_two_parts_that_are_all_of_them(frozen):
+    """A part's names are a checkpoint's; those of one part are never in the other."""
+    policy = frozen().policy
+    parts = {
+        part: {name: x for bucket in policy.weight_buckets(20_000, part) for name, x in bucket}
+        for part in ("all", "trained", "frozen")
+    }
+    assert parts["frozen"] and all(map(is_frozen, parts["frozen"]))
+    assert not any(map(is_frozen, parts["trained"]))
+    together = parts["frozen"] | parts["trained"]
+    assert together.keys() == parts["all"].keys()
+    assert all(torch.equal(tensor, parts["all"][name]) for name, tensor in together.items())
+
+
+def test_a_frozen_bit_that_changes_is_another_digest_and_a_step_changes_none(frozen, make):
+    trainer = frozen()
+    before = trainer.policy.frozen_digest()
+    trainer.train(make_samples(trainer), 0, RATES)
+    assert before and trainer.policy.frozen_digest() == before
+    name, parameter = next(
+        (name, p) for name, p in trainer.policy.module.named_parameters() if is_frozen(name)
+    )
+    with torch.no_grad():
+        parameter.to_local().view(torch.int32)[0, 0] ^= 1
+    assert trainer.policy.frozen_digest() != before, name
+
+
+def test_where_all_is_trained_nothing_is_frozen(make):
+    policy = make().policy
+    assert policy.frozen_digest() == ""
+    assert list(policy.weight_buckets(20_000, "frozen")) == []
+    for ours, theirs in zip(
+        policy.weight_buckets(20_000, "trained"), policy.weight_buckets(20_000), strict=True
+    ):
+        assert [name for name, _ in ours] == [name for name, _ in theirs]
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
 
 
 def test_the_reference_is_not_trained(make):

@@ -51,6 +51,22 @@ def test_what_was_loaded_comes_out_under_its_names(
         assert len(bucket) == 1 or size <= BUCKET_BYTES
 
 
+@pytest.mark.parametrize("layout", [DATA, TENSOR, MegatronLayout(pipeline_model_parallel_size=2)])
+def test_weights_come_out_in_two_parts_by_what_is_trained(two_ranks, model_of, layout):
+    job = with_blocks(Job(path=model_of("qwen3"), batches=[], dtype="float32"), layout)
+    frozen = ("linear_qkv.weight", "word_embeddings.weight")
+    parts = {
+        part: two_ranks.run(export, job, BUCKET_BYTES, part, frozen)[0][1]
+        for part in ("all", "trained", "frozen")
+    }
+    want = {n for n in parts["all"] if n.endswith(("_proj.weight", "embed_tokens.weight"))}
+    want = {n for n in want if any(k in n for k in ("q_proj", "k_proj", "v_proj", "embed"))}
+    assert parts["frozen"].keys() == want and len(want) > 3
+    assert parts["trained"].keys() == parts["all"].keys() - want
+    for name, tensor in (parts["frozen"] | parts["trained"]).items():
+        assert torch.equal(tensor, parts["all"][name]), name
+
+
 def test_layers_for_further_tokens_are_not_read(two_ranks, model_of, tmp_path):
     """GLM-4.5 is published with one; transformers reads over it, and so does the rollout."""
     path = model_of("glm4-moe")

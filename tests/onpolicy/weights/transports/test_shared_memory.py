@@ -54,7 +54,9 @@ def test_every_rank_reads_whole_tensors_and_parts_of_one():
     parts = torch.arange(12.0).view(3, 4).unbind()
     bucket = [("norm", torch.ones(4)), *((f"experts.{e}", part) for e, part in enumerate(parts))]
     engine = Engine(ranks=3)
-    SharedMemoryTransport().send(bucket, [engine], "1")
+    transport = SharedMemoryTransport()
+    transport.open([engine])
+    transport.send(bucket, [engine], "1")
     assert engine.read == ["norm=4.0 experts.0=6.0 experts.1=22.0 experts.2=38.0"] * 3
 
 

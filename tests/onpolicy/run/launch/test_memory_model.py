@@ -13,7 +13,7 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.triton import TritonOperators
 from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.process_memory import LOGITS_COPIES, server_memory, trainer_memory
+from onpolicy.run.launch.memory_model import LOGITS_COPIES, RunMemory, server_memory
 from onpolicy.train import distributed, make_trainer
 from onpolicy.train.state import create_missing_moments
 from onpolicy.types import Prompt
@@ -28,7 +28,7 @@ def trainer_parts(config, longest=50, ranks=1, **contract):
     config = dataclasses.replace(config, cluster=cluster)
     hf_config, spec = make_spec(config, longest)
     spec = dataclasses.replace(spec, contract=dataclasses.replace(spec.contract, **contract))
-    return trainer_memory(config, hf_config, spec, ModelSize.of(hf_config)).parts
+    return RunMemory(config, hf_config, spec, ModelSize.of(hf_config)).trainer().parts
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -1,0 +1,297 @@
+"""What the processes of a command will hold in memory, as plain sums, before any of them starts.
+
+What is large at the same time, in bytes, by what it is for. Every command and every placement asks this
+model: engines with GPUs of their own or shared ones, on one host or on a cluster's (`memory_checks.py`).
+No sum for a GPU has been measured yet; beside measured peaks: benchmarks/README.md."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.sglang_flags import chunked_prefill_size
+from onpolicy.contract import NumericsContract
+from onpolicy.models.size import ModelSize
+from onpolicy.ops.backends import backend_of
+from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
+from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.system.memory import gib
+from onpolicy.train.engine import recomputes_activations
+
+FLOAT32 = 4
+MIB = 1 << 20
+
+LIBRARIES = 800 * MIB
+"""Of a process that has imported PyTorch and transformers; of its GPU, what CUDA keeps there."""
+
+SERVER_LIBRARIES = 1600 * MIB
+"""SGLang's processes together: HTTP and tokenizer, scheduler, detokenizer, guard."""
+
+UNCUT = 16384
+"""Tokens that are prefilled at once where prompts are not cut into chunks."""
+
+LOGITS_COPIES = 3
+"""Logits, their log-probabilities or gradients, and what they are computed from."""
+
+CHUNK = 8192
+"""Tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is given."""
+
+TOKEN_RECORD = 200
+"""A token in the controller: Python's numbers for its id, log-probability and advantage, and a copy
+of them in the trainer's share."""
+
+MOST_RANKS = 4096
+"""Where the search for enough ranks ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Bytes of one process, by what they are for; or of several like it."""
+
+    name: str
+
+    parts: dict[str, int]
+    """Where it computes: on its GPU, or in the memory of its host."""
+
+    count: int = 1
+
+    host: dict[str, int] = field(default_factory=dict)
+    """In the memory of the host of a process that computes on a GPU."""
+
+    @property
+    def each(self) -> int:
+        """One process's, where it computes."""
+        return sum(self.parts.values())
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.each
+
+    @property
+    def host_bytes(self) -> int:
+        return self.count * sum(self.host.values())
+
+    def __str__(self) -> str:
+        times = f"{self.count} x " if self.count > 1 else ""
+        beside = f"; on its host {_terms(self.host)}" if self.host else ""
+        return f"{times}{self.name}: {_terms(self.parts)} = {gib(self.bytes)} GiB{beside}"
+
+
+def _terms(parts: dict[str, int]) -> str:
+    return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+
+
+def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
+    """Everything in float32 and shared out over the ranks; a layer, and the next, gathered."""
+    ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
+    weights = FLOAT32 * size.parameters // ranks
+    orders = ranks > 1 and config.plan.is_rank_invariant
+    return {
+        "weights": weights,
+        "gradients": FLOAT32 * trained // ranks,
+        "AdamW": 2 * FLOAT32 * trained // ranks,
+        "reference": weights * config.algorithm.use_kl_loss,
+        "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
+        "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,
+    }
+
+
+def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
+    """Weights and gradient buffers, which are made with the model, shared out over the model's ranks;
+    what the optimizer keeps also over the others, if it is distributed."""
+    megatron, ranks = config.megatron, config.cluster.num_ranks
+    model_ranks = megatron.megatron_tp * megatron.megatron_pp
+    shards = ranks if megatron.megatron_distributed_optimizer else model_ranks
+    copies = FLOAT32 * size.trained // shards if itemsize != FLOAT32 else 0
+    weights = itemsize * size.parameters // model_ranks
+    orders = ranks > 1 and config.plan.is_rank_invariant
+    return {
+        "weights": weights + copies,
+        "gradients": FLOAT32 * size.trained // model_ranks,
+        "AdamW": 2 * FLOAT32 * size.trained * config.takes_steps // shards,
+        "reference": weights * config.algorithm.use_kl_loss,
+        "exchanged gradients": FLOAT32 * size.trained // ranks * orders,
+    }
+
+
+def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
+    """The tokens of a micro-batch, or of all samples if they are fewer."""
+    total = -(-_num_samples(config) // config.cluster.num_ranks) * longest_sequence
+    return max(longest_sequence, min(config.trainer.max_tokens_per_gpu, total))
+
+
+def _num_samples(config: TrainConfig) -> int:
+    return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+
+
+def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) -> int:
+    """What the linears of a layer take and give, of every layer; with checkpointing of one, and of
+    the others what enters them. Twice for one layer, whose gradients are computed."""
+    layer = tokens * size.width * itemsize
+    if recomputes:
+        return size.layers * tokens * size.hidden * itemsize + 2 * layer
+    return (size.layers + 1) * layer
+
+
+def _logits(size: ModelSize, rows: int) -> int:
+    """A chunk's logits, and twice the gradient of the head, which is summed over chunks."""
+    return FLOAT32 * size.vocab * (LOGITS_COPIES * rows + 2 * size.hidden)
+
+
+def server_memory(
+    spec: EngineSpec, size: ModelSize, hf_config: PretrainedConfig, servers: int
+) -> ProcessMemory:
+    """One tensor-parallel rank's; `count` are those of all servers."""
+    itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
+    tokens = spec.cache_tokens or spec.needed_tokens
+    return ProcessMemory(
+        "SGLang server" if ranks == 1 else "rank of an SGLang server",
+        {
+            "weights": itemsize * size.parameters // ranks,
+            f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
+            "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
+            "libraries": SERVER_LIBRARIES,
+        },
+        servers * ranks,
+        {"libraries": SERVER_LIBRARIES} if spec.contract.device == "cuda" else {},
+    )
+
+
+def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    itemsize = getattr(torch, contract.dtype).itemsize
+    kinds = contract.shapes.attention
+    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
+    size: int = hf_config.num_hidden_layers * per_layer * itemsize
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """What so many ranks and servers hold: of those sides that there are, on one host or in all."""
+
+    config: TrainConfig
+    hf_config: PretrainedConfig
+    spec: EngineSpec
+    size: ModelSize
+
+    def trainer(self, count: int = 1) -> ProcessMemory:
+        """One rank's, while it takes a step; all ranks of the run share what is sharded."""
+        config, spec, size = self.config, self.spec, self.size
+        itemsize = getattr(torch, config.model.dtype).itemsize
+        batch = _tokens_at_once(config, spec.longest_sequence)
+        recomputes = recomputes_activations(config.trainer, self.hf_config)
+        logits = GPU_LOGITS if backend_of(spec.contract.backend).needs_gpu else CPU_LOGITS
+        states = _megatron_states if config.trainer.train_backend == "megatron" else _fsdp_states
+        parts = {
+            **states(config, size, itemsize),
+            "activations": _activations(recomputes, size, batch, itemsize),
+            "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
+            "libraries": LIBRARIES,
+        }
+        host = {}
+        if spec.contract.device == "cuda":
+            away = sum(parts[name] for name in ("weights", "AdamW", "reference"))
+            host = {"libraries": LIBRARIES, "what leaves the GPU": away * config.engine.colocate}
+        return ProcessMemory("trainer rank", parts, count, host)
+
+    def server(self, count: int = 1) -> ProcessMemory:
+        """Some of its servers."""
+        return server_memory(self.spec, self.size, self.hf_config, count)
+
+    def push(self) -> ProcessMemory:
+        """Weights on their way: gathered, in shared memory or a file, and in the server; and those that
+        are gathered meanwhile."""
+        itemsize = getattr(torch, self.config.model.dtype).itemsize
+        weights = itemsize * self.size.parameters
+        bucket = min(self.config.sync.update_weight_buffer_size * MIB, weights)
+        largest = itemsize * self.size.largest_parameter
+        return ProcessMemory("a push", {"4 copies of a bucket": 4 * max(bucket, largest)})
+
+    def controller(self) -> ProcessMemory:
+        """The process that asks, whose libraries are in memory already: a rollout's samples."""
+        num_bytes = _num_samples(self.config) * self.spec.longest_sequence * TOKEN_RECORD
+        records = {"samples of a rollout": num_bytes}
+        on_gpus = self.spec.contract.device == "cuda"
+        return ProcessMemory("controller", *([{}, 1, records] if on_gpus else [records]))
+
+    def sides(self, ranks: int, servers: int) -> list[ProcessMemory]:
+        """Trainer and servers."""
+        trainer = [self.trainer(ranks)] if ranks else []
+        return trainer + ([self.server(servers)] if servers else [])
+
+    def with_push(self, ranks: int, servers: int) -> list[ProcessMemory]:
+        """These processes, and a push between them."""
+        is_elsewhere = bool(self.config.engine.rollout_server_url)
+        return self.sides(ranks, servers) + ([] if is_elsewhere else [self.push()])
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether ranks and servers share GPUs, each in its turn (--colocate)."""
+        return self.config.engine.colocate and self.spec.contract.device == "cuda"
+
+    def moments(self) -> list[ProcessMemory]:
+        """What a rank and a server that share a GPU hold of it at the same time.
+
+        While servers sample, what the trainer keeps lies in its host's memory; while the trainer
+        computes, the servers' weights and caches are given back. During a push both have weights alone.
+        """
+        rank, server = self.trainer().parts, self.server().parts
+        libraries = {"libraries": rank["libraries"] + server["libraries"]}
+        weights = {"trainer's weights": rank["weights"], "server's weights": server["weights"]}
+        moments: dict[str, dict[str, int]] = {
+            "servers sample": {
+                "server's weights and a sequence": self.static_server(),
+                "SGLang beside them": self.beside_static(),
+                "libraries": rank["libraries"],
+            },
+            "weights are pushed": weights | self.push().parts | libraries,
+            "the trainer computes": rank | libraries,
+        }
+        return [ProcessMemory(f"while {doing}", parts) for doing, parts in moments.items()]
+
+    def static_server(self) -> int:
+        """What a server must hold for as long as it samples: its weights, and one sequence."""
+        parts, tokens = self.server().parts, self.spec.needed_tokens
+        cache = tokens * token_bytes(self.hf_config, self.spec.contract) // self.spec.tp_size
+        return parts["weights"] + cache
+
+    def beside_static(self) -> int:
+        """What SGLang wants free beside weights and cache, for activations and CUDA graphs.
+
+        Source: sglang/srt/arg_groups/memory_hook.py, of which this is the rule for one large GPU.
+        """
+        asked = chunked_prefill_size(self.spec.sglang_args)
+        chunk = CHUNK if asked is None else asked if asked > 0 else UNCUT
+        graphs = 2 * self.spec.max_concurrency
+        return (512 + 3 * max(chunk, 2048) // 2 + graphs + 128 * self.spec.tp_size) * MIB
+
+    def fraction(self, gpu_bytes: int) -> float:
+        """The part of a shared GPU that a server gets for weights and cache: all but what is beside them
+        while it samples; in hundredths, rounded down, and at least one."""
+        beside = self.beside_static() + self.trainer().parts["libraries"]
+        return max(math.floor(100 * (1 - beside / gpu_bytes)), 1) / 100
+
+    def enough_ranks(self, most: int) -> int | None:
+        """The least number of ranks with which no GPU holds more than so many bytes; None if none is."""
+        ranks, megatron = self.config.cluster.num_ranks, self.config.megatron
+        step = 1
+        if self.config.trainer.train_backend == "megatron":
+            step = megatron.megatron_tp * megatron.megatron_pp * megatron.megatron_cp
+        for number in range(ranks + step, MOST_RANKS, step):
+            run = self._on_ranks(number)
+            sides = run.moments() if run.is_colocated else [run.trainer()]
+            if all(process.each <= most for process in sides):
+                return number
+        return None
+
+    def _on_ranks(self, number: int) -> RunMemory:
+        ranks = replace(
+            self.config.cluster,
+            actor_num_nodes=1, actor_num_ranks_per_node=number, actor_num_gpus_per_node=None,
+        )  # fmt: skip
+        return replace(self, config=replace(self.config, cluster=ranks))
