@@ -71,7 +71,8 @@ def load() -> None:
     taps = _taps()
     if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
-        _share_model(contract, operators if taps is None else taps.behind(operators))
+        behind = operators if taps is None else taps.behind(operators)
+        _share_model(contract, behind, fuses=taps is None)
     if taps is not None:
         taps.install(by_operators=contract.shares_model)
     if (file := os.environ.get(TOKENS_VARIABLE)) is not None:
@@ -79,7 +80,7 @@ def load() -> None:
     registry.started(contract)
 
 
-def _share_model(contract: NumericsContract, operators: Operators) -> None:
+def _share_model(contract: NumericsContract, operators: Operators, *, fuses: bool) -> None:
     """Have the engine run the trainer's modelling code, by the operators of the kinds that are aligned.
 
     What they take the place of is looked for in the model last, when all is in it.
@@ -107,7 +108,7 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
         request_seeds.install()
         parallel_samples.install()
     trainers_model.install(contract)
-    model.install(operators, contract)
+    model.install(operators, contract, fuses=fuses)
 
 
 def _taps() -> Any:

@@ -178,6 +178,32 @@ class Operators(ABC):
         """
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`residual + x` and its `rms_norm`: [..., D] -> [..., D] each; no autograd."""
+        total = residual + x
+        return total, self.rms_norm(total, weight, eps, round_last)
+
+    def norm_rotary(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: tuple[Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        round_last: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`rotary` of the `rms_norm` of every head; no autograd.
+
+        Shapes as in `rotary`, with B = 1; weights: [D] of queries and of keys, and what they give has
+        the dtype of `q`.
+        """
+        of_q, of_k = weights
+        q, k = self.rms_norm(q, of_q, eps, round_last), self.rms_norm(k, of_k, eps, round_last)
+        return self.rotary(q, k, cos, sin)
+
     @abstractmethod
     def softmax(self, x: Tensor) -> Tensor:
         """Softmax over the last axis in float32, as routers use it: [..., E] -> float32 [..., E]."""

@@ -17,7 +17,7 @@ from onpolicy.ops.base import GPU_LOGITS, Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
-from onpolicy.ops.triton import log_probs, rotary
+from onpolicy.ops.triton import fused_norms, log_probs, rotary
 from onpolicy.ops.triton.attention_tiles import Sequences
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
@@ -124,6 +124,23 @@ class TritonOperators(Operators):
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         out: tuple[Tensor, Tensor] = rotary.TritonRotary.apply(q, k, cos, sin)
         return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return fused_norms.add_rms_norm(x, residual, weight, eps, round_last)
+
+    def norm_rotary(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: tuple[Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        round_last: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        return fused_norms.norm_rotary(q, k, weights, cos, sin, eps, round_last)
 
     def softmax(self, x: Tensor) -> Tensor:
         out: Tensor = log_probs.TritonSoftmax.apply(x)
