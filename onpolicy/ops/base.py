@@ -106,6 +106,22 @@ class Operators(ABC):
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """`grouped_linear`, not rounded: [S, K], [E, N, K], int64 [E + 1] -> float32 [S, N]."""
 
+    def mix_few(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Callable[[Tensor], Tensor],
+    ) -> Tensor | None:
+        """What `ops.experts.mix_experts` gives, in fewer kernels; None if there is no such way here.
+
+        x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H]; down: [E, H, I], both
+        whole; gate: [T k, 2 I] -> [T k, I]. Returns [T, H]; no autograd.
+        """
+        return None
+
     @abstractmethod
     def attention(
         self,

@@ -17,7 +17,7 @@ from onpolicy.ops.base import GPU_LOGITS, Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import activation as activations
 from onpolicy.ops.triton import attention as attentions
-from onpolicy.ops.triton import fused_norms, log_probs, rotary
+from onpolicy.ops.triton import fused_norms, log_probs, mixing, rotary
 from onpolicy.ops.triton.attention_tiles import Sequences
 from onpolicy.ops.triton.grouped import TritonGroupedLinear, tiled_grouped_linear
 from onpolicy.ops.triton.layer_norm import TritonLayerNorm
@@ -60,6 +60,19 @@ class TritonOperators(Operators):
 
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, torch.float32)
+
+    def mix_few(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Callable[[Tensor], Tensor],
+    ) -> Tensor | None:
+        if experts.numel() > mixing.MOST_ROWS:
+            return None
+        return mixing.mix_few(x, experts, weights, gate_up, down, gate)
 
     def attention(
         self,

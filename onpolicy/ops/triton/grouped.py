@@ -30,6 +30,10 @@ def _grouped_linear_kernel(
     stride_we: tl.tensor,
     stride_wn: tl.tensor,
     stride_wk: tl.tensor,
+    source: tl.tensor,
+    target: tl.tensor,
+    PER_SOURCE: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -52,10 +56,13 @@ def _grouped_linear_kernel(
     rows = first + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < tl.load(offsets + expert + 1), columns < N
+    inputs = rows
+    if PER_SOURCE:
+        inputs = tl.load(source + rows, mask=is_row, other=0) // PER_SOURCE
     total = multiply_tile(
         x,
         weight + expert.to(tl.int64) * stride_we,
-        rows * stride_xm,
+        inputs * stride_xm,
         is_row,
         columns.to(tl.int64) * stride_wn,
         is_column,
@@ -66,15 +73,28 @@ def _grouped_linear_kernel(
         COLUMNS,
         INNER,
     )
+    if HAS_TARGET:
+        rows = tl.load(target + rows, mask=is_row, other=0)
     out += rows[:, None] * N + columns[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 def tiled_grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    source: Tensor | None = None,
+    per_source: int = 0,
+    target: Tensor | None = None,
 ) -> Tensor:
-    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
-    (S, K), (E, N, _) = x.shape, weight.shape
+    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N].
+
+    Row i is row `source[i] // per_source` of `x` and becomes row `target[i]` of the result, where
+    these are given: int64 [S].
+    """
+    (E, N, K), S = weight.shape, len(x if source is None else source)
     out = x.new_empty(S, N, dtype=out_dtype)
     tile = choose_tile(x, S / E)
     # Every expert that has rows has at most one tile that is not full.
@@ -89,6 +109,10 @@ def tiled_grouped_linear(
             K,
             *x.stride(),
             *weight.stride(),
+            source,
+            target,
+            PER_SOURCE=per_source,
+            HAS_TARGET=target is not None,
             EXPERTS=E,
             EXPERTS_BLOCK=next_power_of_2(E),
             ROWS=tile.rows,

@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from onpolicy.models import fused_norms, joint_linears
+from onpolicy.models.align import AlignedLinear
 from onpolicy.models.fused_norms import fuse_norms, is_usual_layer
+from onpolicy.models.joint_linears import join_linears
 from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.triton import TritonOperators
+from tests.support.kernel_launches import count_kernels
 from tests.support.tiny import ALL_ARCHITECTURES, REFUSED, SIZES
 
 FUSED = {"qwen3": 2, "qwen3-moe": 2, "llama": 1, "mixtral": 1, "smollm3": 1, "glm4-moe": 1}
@@ -60,7 +64,8 @@ def test_whatever_is_fused_in_any_architecture_changes_no_bit(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_triton_computes_fused_norms_to_the_same_bits(architecture):
+def test_triton_computes_fused_norms_to_the_same_bits(architecture, monkeypatch):
+    monkeypatch.setattr(fused_norms, "ROW_COUNTS", (1, 2, 7))
     model = policy(architecture, torch.bfloat16, TritonOperators())
     apart = log_probs(model)
     assert fuse_norms(model.causal_lm, model.operators)
@@ -123,3 +128,35 @@ def test_a_layer_that_keeps_a_keyword_to_itself_is_none():
 
     layer.__class__ = Other
     assert own is not None and not is_usual_layer(layer)
+
+
+def kernels_of_a_layer(model):
+    layer, counted = model.layers[0], []
+    own = layer.forward
+
+    def forward(*args, **named):
+        results = []
+        counted.append(count_kernels(lambda: results.append(own(*args, **named))))
+        return results[0]
+
+    had = vars(layer).pop("forward", None)
+    layer.forward = forward
+    log_probs(model)
+    del layer.forward
+    if had is not None:
+        layer.forward = had
+    del counted[0]["aten::cumsum"]  # of the trainer's layout, which an engine does not make
+    return counted[0]
+
+
+@pytest.mark.parametrize(("architecture", "most", "apart"), [("qwen3", 10, 17), ("llama", 11, 15)])
+def test_a_dense_layer_launches_few_kernels(architecture, most, apart, monkeypatch):
+    """And one more in an engine, which writes keys and values into its cache: 12 at most."""
+    monkeypatch.setattr(fused_norms, "ROW_COUNTS", (1, 3))
+    monkeypatch.setattr(joint_linears, "ROW_COUNTS", (1, 3))
+    model = policy(architecture, torch.bfloat16, TritonOperators())
+    before = kernels_of_a_layer(model)
+    fuse_norms(model.causal_lm, model.operators)
+    join_linears(model.causal_lm, model.operators, lambda m: isinstance(m, AlignedLinear))
+    after = kernels_of_a_layer(model)
+    assert (after.total(), before.total()) == (most, apart), (after, before)
