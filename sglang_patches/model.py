@@ -18,13 +18,16 @@ from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
 from sglang_patches import registry
+from sglang_patches.fusion import fuse
 from sglang_patches.own_layers import keep_norms
 from sglang_patches.tensor_parallel import row_parallel
 
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
-def install(operators: Operators, contract: NumericsContract) -> None:
+def install(operators: Operators, contract: NumericsContract, *, fuses: bool) -> None:
+    """`fuses`: whether nobody asks what each operator makes by itself."""
+
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         registry.require_active()
         kinds = contract.kinds or KINDS
@@ -33,6 +36,8 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         hand_on_keywords(runner.model.model)
         checked = self_check(aligned_side(operators), contract, longest_prefill())
         registry.report["self_check"] = checked
+        if fuses and not contract.is_partial:
+            fuse(runner, operators)
         return result
 
     own_norms = keep_norms(contract) if contract.aligns("norm") else set()

@@ -62,13 +62,13 @@ def load() -> None:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         for extension in asked:
             operators = extension.around(operators)
-        _share_model(contract, operators)
+        _share_model(contract, operators, fuses=not asked)
     for extension in asked:
         extension.install(contract)
     registry.started(contract)
 
 
-def _share_model(contract: NumericsContract, operators: Operators) -> None:
+def _share_model(contract: NumericsContract, operators: Operators, *, fuses: bool) -> None:
     """Have the engine run the trainer's modelling code, by the operators of the kinds that are aligned.
 
     What they take the place of is looked for in the model last, when all is in it.
@@ -94,4 +94,4 @@ def _share_model(contract: NumericsContract, operators: Operators) -> None:
         prompt_answers.install()
         request_seeds.install()
     trainers_model.install(contract)
-    model.install(operators, contract)
+    model.install(operators, contract, fuses=fuses)

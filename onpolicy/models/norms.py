@@ -57,10 +57,13 @@ class AlignedRMSNorm(nn.Module):
         if self.weight is None:
             weight = torch.ones(x.shape[-1], device=x.device)
             return self.operators.rms_norm(x, weight, self.kind.eps, round_last=True)
-        weight = self.weight
-        if self.kind.offset:
-            weight = self.kind.offset + weight.float()
-        return self.operators.rms_norm(x, weight, self.kind.eps, self.kind.round_last)
+        return self.operators.rms_norm(x, self.scale, self.kind.eps, self.kind.round_last)
+
+    @property
+    def scale(self) -> Tensor:
+        """What the operator multiplies with: the weight, and its offset if there is one."""
+        assert self.weight is not None
+        return self.kind.offset + self.weight.float() if self.kind.offset else self.weight
 
 
 class AlignedLayerNorm(nn.Module):

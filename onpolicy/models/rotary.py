@@ -116,9 +116,14 @@ def _has_usual_bits(function: Rotary) -> bool:
 def _by_operators(own: Rotary, module: Any) -> Rotary:
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
         fits = cos.dim() == 3 and cos.shape[1:] == q.shape[2:] and cos.dtype == q.dtype
+        norms = vars(module).get("deferred_norms")  # see models/fused_norms.py
         if rest or named or not fits:
+            q, k = (q, k) if norms is None else (norms[0](q), norms[1](k))
             return own(q, k, cos, sin, *rest, **named)
-        return module.operators.rotary(q, k, cos, sin)
+        if norms is None:
+            return module.operators.rotary(q, k, cos, sin)
+        kind, scales = norms[0].kind, (norms[0].scale, norms[1].scale)
+        return module.operators.norm_rotary(q, k, scales, cos, sin, kind.eps, kind.round_last)
 
     return rotary
 

@@ -106,6 +106,22 @@ class Operators(ABC):
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """`grouped_linear`, not rounded: [S, K], [E, N, K], int64 [E + 1] -> float32 [S, N]."""
 
+    def mix_few(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Callable[[Tensor], Tensor],
+    ) -> Tensor | None:
+        """What `ops.experts.mix_experts` gives, in fewer kernels; None if there is no such way here.
+
+        x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H]; down: [E, H, I], both
+        whole; gate: [T k, 2 I] -> [T k, I]. Returns [T, H]; no autograd.
+        """
+        return None
+
     @abstractmethod
     def attention(
         self,
@@ -177,6 +193,32 @@ class Operators(ABC):
         q: [B, H, T, D], k: [B, H_kv, T, D], cos and sin: [B, T, D] -> q and k, rotated.
         """
         return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`residual + x` and its `rms_norm`: [..., D] -> [..., D] each; no autograd."""
+        total = residual + x
+        return total, self.rms_norm(total, weight, eps, round_last)
+
+    def norm_rotary(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: tuple[Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        round_last: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`rotary` of the `rms_norm` of every head; no autograd.
+
+        Shapes as in `rotary`, with B = 1; weights: [D] of queries and of keys, and what they give has
+        the dtype of `q`.
+        """
+        of_q, of_k = weights
+        q, k = self.rms_norm(q, of_q, eps, round_last), self.rms_norm(k, of_k, eps, round_last)
+        return self.rotary(q, k, cos, sin)
 
     @abstractmethod
     def softmax(self, x: Tensor) -> Tensor:

@@ -45,6 +45,11 @@ def mix_experts(
     down: [E, H, I] and [E, H]. Returns [T, H] in the dtype of `x`. With P tensor-parallel ranks
     every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole.
     """
+    has_biases = gate_up_bias is not None or down_bias is not None
+    if not (torch.is_grad_enabled() or has_biases) and row_parallel.blocks == 1:
+        mixed = operators.mix_few(x, experts, weights, gate_up, down, gate)
+        if mixed is not None:
+            return mixed
     tokens, k = experts.shape
     rows, chosen = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1), experts.reshape(-1)
     outputs = expert_outputs(

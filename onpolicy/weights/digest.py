@@ -55,7 +55,7 @@ class WeightDigest:
             self._hashes[name] = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data, label)
 
     def hashes(self) -> dict[str, int]:
-        """Of each tensor, by its name."""
+        """The hash of each tensor, by its name."""
         self._on_device.finish()
         return self._hashes
 

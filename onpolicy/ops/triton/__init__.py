@@ -16,7 +16,7 @@ from torch import Tensor
 from onpolicy.ops.base import GPU_LOGITS, Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import attention as attentions
-from onpolicy.ops.triton import log_probs
+from onpolicy.ops.triton import fused_norms, log_probs, mixing
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
 from onpolicy.ops.triton.experts import TritonGroupedLinear, tiled_grouped_linear, topk
 from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
@@ -57,6 +57,19 @@ class TritonOperators(Operators):
 
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, torch.float32)
+
+    def mix_few(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Callable[[Tensor], Tensor],
+    ) -> Tensor | None:
+        if experts.numel() > mixing.MOST_ROWS:
+            return None
+        return mixing.mix_few(x, experts, weights, gate_up, down, gate)
 
     def attention(
         self,
@@ -110,6 +123,23 @@ class TritonOperators(Operators):
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         out: tuple[Tensor, Tensor] = TritonRotary.apply(q, k, cos, sin)
         return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return fused_norms.add_rms_norm(x, residual, weight, eps, round_last)
+
+    def norm_rotary(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: tuple[Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        round_last: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        return fused_norms.norm_rotary(q, k, weights, cos, sin, eps, round_last)
 
     def softmax(self, x: Tensor) -> Tensor:
         out: Tensor = log_probs.TritonSoftmax.apply(x)

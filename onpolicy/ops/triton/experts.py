@@ -24,6 +24,7 @@ def _grouped_linear_kernel(
     x: tl.tensor, weight: tl.tensor, offsets: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor,
     stride_xm: tl.tensor, stride_xk: tl.tensor,
     stride_we: tl.tensor, stride_wn: tl.tensor, stride_wk: tl.tensor,
+    source: tl.tensor, target: tl.tensor, PER_SOURCE: tl.constexpr, HAS_TARGET: tl.constexpr,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -43,20 +44,36 @@ def _grouped_linear_kernel(
     rows = first + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < tl.load(offsets + expert + 1), columns < N
+    inputs = rows
+    if PER_SOURCE:
+        inputs = tl.load(source + rows, mask=is_row, other=0) // PER_SOURCE
     total = multiply_tile(
         x, weight + expert.to(tl.int64) * stride_we,
-        rows * stride_xm, is_row, columns.to(tl.int64) * stride_wn, is_column,
+        inputs * stride_xm, is_row, columns.to(tl.int64) * stride_wn, is_column,
         K, stride_xk, stride_wk, ROWS, COLUMNS, INNER,
     )  # fmt: skip
+    if HAS_TARGET:
+        rows = tl.load(target + rows, mask=is_row, other=0)
     out += rows[:, None] * N + columns[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 def tiled_grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    source: Tensor | None = None,
+    per_source: int = 0,
+    target: Tensor | None = None,
 ) -> Tensor:
-    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
-    (S, K), (E, N, _) = x.shape, weight.shape
+    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N].
+
+    Row i is row `source[i] // per_source` of `x` and becomes row `target[i]` of the result, where
+    these are given: int64 [S].
+    """
+    (E, N, K), S = weight.shape, len(x if source is None else source)
     out = x.new_empty(S, N, dtype=out_dtype)
     tile = choose_tile(x, S / E)
     # Every expert that has rows has at most one tile that is not full.
@@ -64,6 +81,7 @@ def tiled_grouped_linear(
     if S:
         _grouped_linear_kernel[grid](
             x, weight, offsets, out, N, K, *x.stride(), *weight.stride(),
+            source, target, PER_SOURCE=per_source, HAS_TARGET=target is not None,
             EXPERTS=E, EXPERTS_BLOCK=next_power_of_2(E), **tile.options(),
         )  # fmt: skip
     return out

@@ -89,7 +89,7 @@ def _norm_grad_kernel(
         tl.store(grad_bias + tl.program_id(0) * SIZE + columns, bias_total, mask=is_column)
 
 
-def _options(size: int) -> dict[str, int]:
+def options(size: int) -> dict[str, int]:
     """Rows of a thread block, elements of a row, warps: functions of the norm's size alone."""
     block = next_power_of_2(size)
     rows = max(1, 2048 // block)
@@ -120,7 +120,7 @@ class TritonNorm(torch.autograd.Function):
         out = flat.new_empty(M, size, dtype=dtype)
         means = flat.new_empty(M, dtype=torch.float32) if centered else None
         inverse = flat.new_empty(M, dtype=torch.float32)
-        how = {"CENTERED": centered, "ROUND_LAST": round_last, **_options(size), **UNFUSED}
+        how = {"CENTERED": centered, "ROUND_LAST": round_last, **options(size), **UNFUSED}
         if M:
             _norm_kernel[(triton.cdiv(M, how["ROWS"]),)](
                 flat, weight, bias, out, means, inverse, M, eps, **how

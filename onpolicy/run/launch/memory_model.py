@@ -26,7 +26,7 @@ FLOAT32 = 4
 MIB = 1 << 20
 
 LIBRARIES = 800 * MIB
-"""Of a process that has imported PyTorch and transformers; of its GPU, what CUDA keeps there."""
+"""What a process holds that has imported PyTorch and transformers; on its GPU, what CUDA keeps there."""
 
 SERVER_LIBRARIES = 1600 * MIB
 """SGLang's processes together: HTTP and tokenizer, scheduler, detokenizer, guard."""

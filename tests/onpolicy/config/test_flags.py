@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def sources():
-    for package in ("onpolicy", "fallback_correction"):
+    for package in ("onpolicy", "fallback_correction", "benchmarks"):
         yield from (ROOT / package).rglob("*.py")
 
 

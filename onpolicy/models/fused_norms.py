@@ -1,0 +1,234 @@
+"""Norms of a decoder layer in one kernel with what stands beside them, in whatever model has them so.
+
+The rollout engine does this on a GPU, where a decode step is bound by the number of its kernels: the
+residual sum with the norm after it, and the norms of queries and keys with the rotary embedding. A
+layer and an attention module are recognised by what they compute: their own code runs on stand-ins for
+their parts. Others stay as they are. The fused operators have the bits of those that they replace. That
+is tried where the engine starts, at the model's sizes; where it does not hold, these stay apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from onpolicy.models.norms import AlignedRMSNorm, NormKind
+from onpolicy.ops.base import Operators
+from onpolicy.ops.checks.probe import probe
+
+logger = logging.getLogger(__name__)
+
+ROW_COUNTS = (1, 2, 7, 64, 299)
+
+KeepsBits = Callable[[str, "Sizes"], bool]
+
+
+def fuse_norms(model: nn.Module, operators: Operators) -> int:
+    """Fuse the norms of an aligned model in place; returns in how many modules it did.
+
+    To be called after `align_modules`. No gradient flows through what is fused.
+    """
+    keeps_bits = cache(partial(_keeps_bits, operators))
+    return sum(
+        _fuse_layer(module, keeps_bits) or _fuse_attention(module, keeps_bits)
+        for module in model.modules()
+    )
+
+
+# A decoder layer: the sum after its attention, and the norm of that sum.
+
+
+def _fuse_layer(layer: Any, keeps_bits: KeepsBits) -> bool:
+    if not is_usual_layer(layer):
+        return False
+    norm = layer.post_attention_layernorm
+    if not keeps_bits("sum", Sizes.of(norm)):
+        return False
+    layer.forward = MethodType(_layer_forward, layer)
+    return True
+
+
+def _layer_forward(layer: Any, hidden_states: Tensor, **named: Any) -> Tensor:
+    norm = layer.post_attention_layernorm
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **named)
+    total, normal = norm.operators.add_rms_norm(
+        attended, hidden_states, norm.scale, norm.kind.eps, norm.kind.round_last
+    )
+    out: Tensor = total + layer.mlp(normal)
+    return out
+
+
+_LAYER = {
+    "input_layernorm": lambda x: 3 * x.roll(1, -1) - 1,
+    "post_attention_layernorm": lambda x: 5 * x.flip(-1) + 2,
+    "mlp": lambda x: 7 * x.roll(2, -1) + 0.5,
+}
+
+
+def is_usual_layer(module: Any) -> bool:
+    """Whether it computes `s + mlp(norm(s))`, s = x + attention(norm(x)), and hands on all keywords."""
+    children = dict(module.named_children())
+    if "forward" in vars(module) or children.keys() != {*_LAYER, "self_attn"}:
+        return False
+    if not _has_weight(children["post_attention_layernorm"]):
+        return False
+    x, given, got = probe(1, 3, 8, seed=1), {"position_embeddings": object()}, {}
+
+    def attention(hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
+        got.update(named)
+        return 11 * hidden_states.roll(3, -1) - 4, None
+
+    stripped: Any = copy.copy(module)
+    vars(stripped).update(_LAYER, self_attn=attention)
+    try:
+        out = type(module).forward(stripped, x, **given, own=1)
+    except Exception:  # whatever a layer of another kind does with stand-ins
+        return False
+    total = x + attention(_LAYER["input_layernorm"](x))[0]
+    want = total + _LAYER["mlp"](_LAYER["post_attention_layernorm"](total))
+    handed_on = all(got.get(name) is value for name, value in {**given, "own": 1}.items())
+    return isinstance(out, Tensor) and torch.equal(out, want) and handed_on
+
+
+def _has_weight(norm: Any) -> bool:
+    return isinstance(norm, AlignedRMSNorm) and norm.weight is not None
+
+
+# An attention module: the norms of its heads, and their rotary embedding.
+
+
+def _fuse_attention(module: Any, keeps_bits: KeepsBits) -> bool:
+    """Where the module attends over the rotated norms of its heads' projections, and nothing else."""
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    if not all(map(_has_weight, norms)) or not hasattr(module, "operators"):
+        return False
+    q_norm, k_norm = cast(list[AlignedRMSNorm], norms)
+    sizes = Sizes.of(q_norm)
+    by_head = sizes == Sizes.of(k_norm) and sizes.size == getattr(module, "head_dim", None)
+    if not by_head or not keeps_bits("rotary", sizes):
+        return False
+    try:
+        apart = _attended(module)
+        vars(module).update(q_norm=_as_it_is, k_norm=_as_it_is, deferred_norms=(q_norm, k_norm))
+        same = len(apart) == 3 and all(map(torch.equal, apart, _attended(module)))
+    except Exception:  # whatever another attention module does with stand-ins
+        same = False
+    if not same:
+        for name in ("q_norm", "k_norm", "deferred_norms"):
+            vars(module).pop(name, None)
+    return same
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _attended(module: Any) -> list[Tensor]:
+    """q, k and v that the module's code hands to its attention function, of stand-ins."""
+    weight, size, tokens = module.q_proj.weight, module.head_dim, 5
+    device, dtype = weight.device, weight.dtype
+    stripped: Any = copy.copy(module)
+    stripped.forward = MethodType(module.forward.__func__, stripped)
+    for seed, name in enumerate(("q_proj", "k_proj", "v_proj"), 41):
+        rows = len(getattr(module, name).weight)
+        projected = probe(1, tokens, rows, seed=seed, device=str(device)).to(dtype)
+        vars(stripped)[name] = lambda _, projected=projected: projected
+    vars(stripped)["o_proj"] = _as_it_is
+    angles = probe(2, 1, tokens, size, seed=44, device=str(device)).to(dtype)
+    found: list[Tensor] = []
+
+    def attend(_: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
+        found.extend((q, k, v))
+        return q.transpose(1, 2), None
+
+    with _attention_by(module, attend):
+        stripped.forward(
+            hidden_states=probe(1, tokens, size, seed=45, device=str(device)).to(dtype),
+            position_embeddings=tuple(angles),
+            attention_mask=None,
+        )
+    return found
+
+
+@contextmanager
+def _attention_by(module: Any, function: Callable[..., Any]) -> Iterator[None]:
+    name = module.config._attn_implementation
+    own = ALL_ATTENTION_FUNCTIONS[name]
+    ALL_ATTENTION_FUNCTIONS[name] = function
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = own
+
+
+# Do the fused operators have the bits of those that they replace?
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What decides the bits of a norm."""
+
+    size: int
+    kind: NormKind
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, norm: AlignedRMSNorm) -> Sizes:
+        """Those of a norm with a weight."""
+        weight = norm.weight
+        assert weight is not None
+        return cls(len(weight), norm.kind, weight.dtype, str(weight.device))
+
+    def probe(self, *shape: int, seed: int) -> Tensor:
+        """Numbers [..., size]."""
+        return probe(*shape, self.size, seed=seed, device=self.device).to(self.dtype)
+
+
+def _keeps_bits(operators: Operators, what: str, sizes: Sizes) -> bool:
+    """Whether a norm with its "sum", or its "rotary", is the same in one kernel, for any rows."""
+    pairs = _of_sum(operators, sizes) if what == "sum" else _of_rotary(operators, sizes)
+    same = all(torch.equal(a, b) for got, want in pairs for a, b in zip(got, want, strict=True))
+    if not same:
+        logger.warning("norms of %d and their %s stay apart: they differ here", sizes.size, what)
+    return same
+
+
+Results = Iterator[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
+"""What the fused operator gives, and what those that it replaces do."""
+
+
+def _scale(sizes: Sizes, seed: int) -> Tensor:
+    """As `AlignedRMSNorm.scale` has it."""
+    weight = sizes.probe(seed=seed)
+    return sizes.kind.offset + weight.float() if sizes.kind.offset else weight
+
+
+def _of_sum(operators: Operators, sizes: Sizes) -> Results:
+    x, residual = sizes.probe(2, max(ROW_COUNTS), seed=31)
+    settings = _scale(sizes, 32), sizes.kind.eps, sizes.kind.round_last
+    for count in ROW_COUNTS:
+        given = x[:count], residual[:count], *settings
+        yield operators.add_rms_norm(*given), Operators.add_rms_norm(operators, *given)
+
+
+def _of_rotary(operators: Operators, sizes: Sizes) -> Results:
+    """Heads lie as a joint product leaves them."""
+    heads, kv_heads = 3, 2
+    both = sizes.probe(1, max(ROW_COUNTS), heads + kv_heads, seed=33).transpose(1, 2)
+    angles = sizes.probe(2, 1, max(ROW_COUNTS), seed=34)
+    scales, kind = (_scale(sizes, 35), _scale(sizes, 36)), sizes.kind
+    for count in ROW_COUNTS:
+        q, k = both[:, :, :count].split((heads, kv_heads), dim=1)
+        given = q, k, scales, *angles[:, :, :count], kind.eps, kind.round_last
+        yield operators.norm_rotary(*given), Operators.norm_rotary(operators, *given)

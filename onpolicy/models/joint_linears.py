@@ -1,0 +1,149 @@
+"""Linears that a module calls on one input, as one product: q, k and v, and an MLP's gate and up.
+
+The rollout engine does this, for fewer and larger GEMMs in a decode step; the trainer keeps them apart.
+A column of a product has the same bits whatever columns are beside it. That is tried where the engine
+starts, at the sizes of the model, and linears for which it does not hold stay apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onpolicy.errors import ContractError
+from onpolicy.ops.base import Operators
+from onpolicy.ops.checks.probe import probe
+
+logger = logging.getLogger(__name__)
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linears that read the same tensor, where a module has them. One that gives them different
+tensors gets the right results all the same, each by a product of its own."""
+
+ROW_COUNTS = (1, 2, 7, 64, 299)
+
+
+class JointLinear:
+    """Takes the place of the forward passes of several linears; their weights become parts of one.
+
+    `linears`: weight [N_i, K] each, and all of them or none with a bias [N_i].
+    """
+
+    def __init__(self, linears: Sequence[Any], operators: Operators):
+        self.linears, self.operators = linears, operators
+        self.sizes = [len(linear.weight) for linear in linears]
+        self.weight = _joined([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears]
+        self.bias = None if biases[0] is None else _joined(biases)
+        self._x: Tensor | None = None
+        self._parts: list[Tensor | None] = [None] * len(linears)
+        for number, linear in enumerate(linears):
+            linear.forward = partial(self._forward, number)
+
+    def _forward(self, number: int, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N_i]: the first of the linears that is called computes all of them."""
+        if x is not self._x or self._parts[number] is None:
+            self._x = x
+            product = self.operators.linear(x, self.weight, self.bias)
+            self._parts = list(product.split(self.sizes, dim=-1))
+        part, self._parts[number] = self._parts[number], None
+        if all(part is None for part in self._parts):
+            self._x = None
+        assert part is not None
+        return part
+
+    def require_joint(self) -> None:
+        """Raise ContractError if a linear's weight lies elsewhere by now, where nothing reads it."""
+        for joint, parts in (
+            (self.weight, [linear.weight for linear in self.linears]),
+            (self.bias, [linear.bias for linear in self.linears]),
+        ):
+            start = 0 if joint is None else joint.data_ptr()
+            for part in parts if joint is not None else ():
+                if part.data_ptr() != start:
+                    raise ContractError(
+                        f"shape={tuple(part.shape)}: a loader put a weight into memory of its own, and "
+                        "the engine would go on with the old one. Restart the engine, and report this."
+                    )
+                start += part.numel() * part.element_size()
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor of which they are parts from now on, along the first axis."""
+    joint = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, joint.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return joint
+
+
+def join_linears(
+    model: nn.Module, operators: Operators, may_join: Callable[[nn.Module], bool]
+) -> list[JointLinear]:
+    """Join siblings of `model` in place, where their joint product has their own products' bits.
+
+    `may_join`: whether a linear computes `Operators.linear` of its input and nothing else.
+    """
+    proven: dict[tuple[Any, ...], bool] = {}
+    joint = []
+    for linears in _siblings(model, may_join):
+        key = _sizes(linears)
+        if key not in proven:
+            proven[key] = _keeps_bits(operators, linears)
+            if not proven[key]:
+                logger.warning("linears of sizes %s stay apart: together they have other bits", key)
+        if proven[key]:
+            joint.append(JointLinear(linears, operators))
+    return joint
+
+
+def _siblings(model: nn.Module, may_join: Callable[[nn.Module], bool]) -> Iterator[list[Any]]:
+    for module in model.modules():
+        for names in SIBLINGS:
+            linears: list[Any] = [module._modules.get(name) for name in names]
+            if all(linear is not None and may_join(linear) for linear in linears):
+                *_, dtypes, inner, has_bias = zip(*map(_kind, linears), strict=True)
+                if len(set(dtypes)) == len(set(inner)) == len(set(has_bias)) == 1:
+                    yield linears
+
+
+def _kind(linear: Any) -> tuple[int, torch.dtype, int, bool]:
+    rows, inner = linear.weight.shape
+    return rows, linear.weight.dtype, inner, linear.bias is not None
+
+
+def _sizes(linears: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(_kind, linears))
+
+
+def _keeps_bits(operators: Operators, linears: Sequence[Any]) -> bool:
+    """Whether each linear's columns of a joint product are those of its own, for any number of rows.
+
+    A CPU that sums bfloat16 in float32 is asked in float32 too: rounding hides most of a sum.
+    """
+    device, dtype = linears[0].weight.device, linears[0].weight.dtype
+    dtypes = {dtype} | ({torch.float32} if device.type == "cpu" else set())
+    return all(_keeps_bits_in(each, operators, linears) for each in dtypes)
+
+
+def _keeps_bits_in(dtype: torch.dtype, operators: Operators, linears: Sequence[Any]) -> bool:
+    device, inner = str(linears[0].weight.device), linears[0].weight.shape[1]
+    sizes, has_bias = [len(linear.weight) for linear in linears], linears[0].bias is not None
+    weight = probe(sum(sizes), inner, seed=21, device=device).div_(inner**0.5).to(dtype)
+    bias = probe(sum(sizes), seed=22, device=device).to(dtype) if has_bias else None
+    weights = weight.split(sizes)
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    rows = probe(max(ROW_COUNTS), inner, seed=23, device=device).to(dtype)
+    return all(
+        torch.equal(together, operators.linear(rows[:count], *own))
+        for count in ROW_COUNTS
+        for together, own in zip(
+            operators.linear(rows[:count], weight, bias).split(sizes, dim=-1),
+            zip(weights, biases, strict=True),
+            strict=True,
+        )
+    )
