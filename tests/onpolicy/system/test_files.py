@@ -1,5 +1,6 @@
 """Files are whole, or as they were."""
 
+import contextlib
 import os
 import resource
 
@@ -8,12 +9,18 @@ import pytest
 from onpolicy.system import files
 
 
-@pytest.fixture
-def no_file_over():
-    """Limits the size of the files that this process writes, as a full disk would."""
+@contextlib.contextmanager
+def no_file_over(size):
+    """Limit the size of the files that this process writes, as a full disk would.
+
+    Not for longer than it takes: pytest says in a file, where its output goes to one, what came of it.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
