@@ -10,15 +10,13 @@ Source: load_model_with_memory_saver (sglang/srt/model_executor), replace_linear
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from onpolicy.models.fused_norms import fuse_norms
 from onpolicy.models.joint_linears import JointLinear, join_linears
 from onpolicy.ops import Operators
-
-logger = logging.getLogger(__name__)
+from sglang_patches import registry
 
 
 def fuse(runner: Any, operators: Operators) -> None:
@@ -28,7 +26,7 @@ def fuse(runner: Any, operators: Operators) -> None:
         joint = join_linears(runner.model, operators, is_plain)
     fused = fuse_norms(runner.model, operators)
     runner.model.load_weights = _checked(runner.model.load_weights, joint)
-    logger.info("%d products are joint ones, and norms of %d modules are fused", len(joint), fused)
+    registry.report["fusion"] = {"joint_linears": len(joint), "fused_norms": fused}
 
 
 def is_plain(linear: Any) -> bool:

@@ -69,6 +69,8 @@ def test_it_reports_its_contract_self_check_and_patches(engines, client):
     assert NumericsContract.from_json(report["contract"]) == engines.contract
     assert report["self_check"] == engines.trainer.self_check
     assert report["tp_size"] == 1
+    layers = engines.hf_config.num_hidden_layers
+    assert report["fusion"] == {"joint_linears": 2 * layers, "fused_norms": 2 * layers}
     assert {
         "attention backend torch_native",
         "sampler backend pytorch",

@@ -62,6 +62,7 @@ def count_mismatches(engines, seed):
 def test_no_token_differs(engines):
     assert engines.contract.row_parallel_blocks == 2
     assert engines.rollout.clients[0].report()["tp_size"] == 2
+    assert "fusion" not in engines.rollout.clients[0].report()  # of operators that are recorded
     assert count_mismatches(engines, seed=30) == 0
 
 
