@@ -38,15 +38,18 @@ def mix_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    in_few_kernels: bool = True,
 ) -> Tensor:
     """`sum_j weights[:, j] * down[e_j](gate(gate_up[e_j](x)))`, e = experts.
 
     x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H] and [E, 2 I];
     down: [E, H, I] and [E, H]. Returns [T, H] in the dtype of `x`. With P tensor-parallel ranks
     every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole.
+    `in_few_kernels`: whether `Operators.mix_few` may answer, where nobody asks for gradients.
     """
     has_biases = gate_up_bias is not None or down_bias is not None
-    if not (torch.is_grad_enabled() or has_biases) and row_parallel.blocks == 1:
+    is_plain = not (torch.is_grad_enabled() or has_biases) and row_parallel.blocks == 1
+    if in_few_kernels and is_plain:
         mixed = operators.mix_few(x, experts, weights, gate_up, down, gate)
         if mixed is not None:
             return mixed

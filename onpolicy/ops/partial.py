@@ -21,7 +21,7 @@ OPERATORS = {
     "norm": ("rms_norm", "layer_norm"),
     "rotary": ("rotary",),
     "activation": ("elementwise", "gated"),
-    "experts": ("grouped_linear", "grouped_partial_linear", "softmax", "topk"),
+    "experts": ("grouped_linear", "grouped_partial_linear", "mix_few", "softmax", "topk"),
     "log_probs": ("log_softmax", "gather_log_probs", "grad_logits", "sample", "uniform"),
 }
 """The operators of each kind, of `onpolicy.contract.KINDS`."""

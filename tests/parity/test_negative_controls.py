@@ -111,4 +111,6 @@ def test_every_operator_has_a_control():
     # What one engine calls alone, and what has no bits of its own.
     others |= {"paged_attention", "sample", "gather_log_probs", "grad_logits", "topk"}
     others |= {"linear_gradients", "logits_per_chunk", "rows_per_chunk", "run_pieces", "uniform"}
+    # Made of those: tests/onpolicy/models/test_fused_norms.py, tests/onpolicy/ops/triton/test_mixing.py.
+    others |= {"add_rms_norm", "norm_rotary", "mix_few"}
     assert operators - others == {*OF_DENSE_MODELS, *OF_EXPERTS}

@@ -60,7 +60,7 @@ def installed(monkeypatch):
             monkeypatch.setattr(module, "install", lambda *_, name=name: asked.add(name))
         for module in (plugin.configurations,):
             monkeypatch.setattr(module, "install", lambda _: None)
-        plugin._share_model(contract, CpuOperators(1))
+        plugin._share_model(contract, CpuOperators(1), fuses=True)
         return asked
 
     return install

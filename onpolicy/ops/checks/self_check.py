@@ -23,7 +23,14 @@ from onpolicy.ops.checks.attention_check import (
     check_attention,
     check_paged_attention,
 )
-from onpolicy.ops.checks.probe import ROWS, Results, check_rows, columns_to_check, probe
+from onpolicy.ops.checks.probe import (
+    ROWS,
+    Results,
+    check_rows,
+    columns_to_check,
+    probe,
+    require_equal,
+)
 from onpolicy.ops.checks.rowwise_check import check_rowwise
 from onpolicy.ops.checks.shard_check import check_shards
 from onpolicy.ops.experts import gated_halves, mix_experts
@@ -146,9 +153,12 @@ def _check_experts(
     weights = gate_up.to(dtype), down.to(dtype)
     gate, row_parallel = gated_halves(operators, F.silu), RowParallel(contract.row_parallel_blocks)
 
-    def layer(x: Tensor) -> Tensor:
+    def layer(x: Tensor, in_few_kernels: bool = True) -> Tensor:
         scores, chosen = operators.topk(operators.softmax(operators.linear(x, router)), k)
-        return mix_experts(operators, x, chosen % few, scores, *weights, gate, row_parallel)
+        given = x, chosen % few, scores, *weights, gate, row_parallel
+        return mix_experts(operators, *given, in_few_kernels=in_few_kernels)
 
     x = probe(ROWS, hidden, seed=14, device=device).to(dtype)
-    return check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)
+    mixed = check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)
+    require_equal("experts", sizes, "kernels of more rows", layer(x, in_few_kernels=False), mixed)
+    return mixed

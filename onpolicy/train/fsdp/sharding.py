@@ -82,7 +82,7 @@ def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_buckets(
-    model: PolicyModel, dtype: torch.dtype, max_bytes: int, part: WeightPart
+    model: PolicyModel, dtype: torch.dtype, max_bytes: int, part: WeightPart = "all"
 ) -> Iterator[WeightBucket]:
     """Whole tensors of a part under the names a checkpoint has for them, `max_bytes` at a time.
 

@@ -13,7 +13,10 @@ from onpolicy.ops.partial import OPERATORS, aligned_side, partly_aligned
 from onpolicy.ops.stock import StockOperators
 from tests.support.tiny_contract import CONTRACT
 
-NO_OPERATORS = {"rows_per_chunk", "whole", "run_pieces"}
+COMPOSED = {"add_rms_norm", "norm_rotary"}
+"""What an engine computes at once, whose contract is whole."""
+
+NO_OPERATORS = {"rows_per_chunk", "whole", "run_pieces"} | COMPOSED
 
 
 def test_every_operator_is_of_one_kind():

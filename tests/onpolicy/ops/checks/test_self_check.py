@@ -10,6 +10,8 @@ from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.checks.self_check import GPU_ROW_COUNTS, gpu_row_counts, self_check
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.row_parallel import WHOLE
 from tests.support.tiny_contract import CONTRACT, SHARED
 from tests.support.violations import ROW_OPERATORS, break_operator, few, next_up
 
@@ -88,7 +90,8 @@ def test_the_checks_at_start_up_call_every_operator(dtype):
     contract = dataclasses.replace(SHARED, dtype=dtype)
     self_check(Noted(), contract)
     of_a_backward_pass = {"grad_logits", "linear_gradients", "rows_per_chunk"}
-    of_a_trainer = {"run_pieces"}
+    # Or tried where they are put in, and where sums have one block.
+    of_a_trainer = {"run_pieces", "add_rms_norm", "norm_rotary", "mix_few"}
     whole_numbers = {"uniform"}  # of integers, with one result everywhere
     members = {name: member for name, member in vars(Operators).items() if name[0] != "_"}
     public = {name for name, member in members.items() if not isinstance(member, int | None)}
@@ -96,6 +99,22 @@ def test_the_checks_at_start_up_call_every_operator(dtype):
     check_gradients(Noted(), contract)
     of_others = {"linear_gradients"} | of_a_trainer  # see tests/onpolicy/ops/test_log_probs.py
     assert public - called == of_others | whole_numbers
+
+
+@pytest.mark.parametrize("off_by", [0.0, 1e-6])
+def test_a_mixture_in_few_kernels_must_have_the_bits_of_the_one_in_many(off_by):
+    class Few(CpuOperators):
+        def mix_few(self, x, experts, weights, gate_up, down, gate):
+            given = self, x, experts, weights, gate_up, down, gate, WHOLE
+            return mix_experts(*given, in_few_kernels=False) + off_by
+
+    contract = dataclasses.replace(CONTRACT, dtype="float32", row_parallel_blocks=1)
+    assert contract.shapes.experts
+    if not off_by:
+        assert self_check(Few(), contract)
+        return
+    with pytest.raises(ContractError, match="operator=experts.*kernels of more rows"):
+        self_check(Few(), contract)
 
 
 def test_sums_are_checked_before_bfloat16_rounds_their_differences_away():
