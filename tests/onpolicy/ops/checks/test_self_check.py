@@ -113,7 +113,7 @@ def test_a_mixture_in_few_kernels_must_have_the_bits_of_the_one_in_many(off_by):
     if not off_by:
         assert self_check(Few(), contract)
         return
-    with pytest.raises(ContractError, match="operator=experts.*kernels of more rows"):
+    with pytest.raises(ContractError, match=r"operator=experts.*kernels of more rows"):
         self_check(Few(), contract)
 
 
