@@ -41,11 +41,11 @@ class AttentionLayout:
         )
 
     def by_pages(self) -> PagedLayout:
-        """This layout with every key on a page of its own, for all layers of a model."""
+        """This layout with every key on a page of its own, whose number is int64, for all layers."""
         if PagedLayout not in self.plans:
             device = self.key_rows.device
             self.plans[PagedLayout] = PagedLayout(
-                page_table=self.key_rows.to(torch.int32),
+                page_table=self.key_rows,
                 page_size=1,
                 key_lens=torch.tensor(self.key_lens, dtype=torch.int32).to(device),
                 query_starts=starts_of(self.query_lens).to(device),

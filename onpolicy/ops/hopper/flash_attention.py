@@ -9,6 +9,7 @@ for some head sizes and lengths; what they would save is the gathering of keys b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,16 @@ def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
     )
 
 
+def int32_pages(layout: AttentionLayout) -> PagedLayout:
+    """`layout.by_pages()` with the page numbers that the library takes, for all layers of a model."""
+    if int32_pages not in layout.plans:
+        pages = layout.by_pages()
+        table = pages.page_table.to(torch.int32)
+        layout.plans[int32_pages] = replace(pages, page_table=table)
+    found: PagedLayout = layout.plans[int32_pages]
+    return found
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +67,7 @@ def forward(
 
     The second is the log of the softmax's normaliser. bfloat16, no autograd.
     """
-    pages = layout.by_pages()
+    pages = int32_pages(layout)
     out, lse, *_ = _attend(q, k[:, None], v[:, None], pages, scores, return_softmax_lse=True)
     return out, lse
 

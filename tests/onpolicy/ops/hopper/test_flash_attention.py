@@ -157,7 +157,7 @@ def test_the_backward_is_upstreams_where_it_is_installed_and_can_be_deterministi
 
 def test_pages_hold_int32_tables_and_the_rows_of_keys_end_to_end():
     layout = scattered()
-    pages, keys, table = layout.by_pages(), PackedKeys.of(layout), layout.key_rows
+    pages, keys, table = flash_attention.int32_pages(layout), PackedKeys.of(layout), layout.key_rows
     assert pages.page_table.dtype == pages.query_starts.dtype == pages.key_lens.dtype == torch.int32
     assert (pages.page_size, pages.page_table.tolist()) == (1, table.tolist())
     assert pages.query_starts.tolist() == [0, 3, 4, 9]
