@@ -55,8 +55,8 @@ Results = dict[str, dict[str, Cell]]
 HEAD = """# Architectures
 
 Which models run on aligned operators? Those whose row says `0 of 144`: both engines gave each of 144
-sampled tokens the same log-probability. `onpolicy verify --hf-checkpoint DIR` says it of your own
-checkpoint, at its real size.
+sampled tokens the same log-probability. `onpolicy verify --hf-checkpoint DIR` finds out the same for
+your own checkpoint, at its real size.
 
 `make architectures` makes a random checkpoint of a few layers of every architecture
 (`tests/support/tiny.py`) and runs `onpolicy verify` on it: the real SGLang server and the real trainer
