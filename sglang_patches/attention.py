@@ -43,6 +43,20 @@ def as_wide_as(store: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return wide
 
 
+def _layout(forward_batch: Any, slots: torch.Tensor) -> PagedLayout:
+    """Where the keys of a batch lie; slots: [requests, tokens], the slot of the cache of each token."""
+    key_lens = forward_batch.seq_lens.int()
+    is_decode = forward_batch.forward_mode.is_decode()
+    query_lens = torch.ones_like(key_lens) if is_decode else forward_batch.extend_seq_lens
+    return PagedLayout(
+        page_table=slots[forward_batch.req_pool_indices, : int(key_lens.max())],
+        page_size=1,
+        key_lens=key_lens,
+        query_starts=F.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_query_len=int(query_lens.max()),
+    )
+
+
 def _backend_class() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -57,20 +71,7 @@ def _backend_class() -> type:
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
-            key_lens = forward_batch.seq_lens.int()
-            query_lens = (
-                torch.ones_like(key_lens)
-                if forward_batch.forward_mode.is_decode()
-                else forward_batch.extend_seq_lens
-            )
-            slots = self.req_to_token_pool.req_to_token
-            self.layout = PagedLayout(
-                page_table=slots[forward_batch.req_pool_indices, : int(key_lens.max())],
-                page_size=1,
-                key_lens=key_lens,
-                query_starts=F.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-                max_query_len=int(query_lens.max()),
-            )
+            self.layout = _layout(forward_batch, self.req_to_token_pool.req_to_token)
 
         def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             return self._attend_as(super().forward_extend, *args, **kwargs)

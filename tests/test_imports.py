@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,19 @@ def test_the_configuration_imports_nothing_heavy(file):
 )
 def test_what_a_check_on_a_gpu_needs_is_not_a_benchmark(file):
     assert not any(name.split(".")[0] == "benchmarks" for name in imported(file))
+
+
+def module_of(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_no_module_imports_itself_on_a_way_round():
+    """Imports inside functions and those for types alone count too; packages do not."""
+    packages = ("onpolicy", "sglang_patches", "fallback_correction")
+    modules = {module_of(file): file for package in packages for file in files(package)}
+    graph = {name: {*imported(file)} & modules.keys() - {name} for name, file in modules.items()}
+    assert sum(map(len, graph.values())) > len(modules)
+    assert [*TopologicalSorter(graph).static_order()]  # raises CycleError, which names the modules
 
 
 STATE = """

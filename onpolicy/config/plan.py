@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-from onpolicy.config.sglang_flags import tensor_parallel_size
-
-if TYPE_CHECKING:
-    from onpolicy.config.train import TrainConfig
+from typing import Any, Literal
 
 OnMismatch = Literal["fail", "fall back", "warn", "measure"]
 """What a token with another log-probability in training leads to: the run ends, the rollout is
@@ -85,45 +80,4 @@ def tool_plan(config: Any, *, mode: bool, **more: Any) -> RunPlan:
         aligned_by=operators.aligned_by(mode=mode),
         blocks=operators.row_parallel_blocks,
         **more,
-    )
-
-
-def plan_of(config: TrainConfig) -> RunPlan:
-    """The plan of a run with these flags, whether or not they keep all rules.
-
-    Raises ConfigError if --sglang-tp-size is no number.
-    """
-    fallback, rollout, governor = config.fallback, config.rollout, config.governor
-    aligned, asked = config.parity.true_on_policy_mode, config.parity.parity_policy
-    governed, corrections = governor.mismatch_governor, fallback.corrections
-    may_align = aligned or (governed and governor.limits.highest == "aligned")
-    lags = rollout.rollout_lag or rollout.rollout_segment_tokens
-    may_lag = bool(lags) or rollout.rollout_schedule == "free"
-    is_alone = governed or not (corrections or fallback.use_rollout_logprobs)
-    weighs_lag = may_lag and fallback.correct_lag and is_alone
-    takes_all = governed or bool(fallback.custom_tis_function_path)
-    degrees = {"--megatron-tp": config.megatron.megatron_tp}
-    if may_align:
-        degrees["--sglang-tp-size"] = tensor_parallel_size(config.sglang_args)
-    policies: dict[str | None, OnMismatch] = {
-        "fail": "fail",
-        "warn": "warn",
-        "fallback": "fall back",
-        None: "fail" if may_align else "warn",
-    }
-    return RunPlan(
-        starts_aligned=aligned,
-        may_align=may_align,
-        aligned_by=config.operators.aligned_by(mode=may_align),
-        blocks=config.operators.row_parallel_blocks,
-        degrees=degrees,
-        starts_servers=not config.engine.rollout_server_url,
-        is_governed=governed,
-        may_lag=may_lag,
-        corrections=corrections,
-        weighs_lag=weighs_lag,
-        may_come_on=("use_tis", "use_rs") if takes_all else ("use_tis",) * weighs_lag,
-        on_aligned_mismatch=policies[asked],
-        on_stock_mismatch="fail" if asked == "fail" else "measure",
-        is_rank_invariant=config.trainer.rank_invariant or may_align,
     )

@@ -9,8 +9,9 @@ import tyro
 from onpolicy.config import groups, secrets
 from onpolicy.config.flags import SGLANG_ARGS, also, flag_values
 from onpolicy.config.kinds import Seed
-from onpolicy.config.plan import RunPlan, plan_of
+from onpolicy.config.plan import OnMismatch, RunPlan
 from onpolicy.config.rules import NO_RESULT, Together
+from onpolicy.config.sglang_flags import tensor_parallel_size
 
 NO_CHECKPOINT = Together(
     lambda run: not run.hf_checkpoint, "--hf-checkpoint is missing: a run needs it. Give a path."
@@ -59,7 +60,7 @@ class TrainConfig:
     @cached_property
     def plan(self) -> RunPlan:
         """What the run is, whichever flags say so."""
-        return plan_of(self)
+        return _plan_of(self)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -110,3 +111,44 @@ class TrainConfig:
         values = flag_values(self)
         values["rollout_api_key"] = secrets.HIDDEN if values["rollout_api_key"] else ""
         return {**values, SGLANG_ARGS: secrets.hide(self.sglang_args)}
+
+
+def _plan_of(config: TrainConfig) -> RunPlan:
+    """The plan of a run with these flags, whether or not they keep all rules.
+
+    Raises ConfigError if --sglang-tp-size is no number.
+    """
+    fallback, rollout, governor = config.fallback, config.rollout, config.governor
+    aligned, asked = config.parity.true_on_policy_mode, config.parity.parity_policy
+    governed, corrections = governor.mismatch_governor, fallback.corrections
+    may_align = aligned or (governed and governor.limits.highest == "aligned")
+    lags = rollout.rollout_lag or rollout.rollout_segment_tokens
+    may_lag = bool(lags) or rollout.rollout_schedule == "free"
+    is_alone = governed or not (corrections or fallback.use_rollout_logprobs)
+    weighs_lag = may_lag and fallback.correct_lag and is_alone
+    takes_all = governed or bool(fallback.custom_tis_function_path)
+    degrees = {"--megatron-tp": config.megatron.megatron_tp}
+    if may_align:
+        degrees["--sglang-tp-size"] = tensor_parallel_size(config.sglang_args)
+    policies: dict[str | None, OnMismatch] = {
+        "fail": "fail",
+        "warn": "warn",
+        "fallback": "fall back",
+        None: "fail" if may_align else "warn",
+    }
+    return RunPlan(
+        starts_aligned=aligned,
+        may_align=may_align,
+        aligned_by=config.operators.aligned_by(mode=may_align),
+        blocks=config.operators.row_parallel_blocks,
+        degrees=degrees,
+        starts_servers=not config.engine.rollout_server_url,
+        is_governed=governed,
+        may_lag=may_lag,
+        corrections=corrections,
+        weighs_lag=weighs_lag,
+        may_come_on=("use_tis", "use_rs") if takes_all else ("use_tis",) * weighs_lag,
+        on_aligned_mismatch=policies[asked],
+        on_stock_mismatch="fail" if asked == "fail" else "measure",
+        is_rank_invariant=config.trainer.rank_invariant or may_align,
+    )

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.errors import ContractError
-from onpolicy.ops.backends.cpu import MAX_HEAD_DIM
+from onpolicy.ops.backends.base import MAX_HEAD_DIM
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.cpu.gemms import Gemms
 from onpolicy.ops.cpu.layout import pad_rows

@@ -9,6 +9,13 @@ from onpolicy.contract import OperatorShapes
 from onpolicy.ops.base import Operators
 from onpolicy.ops.machine import Machine
 
+GEMM_COLUMNS = 16
+"""DeepGEMM multiplies by weights whose out features are a multiple of this, its narrowest tile."""
+
+MAX_HEAD_DIM = 224
+"""Numbers of a query, key or value that portable operators multiply in a known order: two of the blocks
+in which MKL sums under MKL_CBWR=COMPATIBLE (`onpolicy/ops/portable.py`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:

@@ -4,15 +4,11 @@ every processor, and PyTorch's own."""
 from __future__ import annotations
 
 from onpolicy.contract import PORTABLE_KERNELS
-from onpolicy.ops.backends.base import Backend, Demand
+from onpolicy.ops.backends.base import MAX_HEAD_DIM, Backend, Demand
 from onpolicy.ops.base import Operators
 from onpolicy.ops.machine import Machine
 
 ENGINE_ATTENTION = "sglang_patches.attention:install"
-
-MAX_HEAD_DIM = 224
-"""Numbers of a query, key or value that portable operators multiply in a known order: two of the blocks
-in which MKL sums under MKL_CBWR=COMPATIBLE (`onpolicy/ops/portable.py`)."""
 
 
 def _make_cpu(num_threads: int) -> Operators:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.backends.gpu import GEMM_COLUMNS
+from onpolicy.ops.backends.base import GEMM_COLUMNS
 from onpolicy.ops.cuda_toolkit import REMEDY, CudaToolkit, find_cuda_toolkit
 from onpolicy.ops.triton.linear import TritonLinear
 

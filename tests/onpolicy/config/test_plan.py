@@ -83,13 +83,13 @@ def questions(file):
 
 
 def test_the_flags_that_say_what_a_run_is_are_asked_in_few_places():
-    """Beside the fields and their rules: most by the plan, the rest by what makes flags of flags."""
+    """Beside the fields and their rules: most where the plan is made, others where flags become flags."""
     root = Path(onpolicy.__file__).parent
     files = [file for file in root.rglob("*.py") if "groups" not in file.parts]
     asked = {str(f.relative_to(root)): len([*questions(f)]) for f in files}
     asking = {name: number for name, number in asked.items() if number}
     assert sum(asking.values()) <= 20, asking
     assert asking.keys() <= {
-        "config/plan.py", "config/tools.py", "run/ladder.py", "train/correction.py", "train/loss.py",
+        "config/train.py", "config/tools.py", "run/ladder.py", "train/correction.py", "train/loss.py",
     }, asking  # fmt: skip
-    assert asking["config/plan.py"] > 5  # the search finds what is there
+    assert asking["config/train.py"] > 5  # the search finds what is there
