@@ -83,7 +83,7 @@ def questions(file):
 
 
 def test_the_flags_that_say_what_a_run_is_are_asked_in_few_places():
-    """Beside the fields and their rules: most where the plan is made, others where flags become flags."""
+    """Beside the fields and their rules: most where the plan is made."""
     root = Path(onpolicy.__file__).parent
     files = [file for file in root.rglob("*.py") if "groups" not in file.parts]
     asked = {str(f.relative_to(root)): len([*questions(f)]) for f in files}
