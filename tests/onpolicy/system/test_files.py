@@ -31,11 +31,10 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, no_file_over):
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
     file = tmp_path / "a.json"
     files.write(file, "first")
-    no_file_over(100)
-    with pytest.raises(OSError) as error:
+    with no_file_over(100), pytest.raises(OSError) as error:
         files.write(file, "x" * 101)
     assert error.value.filename == str(file)
     assert file.read_text() == "first"
@@ -70,11 +69,10 @@ def test_nothing_takes_the_place_of_a_link_or_a_pipe(tmp_path):
     os.close(end)
 
 
-def test_a_line_is_added_as_a_whole_or_not_at_all(tmp_path, no_file_over):
+def test_a_line_is_added_as_a_whole_or_not_at_all(tmp_path):
     file = tmp_path / "a.jsonl"
     files.append(file, b"first")
-    no_file_over(10)
-    with pytest.raises(OSError) as error:
+    with no_file_over(10), pytest.raises(OSError) as error:
         files.append(file, b"second")
     assert error.value.filename == str(file)
     assert file.read_text() == "first\n"
