@@ -9,8 +9,8 @@ TORCH_ARGS ?=
 SOAK_ARGS ?=
 
 BIN := $(VENV)/bin
-# Four for two cores: servers, ranks and commands are waited for a third of the time.
-PYTEST := $(BIN)/python -m pytest tests --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# Three for two cores: servers, ranks and commands are waited for a third of the time.
+PYTEST := $(BIN)/python -m pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Every process would compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALLED := $(VENV)/.installed

@@ -168,7 +168,6 @@ def test_no_module_beside_the_records_names_flags_in_tables():
 
 MAY_NAME = {
     "settings.py": {"num_rollout", "lr_decay_style", "rollout_lag"},
-    "train.py": {"rollout_api_key"},
+    "train.py": {"rollout_api_key", "use_tis", "use_rs"},
     "rules.py": {"rollout_api_key"},
-    "plan.py": {"use_tis", "use_rs"},
 }
