@@ -25,10 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from onpolicy.models.norms import AlignedRMSNorm, NormKind
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.checks.rowwise_check import FEW_ROW_COUNTS as ROW_COUNTS
 
 logger = logging.getLogger(__name__)
-
-ROW_COUNTS = (1, 2, 7, 64, 299)
 
 KeepsBits = Callable[[str, "Sizes"], bool]
 

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from onpolicy.errors import ContractError
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.checks.rowwise_check import FEW_ROW_COUNTS as ROW_COUNTS
 
 logger = logging.getLogger(__name__)
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears that read the same tensor, where a module has them. One that gives them different
 tensors gets the right results all the same, each by a product of its own."""
-
-ROW_COUNTS = (1, 2, 7, 64, 299)
 
 
 class JointLinear:

@@ -1,6 +1,6 @@
 """RMS norm in one kernel with what comes before it, a residual sum, or after it, the rotary embedding.
 
-Row invariance: as in `norm` and `rotary`, whose tiles, sums and roundings these kernels repeat. The
+Row invariance: as in `norm` and `elementwise`, whose tiles, sums and roundings these kernels repeat. The
 order in which Triton adds up a row follows from the tile, its warps and the layout of its loads, which
 are the same. That they give the same bits is tried where an engine starts (models/fused_norms.py).
 """

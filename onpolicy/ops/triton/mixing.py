@@ -1,6 +1,6 @@
 """A mixture of experts in five kernels, for few tokens: order, gate and up, gate, down, sum.
 
-Row invariance: as in `grouped`, whose kernel computes both products; rows are read and written where
+Row invariance: as in `experts`, whose kernel computes both products; rows are read and written where
 they belong, so nothing is copied in between. A token's experts are added in the router's order, each
 product and sum rounded, as ops/experts.py does it.
 """
@@ -25,13 +25,9 @@ BLOCK, COLUMNS = 64, 1024
 
 @triton.jit
 def _order_kernel(
-    experts: tl.tensor,
-    order: tl.tensor,
-    offsets: tl.tensor,
-    S: tl.tensor,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    experts: tl.tensor, order: tl.tensor, offsets: tl.tensor, S: tl.tensor,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """The place of a row is the number of rows that come before it; blocks of rows, then of experts."""
     block = tl.program_id(0)
     of_rows = tl.cdiv(S, BLOCK)
@@ -68,19 +64,14 @@ def order_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _sum_kernel(
-    rows: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    stride_weights: tl.tensor,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    rows: tl.tensor, weights: tl.tensor, out: tl.tensor,
+    K: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < SIZE
     rows += token * K * SIZE + columns
-    weights += token * stride_weights
+    weights += token * K
     total = tl.load(rows, mask=is_column, other=0.0) * tl.load(weights).to(tl.float32)
     for choice in tl.static_range(1, K):
         row = tl.load(rows + choice * SIZE, mask=is_column, other=0.0)
@@ -108,6 +99,6 @@ def mix_few(
     weights, out = weights.contiguous(), x.new_empty(tokens, size)
     if tokens:
         _sum_kernel[tokens, triton.cdiv(size, COLUMNS)](
-            outputs, weights, out, k, K=k, SIZE=size, COLUMNS=COLUMNS, num_warps=4, **UNFUSED
+            outputs, weights, out, K=k, SIZE=size, COLUMNS=COLUMNS, num_warps=4, **UNFUSED
         )
     return out
