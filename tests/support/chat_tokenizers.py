@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 END = "<|im_end|>"
 
 PLAIN = (
-    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{%- for c in m.tool_calls or [] %}<call>{{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}</call>{%- endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}</call>{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Writes nothing anew but the arguments of calls."""
 
@@ -26,17 +26,17 @@ TEMPLATES = {
     "plain": PLAIN,
     "drops earlier thinking": PLAIN.replace(
         "{{ m.content }}",
-        "{%- if loop.last or m.role != 'assistant' %}{{ m.content }}"
-        "{%- else %}{{ m.content.split('</think>')[-1] }}{% endif %}",
+        "{% if loop.last or m.role != 'assistant' %}{{ m.content }}"
+        "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}",
     ),
     "trims": PLAIN.replace("{{ m.content }}", "{{ m.content | trim }}"),
     "merges results": (
-        "{%- for m in messages %}{% if m.role == 'tool' %}"
-        "{%- if loop.previtem.role != 'tool' %}<|im_start|>user\n{% endif %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% if loop.previtem.role != 'tool' %}<|im_start|>user\n{% endif %}"
         "<result>{{ m.content }}</result>"
-        "{%- if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
-        "{%- else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "ends answers otherwise": PLAIN.replace(
         "<|im_end|>\n", "{% if m.role == 'assistant' %}<|end|>{% else %}<|im_end|>{% endif %}\n"

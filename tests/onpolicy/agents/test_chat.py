@@ -142,7 +142,7 @@ def test_a_stop_token_that_is_the_next_delimiter_comes_once() -> None:
     [
         ("drops earlier thinking", "<think>hm</think>a pin", 0, "<think>hm", "a pin<|im_end|>"),
         ("trims", " a pin ", 0, " a pin ", "a pin<|im_end|>"),
-        ("ends answers otherwise", "a pin", 5, "<|im_end|>", "<|end|>\n"),
+        ("ends answers otherwise", "a pin", 5, "<|im_end|>", "<|end|>"),
     ],
 )
 def test_the_first_token_that_a_template_writes_anew_is_found(
