@@ -6,7 +6,7 @@ import json
 import random
 import threading
 
-from onpolicy.rollout.episodes import Episode, Rollouter
+from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
 from onpolicy.trajectory import Completion, FinishReason, Span
 from onpolicy.types import Prompt, Request, SamplingParams
@@ -40,7 +40,9 @@ class SpelledOut:
 
     def go_on(self, token_ids, known, messages, tools):
         more = "".join(map(self._spelled, messages[len(known) :])) + "assistant:"
-        return len(token_ids), self.encode(more if token_ids[-1] == STOP else f"|{more}", begins=False)
+        return len(token_ids), self.encode(
+            more if token_ids[-1] == STOP else f"|{more}", begins=False
+        )
 
     def encode(self, text, *, begins):
         return [ord(character) for character in text]
@@ -91,7 +93,9 @@ class Draws:
         key = branch.key, begins
         assert key not in self.sampled
         self.sampled[key] = (token_ids, log_probs)
-        is_cut = token_ids[-1] != STOP and not any(map(decode(token_ids).endswith, request.params.stop))
+        is_cut = token_ids[-1] != STOP and not any(
+            map(decode(token_ids).endswith, request.params.stop)
+        )
         branch.episode.add(
             branch,
             ask,

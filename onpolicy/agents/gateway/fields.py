@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from onpolicy.agents.gateway.errors import RefusedError, invalid
+from onpolicy.config.kinds import SMALLEST_TEMPERATURE
 from onpolicy.types import SamplingParams
 
 T = TypeVar("T")
@@ -68,6 +69,17 @@ class Fields:
         value = self.find(field, int)
         if value is not None and value < 1:
             raise invalid(self.name(field), f"must be at least 1, and is {value}.")
+        return value
+
+    def temperature(self) -> float | None:
+        """One that leaves log-probabilities to learn from."""
+        value = self.find("temperature", float)
+        if value is not None and not value >= SMALLEST_TEMPERATURE:
+            raise invalid(
+                self.name("temperature"),
+                f"must be at least {SMALLEST_TEMPERATURE:g}, and is {value}: a greedy sample has no "
+                "log-probabilities to learn from.",
+            )
         return value
 
     def texts(self, field: str) -> tuple[str, ...]:

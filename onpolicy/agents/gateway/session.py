@@ -64,6 +64,9 @@ class Session:
         self.num_refused = 0
         """Requests that were answered with an error."""
 
+        self.num_given_up = 0
+        """Answers that no client got, once it is closed."""
+
         self._known = KnownTurns(rules.renderer.canonical)
         self._asked = defaultdict[str, list[Asked]](list)
 
@@ -108,6 +111,16 @@ class Session:
         covered = {id(before) for turn in got for before in turn.covered()}
         kept = [turn.turns for turn in got if id(turn) not in covered]
         return sorted(kept, key=lambda branch: order_of(branch.key))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the episode, once it is closed."""
+        asked = sum(map(len, self._asked.values()))
+        return {
+            "gateway/num_answers": float(asked),
+            "gateway/num_given_up": float(self.num_given_up),
+            "gateway/num_refused": float(self.num_refused),
+        }
 
     def _require(self, call: Call) -> None:
         rules = self.rules

@@ -53,7 +53,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         tools=tools if refuse_forced_tools(fields) else (),
         num_answers=fields.count("n") or 1,
         max_tokens=fields.count("max_completion_tokens") or fields.count("max_tokens"),
-        temperature=fields.find("temperature", float),
+        temperature=fields.temperature(),
         stop=fields.texts("stop"),
         streams=fields.take("stream", bool, False),
         streams_usage=options.take("include_usage", bool, False),

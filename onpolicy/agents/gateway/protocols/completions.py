@@ -35,7 +35,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         prompt=_read_prompt(fields.pop("prompt")),
         num_answers=fields.count("n") or 1,
         max_tokens=fields.count("max_tokens"),
-        temperature=fields.find("temperature", float),
+        temperature=fields.temperature(),
         stop=fields.texts("stop"),
         streams=fields.take("stream", bool, False),
         streams_usage=options.take("include_usage", bool, False),

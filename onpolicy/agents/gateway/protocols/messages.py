@@ -51,7 +51,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         messages=(*([{"role": "system", "content": system}] if system else []), *messages),
         tools=tools if refuse_forced_tools(fields) else (),
         max_tokens=fields.count("max_tokens"),
-        temperature=fields.find("temperature", float),
+        temperature=fields.temperature(),
         stop=fields.texts("stop_sequences"),
         streams=fields.take("stream", bool, False),
     )

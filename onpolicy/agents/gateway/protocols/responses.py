@@ -50,7 +50,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         messages=(*before, *_read_input(fields)),
         tools=tools if refuse_forced_tools(fields) else (),
         max_tokens=fields.count("max_output_tokens"),
-        temperature=fields.find("temperature", float),
+        temperature=fields.temperature(),
         streams=fields.take("stream", bool, False),
         log_probs=_LOG_PROBS in include,
     )
