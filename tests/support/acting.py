@@ -1,0 +1,143 @@
+"""Episodes whose policy is a function of the tokens and the seed: real branches, and no engine."""
+
+import asyncio
+import hashlib
+import json
+import random
+import threading
+
+from onpolicy.rollout.episodes import Rollouter
+from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.trajectory import Completion, FinishReason, Span
+from onpolicy.types import Prompt, Request, SamplingParams
+
+STOP = 0
+"""The token that ends an answer. Others are the code points of characters."""
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=400, stop_token_ids=(STOP,))
+PROMPT = Prompt(index=0, prompt_ids=[ord(c) for c in "2+3="], label="5", text="2+3=")
+
+
+def decode(token_ids):
+    return "".join(chr(token) if token else "<stop>" for token in token_ids)
+
+
+class SpelledOut:
+    """A chat template whose tokens are characters: `role:content|` for each message."""
+
+    vocab_size = 0x110000
+
+    def canonical(self, message):
+        calls = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
+            for call in message.get("tool_calls", ())
+        ]
+        return [message["role"], message["content"], calls, message.get("tool_call_id")]
+
+    def begin(self, messages, tools):
+        text = f"tools:{json.dumps(tools)}|" if tools else ""
+        return self.encode(text + "".join(map(self._spelled, messages)) + "assistant:", begins=True)
+
+    def go_on(self, token_ids, known, messages, tools):
+        more = "".join(map(self._spelled, messages[len(known) :])) + "assistant:"
+        return len(token_ids), self.encode(
+            more if token_ids[-1] == STOP else f"|{more}", begins=False
+        )
+
+    def encode(self, text, *, begins):
+        return [ord(character) for character in text]
+
+    def _spelled(self, message):
+        if message["role"] == "forbidden":
+            raise ValueError("no such role")
+        calls = "".join(
+            f"<{call['function']['name']}{call['function']['arguments']}>"
+            for call in message.get("tool_calls", ())
+        )
+        return f"{message['role']}:{message['content']}{calls}|"
+
+
+def drawn(prompt_ids, seed, most, words=()):
+    """Tokens of a pure function of what is before them and the seed; with luck one of `words`."""
+    digest = hashlib.blake2b(repr((prompt_ids, seed)).encode()).digest()
+    chance = random.Random(digest)
+    text = chance.choice([*words, "".join(chance.choices("abc xyz", k=chance.randint(0, 6)))])
+    token_ids = [*map(ord, text), STOP][:most]
+    return token_ids, [-chance.random() for _ in token_ids]
+
+
+class Draws:
+    """Answers what episodes ask for, in an order of its own; keeps what it sampled."""
+
+    def __init__(self, words=(), order=None):
+        self.words, self.order = words, order or random.Random(0)
+        self.sampled = {}
+        self.ended_episodes = threading.Semaphore(0)
+
+    def asked(self, branch):
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.order.choice([0, 0, 0.001, 0.003]), self._answer, branch, branch.ask)
+
+    def _answer(self, branch, ask):
+        if ask is None or branch.ask is not ask:
+            return
+        request = branch.episode.request(branch)
+        token_ids, log_probs = drawn(
+            request.prompt_ids, request.sampling_seed, request.params.max_new_tokens, self.words
+        )
+        for stop in request.params.stop:
+            if (at := decode(token_ids).find(stop)) >= 0:
+                token_ids = token_ids[: at + len(stop)]
+                log_probs = log_probs[: len(token_ids)]
+        begins = len(request.prompt_ids)
+        key = branch.key, begins
+        assert key not in self.sampled
+        self.sampled[key] = (token_ids, log_probs)
+        is_cut = token_ids[-1] != STOP and not any(
+            map(decode(token_ids).endswith, request.params.stop)
+        )
+        branch.episode.add(
+            branch,
+            ask,
+            Completion(
+                response_ids=token_ids,
+                rollout_log_probs=log_probs,
+                finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+                weight_version=0,
+                num_cached_tokens=0,
+                spans=(Span(version=0, start=0, end=len(token_ids)),),
+            ),
+        )
+
+    def ended(self, episode):
+        self.ended_episodes.release()
+
+
+class Acts(Rollouter):
+    """Rolls out by a function of (prompt, turns)."""
+
+    def __init__(self, act):
+        self.act = act
+
+    async def roll_out(self, prompt, turns):
+        return await self.act(prompt, turns)
+
+
+def begin(rollouter, draws, *, seed=3, params=PARAMS, max_context_len=100_000, prompt=PROMPT):
+    """An episode under way."""
+    request = Request(prompt_ids=prompt.prompt_ids, sampling_seed=seed, params=params)
+    rules = EpisodeRules(max_context_len=max_context_len, decode=decode)
+    episode = OpenEpisode(rollouter, prompt, request, rules)
+    episode.go_on(draws)
+    return episode
+
+
+def roll_out(act, draws=None, **more):
+    """An episode by `act(prompt, turns)`, once it is complete. Raises what it raised."""
+    draws = draws or Draws()
+    rollouter = act if isinstance(act, Rollouter) else Acts(act)
+    episode = begin(rollouter, draws, **more)
+    assert draws.ended_episodes.acquire(timeout=100)
+    if episode.error is not None:
+        raise episode.error
+    return episode
