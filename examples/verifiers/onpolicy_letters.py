@@ -1,7 +1,7 @@
 """An environment of the `verifiers` package, as its users write them; it knows nothing of onpolicy.
 
-The policy is to find a letter. After each guess it is told whether the letter comes before ("<") or after
-(">") in the alphabet; "!" says that the guess was no letter.
+The policy is to find a letter. After each guess it is told whether the letter comes before ("<") or
+after (">") in the alphabet; "!" says that the guess was no letter.
 """
 
 import verifiers as vf

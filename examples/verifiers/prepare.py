@@ -4,7 +4,7 @@
 
 OUT_DIR/model/   a real Hugging Face checkpoint with a character tokenizer and a chat template
 
-It learns in half a minute from games whose guesses are letters that were drawn at random: of half of them
+It learns in half a minute from games whose guesses are letters that were drawn at random: half of them
 on the right side of the guess before. Does nothing if OUT_DIR is complete.
 """
 

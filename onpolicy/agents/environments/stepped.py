@@ -92,6 +92,8 @@ async def play(
                 break
             _append(turns, observation)
     except ContextExceededError:
+        if not answers:
+            raise
         why = "context"
     finally:
         await attempt.close()

@@ -46,8 +46,8 @@ def load(name: str, arguments: str) -> Any:
         ) from error
     if made.requires_group_rollouts:
         raise ConfigError(
-            f"--environment=verifiers:{name}: functions of its rubric compare the episodes of a prompt, and "
-            "episodes are scored one by one. Use an environment whose rewards are of an episode alone."
+            f"--environment=verifiers:{name}: functions of its rubric compare the episodes of a "
+            "prompt, and episodes are scored one by one. Use one whose rewards are of an episode alone."
         )
     logging.getLogger("verifiers.rubrics").addHandler(_RubricErrors(logging.ERROR))
     return made
