@@ -71,12 +71,18 @@ class Draws:
 
     def __init__(self, words=(), order=None):
         self.words, self.order = words, order or random.Random(0)
-        self.sampled = {}
+        self.positions = {}
+        """(branch, position): the token that was sampled there, and its log-probability."""
+
         self.ended_episodes = threading.Semaphore(0)
 
     def asked(self, branch):
-        loop = asyncio.get_running_loop()
-        loop.call_later(self.order.choice([0, 0, 0.001, 0.003]), self._answer, branch, branch.ask)
+        self._later(self.order.choice([0, 0, 1, 5, 20]), branch, branch.ask)
+
+    def _later(self, rounds, branch, ask):
+        """After so many rounds of the event loop."""
+        step = (self._later, rounds - 1) if rounds else (self._answer,)
+        asyncio.get_running_loop().call_soon(*step, branch, ask)
 
     def _answer(self, branch, ask):
         if ask is None or branch.ask is not ask:
@@ -90,9 +96,9 @@ class Draws:
                 token_ids = token_ids[: at + len(stop)]
                 log_probs = log_probs[: len(token_ids)]
         begins = len(request.prompt_ids)
-        key = branch.key, begins
-        assert key not in self.sampled
-        self.sampled[key] = (token_ids, log_probs)
+        for position, drawn_here in enumerate(zip(token_ids, log_probs, strict=True), begins):
+            assert (branch.key, position) not in self.positions
+            self.positions[branch.key, position] = drawn_here
         is_cut = token_ids[-1] != STOP and not any(
             map(decode(token_ids).endswith, request.params.stop)
         )

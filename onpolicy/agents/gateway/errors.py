@@ -37,3 +37,9 @@ class RefusedError(Exception):
 def invalid(field: str, problem: str) -> RefusedError:
     """What a field says cannot be read, or not be honoured."""
     return RefusedError(400, f"{field}: {problem}", code="invalid_value", field=field)
+
+
+def session_is_over() -> RefusedError:
+    """The key opens no session: it never did, or its own has ended."""
+    message = "Incorrect API key provided: a key opens one session, and dies with it."
+    return RefusedError(401, message, code="invalid_api_key")

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from onpolicy.agents.gateway.calls import Call
-from onpolicy.agents.gateway.errors import RefusedError
+from onpolicy.agents.gateway.errors import RefusedError, session_is_over
 from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.protocols import (
     WireProtocol,
@@ -153,11 +153,7 @@ class Gateway:
         opened = self._sessions.get(request.match_info["name"])
         key = given.removeprefix("Bearer ").strip().encode()
         if opened is None or not secrets.compare_digest(key, opened.api_key.encode()):
-            raise RefusedError(
-                401,
-                "Incorrect API key provided: it opens one session and dies with it.",
-                code="invalid_api_key",
-            )
+            raise session_is_over()
         return opened.session
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onpolicy.agents.gateway.calls import Call
-from onpolicy.agents.gateway.errors import RefusedError, invalid
+from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.rendering import Renderer
@@ -86,7 +86,11 @@ class Session:
             asked.append(Asked(sampling))
             equal.append(asked[-1])
         try:
-            await asyncio.shield(asyncio.gather(*(each.sampling for each in asked)))
+            await asyncio.wait([each.sampling for each in asked])
+            for each in asked:
+                if each.sampling.cancelled():
+                    raise session_is_over()
+                each.sampling.result()
         except BaseException:
             self.give_up(asked)
             raise
@@ -183,7 +187,8 @@ class Session:
             return None
         first = min(found, key=KnownTurn.order)
         earlier = [each.sampling for each in self._asked[first.digest][: first.number]]
-        await asyncio.gather(*map(asyncio.shield, earlier), return_exceptions=True)
+        if earlier:
+            await asyncio.wait(earlier)
         return min(self._known.before(call), key=KnownTurn.order)
 
     def _place(self, call: Call, before: KnownTurn | None) -> Place:
