@@ -5,10 +5,10 @@
 OUT_DIR/data.jsonl, OUT_DIR/eval.jsonl   `{"prompt": "347*589=", "label": "204383"}`
 OUT_DIR/model/                           a real Hugging Face checkpoint with a character tokenizer
 
-One product in four is of single digits, which the model can know by heart; the others, of three digits
-each, are beyond it. It is trained for two minutes on answers and on calls, `[347*589]`, that are chosen
-without regard to the product, and of which a third are wrong on purpose: so it can do all that an agent
-has to do, and does not know when. Does nothing if OUT_DIR is complete.
+Half of the products are of single digits, which the model can know by heart; the others, of three digits
+each, are beyond it. It is trained for a minute or two on answers and on calls, `[347*589]`, that are
+chosen without regard to the product, and a third of the answers after calls are wrong on purpose: it can
+do all that the agent has to do, and does not know when. Does nothing if OUT_DIR is complete.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from prepare import make_model, make_tokenizer, save, warm_start
 
 CHARACTERS = "0123456789*=[]()"
-EASY_SHARE = 0.25
-CALL_SHARE = 0.4
-WRONG_SHARE = 0.33
+EASY_SHARE = 0.5
+WRONG_SHARE = 0.35
 STEPS = 600
 SIZES = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -51,17 +50,14 @@ def slip(digits: str, rng: random.Random) -> str:
 def training_row(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], int]:
     """What the model reads, and the answer or the call that it is to write then."""
     product, value = problem(rng)
-    read, write = f"{product}=", value
-    if rng.random() < CALL_SHARE:
-        write = f"[{product}]"
-    elif rng.random() < 0.7:
-        read += f"[{product}]({value})"
-    if "[" not in write and rng.random() < WRONG_SHARE:
-        write = slip(write, rng)
-    prompt, answer = tokenizer.encode(read), tokenizer.encode(write)
-    if "[" not in write:
-        answer.append(tokenizer.eos_token_id)
-    return prompt + answer, len(prompt)
+    call, end = f"[{product}]", [tokenizer.eos_token_id]
+    read, write, end = rng.choice([
+        (f"{product}=", call, []),
+        (f"{product}=", value, end),
+        (f"{product}={call}({value})", slip(value, rng) if rng.random() < WRONG_SHARE else value, end),
+    ])  # fmt: skip
+    prompt = tokenizer.encode(read)
+    return prompt + tokenizer.encode(write) + end, len(prompt)
 
 
 def write_problems(file: Path, count: int, rng: random.Random) -> None:

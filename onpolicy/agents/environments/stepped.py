@@ -116,7 +116,8 @@ class _Attempt:
 
     async def reset(self) -> Observation:
         self._environment = await _call(self._make)
-        return await _call(self._environment.reset, self._prompt)
+        observation: Observation = await _call(self._environment.reset, self._prompt)
+        return observation
 
     async def step(self) -> tuple[Observation, Any, bool]:
         *earlier, action = self.actions

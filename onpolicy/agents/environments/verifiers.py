@@ -6,17 +6,20 @@ the reward. What fails in it, the functions of its rubric included, fails the ep
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
+from onpolicy.agents.environments.sessions import session_of
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout.episodes import Episode
+from onpolicy.types import Prompt
 
 INPUT = "verifiers_input"
 """The field of a prompt's metadata that holds the row of the environment's dataset."""
@@ -80,21 +83,25 @@ def rows(name: str, arguments: str) -> Iterator[dict[str, Any]]:
         yield {"prompt": row["prompt"], "label": label, INPUT: row}
 
 
-async def act(
-    name: str, arguments: str, row: Mapping[str, Any], base_url: str, api_key: str, model: str
-) -> Episode:
-    """One episode with a dataset's row, in which the policy is `model` at `base_url`.
+async def roll_out(turns: Any, prompt: Prompt, *, name: str, arguments: str) -> Episode:
+    """One episode with the prompt's row of the dataset, in the session that the prompt names.
 
     Raises RuntimeError where the environment or a function of its rubric fails.
     """
+    environment = await asyncio.to_thread(load, name, arguments)
     from openai import AsyncOpenAI
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    environment = load(name, arguments)
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    session = session_of(prompt)
+    async with AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=None
+    ) as client:
         with _watched() as errors:
             found = await environment.run_rollout(
-                dict(row), OpenAIChatCompletionsClient(client), model, environment.sampling_args
+                dict(prompt.metadata[INPUT]),
+                OpenAIChatCompletionsClient(client),
+                session.model,
+                environment.sampling_args,
             )
     if found["error"]:
         raise RuntimeError(f"verifiers:{name}: {found['error']['error_chain_repr']}")
