@@ -189,9 +189,9 @@ class Turns:
             self._require_quiet()
         known = self.trajectory if self.ask is None else self.ask.before
         length = len(known.token_ids) if length is None else length
-        if not 0 < length <= len(known.token_ids):
+        if not 0 <= length <= len(known.token_ids):
             raise ValueError(
-                f"length={length}: a fork holds at least one token, and at most the "
+                f"length={length}: a fork holds at most the "
                 f"{len(known.token_ids)} that the branch has, answers that are complete."
             )
         key = str(self._num_forks) if key is None else key

@@ -27,16 +27,9 @@ class SpelledOut:
 
     vocab_size = 0x110000
 
-    def canonical(self, message):
-        calls = [
-            (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
-            for call in message.get("tool_calls", ())
-        ]
-        return [message["role"], message["content"], calls, message.get("tool_call_id")]
-
     def begin(self, messages, tools):
         text = f"tools:{json.dumps(tools)}|" if tools else ""
-        return self.encode(text + "".join(map(self._spelled, messages)) + "assistant:", begins=True)
+        return self.encode(text + "".join(map(self._spelled, messages)) + "assistant:")
 
     def go_on(self, token_ids, known, messages, tools):
         more = "".join(map(self._spelled, messages[len(known) :])) + "assistant:"
@@ -57,20 +50,12 @@ class SpelledOut:
         return f"{message['role']}:{message['content']}{calls}|"
 
 
-def drawn(prompt_ids, seed, most, words=()):
-    """Tokens of a pure function of what is before them and the seed; with luck one of `words`."""
-    digest = hashlib.blake2b(repr((prompt_ids, seed)).encode()).digest()
-    chance = random.Random(digest)
-    text = chance.choice([*words, "".join(chance.choices("abc xyz", k=chance.randint(0, 6)))])
-    token_ids = [*map(ord, text), STOP][:most]
-    return token_ids, [-chance.random() for _ in token_ids]
-
-
 class Draws:
-    """Answers what episodes ask for, in an order of its own; keeps what it sampled."""
+    """Answers what episodes ask for, in an order of its own, by a function of the tokens and the seed;
+    with luck one of `words`."""
 
     def __init__(self, words=(), order=None):
-        self.words, self.order = words, order or random.Random(0)
+        self.words, self.order = list(words), order or random.Random(0)
         self.positions = {}
         """(branch, position): the token that was sampled there, and its log-probability."""
 
@@ -84,18 +69,27 @@ class Draws:
         step = (self._later, rounds - 1) if rounds else (self._answer,)
         asyncio.get_running_loop().call_soon(*step, branch, ask)
 
+    def text(self, chance):
+        """What is sampled, before the token that stops."""
+        return chance.choice(
+            [*self.words, "".join(chance.choices("abc xyz", k=chance.randint(0, 6)))]
+        )
+
     def _answer(self, branch, ask):
         if ask is None or branch.ask is not ask:
             return
         request = branch.episode.request(branch)
-        token_ids, log_probs = drawn(
-            request.prompt_ids, request.sampling_seed, request.params.max_new_tokens, self.words
-        )
+        begins = len(request.prompt_ids)
+        digest = hashlib.blake2b(
+            repr((request.prompt_ids, request.sampling_seed)).encode()
+        ).digest()
+        chance = random.Random(digest)
+        token_ids = [*map(ord, self.text(chance)), STOP][: request.params.max_new_tokens]
+        log_probs = [-chance.random() for _ in token_ids]
         for stop in request.params.stop:
             if (at := decode(token_ids).find(stop)) >= 0:
                 token_ids = token_ids[: at + len(stop)]
                 log_probs = log_probs[: len(token_ids)]
-        begins = len(request.prompt_ids)
         for position, drawn_here in enumerate(zip(token_ids, log_probs, strict=True), begins):
             assert (branch.key, position) not in self.positions
             self.positions[branch.key, position] = drawn_here
@@ -117,6 +111,13 @@ class Draws:
 
     def ended(self, episode):
         self.ended_episodes.release()
+
+
+class Says(Draws):
+    """Answers with one text after the other, and with the last for ever."""
+
+    def text(self, chance):
+        return self.words.pop(0) if len(self.words) > 1 else self.words[0]
 
 
 class Acts(Rollouter):

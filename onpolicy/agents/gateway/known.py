@@ -69,10 +69,10 @@ class KnownTurn:
 
 
 class KnownTurns:
-    """All answers of a session. `canonical`: what of a message has to be equal."""
+    """All answers of a session. `same`: what of a message has to be equal."""
 
-    def __init__(self, canonical: Callable[[Message], Any]):
-        self._canonical = canonical
+    def __init__(self, same: Callable[[Message], Any]):
+        self._same = same
         self._after = defaultdict[str, list[KnownTurn]](list)
         self._all: list[KnownTurn] = []
         self.named: dict[str, KnownTurn] = {}
@@ -100,7 +100,7 @@ class KnownTurns:
         """Of the beginnings of a chat, from one message on."""
         digest = digest_of(tools)
         for message in messages:
-            digest = digest_of(digest, self._canonical(message))
+            digest = digest_of(digest, self._same(message))
             yield digest
 
     def _before_prompt(self, prompt: str | tuple[int, ...]) -> list[KnownTurn]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from onpolicy.agents.gateway.calls import Call
+from onpolicy.agents.chat import ChatTemplate, loosely
+from onpolicy.agents.gateway.calls import Call, Message
 from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.rendering import Renderer
 from onpolicy.agents.gateway.replies import make_reply
 from onpolicy.rollout.branches import order_of
 from onpolicy.rollout.episodes import ContextExceededError, Turns
@@ -24,7 +25,10 @@ Place = tuple[KnownTurn | None, int, list[int]]
 class SessionRules:
     """What holds for all sessions of a gateway."""
 
-    renderer: Renderer
+    template: ChatTemplate
+    same: Callable[[Message], Any] = loosely
+    """What of a message that a client gives back has to be as it was."""
+
     parser: AnswerParser
     model_name: str = "policy"
 
@@ -67,7 +71,10 @@ class Session:
         self.num_given_up = 0
         """Answers that no client got, once it is closed."""
 
-        self._known = KnownTurns(rules.renderer.canonical)
+        self.num_drifts = 0
+        """Requests whose past the chat template writes anew."""
+
+        self._known = KnownTurns(rules.same)
         self._asked = defaultdict[str, list[Asked]](list)
 
     async def ask(self, call: Call) -> list[Asked]:
@@ -124,6 +131,7 @@ class Session:
             "gateway/num_answers": float(asked),
             "gateway/num_given_up": float(self.num_given_up),
             "gateway/num_refused": float(self.num_refused),
+            "gateway/num_drifts": float(self.num_drifts),
         }
 
     def _require(self, call: Call) -> None:
@@ -193,25 +201,26 @@ class Session:
 
     def _place(self, call: Call, before: KnownTurn | None) -> Place:
         """Where its tokens go. Raises RefusedError for what the chat template does not take."""
-        renderer = self.rules.renderer
+        template = self.rules.template
         try:
             if call.prompt is not None:
                 return self._place_prompt(call.prompt, before)
             if before is None:
-                return None, 0, renderer.begin(call.messages, call.tools)
-            token_ids = before.turns.trajectory.token_ids
-            kept, more = renderer.go_on(token_ids, before.messages, call.messages, call.tools)
-            return before, kept, more
+                return None, 0, template.begin(call.messages, call.tools)
+            token_ids, known = before.turns.trajectory.token_ids, before.messages
+            more = template.go_on(token_ids, known, call.messages[len(known) :], call.tools)
+            self.num_drifts += more.drift is not None
+            return before, more.kept, more.token_ids
         except (ValueError, TypeError) as error:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
 
     def _place_prompt(self, prompt: str | tuple[int, ...], before: KnownTurn | None) -> Place:
         length = 0 if before is None else before.num_tokens
         if isinstance(prompt, tuple):
-            size = self.rules.renderer.vocab_size
+            size = self.rules.template.vocab_size
             if not all(0 <= token < size for token in prompt):
                 raise invalid("prompt", f"a token is not within the model's {size}.")
             return before, length, list(prompt[length:])
         known = "" if before is None or before.text is None else before.text
         text = prompt.removeprefix(known)
-        return before, length, self.rules.renderer.encode(text, begins=before is None)
+        return before, length, self.rules.template.encode(text, begins=before is None)

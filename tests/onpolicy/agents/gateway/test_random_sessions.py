@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onpolicy.agents.chat import Continuation
 from onpolicy.agents.gateway.errors import RefusedError
 from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.parsing import Parsed
@@ -29,10 +30,10 @@ class Forgetful(SpelledOut):
         return super()._spelled({**message, "content": content})
 
     def go_on(self, token_ids, known, messages, tools):
-        whole = self.begin(messages, tools)
+        whole = self.begin([*known, *messages], tools)
         pairs = enumerate(zip(token_ids, whole, strict=False))
         kept = next((i for i, (old, new) in pairs if old != new), min(len(token_ids), len(whole)))
-        return kept, whole[kept:]
+        return Continuation(kept=kept, token_ids=whole[kept:])
 
 
 class Calls:
@@ -123,8 +124,8 @@ def play(seed, *, names=("", ""), leaves=False, order=0):
     kept = {}
 
     async def act(prompt, turns):
-        renderer = chance.choice([SpelledOut(), Forgetful()])
-        session = Session(SessionRules(renderer=renderer, parser=Calls()), turns)
+        template = chance.choice([SpelledOut(), Forgetful()])
+        session = Session(SessionRules(template=template, parser=Calls()), turns)
         clients = [Client(session, random.Random(chance.random()), leaves, name) for name in names]
         await asyncio.gather(*(client.act(chance.randint(1, 4)) for client in clients))
         late = asyncio.ensure_future(clients[0].act(1)) if leaves else None
