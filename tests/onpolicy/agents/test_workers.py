@@ -7,13 +7,13 @@ import time
 
 import psutil
 import pytest
-from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
-from onpolicy.rollout.seeds import sampling_seed
 
 from onpolicy.agents.function import FunctionRollouter, load_agent
 from onpolicy.agents.worker_link import AgentFunction
 from onpolicy.agents.workers import WorkerRollouter
 from onpolicy.errors import AgentError, ConfigError
+from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.trajectory import Completion, FinishReason, Span
 from onpolicy.types import Prompt, Request, SamplingParams
 
