@@ -1,6 +1,6 @@
 """What a run and its worker processes say to each other, over a socket, in messages of a length each.
 
-A worker speaks JSON: nothing that it says becomes anything but numbers and text in the run's process. The
+A worker speaks JSON, so that what it says becomes nothing but numbers and text in the run's process. The
 run, which a worker has to trust, speaks pickle.
 """
 

@@ -1,4 +1,4 @@
-"""An episode whose function runs in a worker: what its branches are asked for, and what becomes of it."""
+"""An episode whose function runs in a worker: what its branches are asked, and what becomes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A branch of an episode, as a function in a worker process sees it: what counts is in the run's process."""
+"""A branch of an episode, as a function in a worker process sees it; the true one is with the run."""
 
 from __future__ import annotations
 

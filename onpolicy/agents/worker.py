@@ -108,8 +108,8 @@ class Worker:
             case "begin":
                 task = asyncio.create_task(self._roll_out(message))
                 self._tasks[message["episode"]] = task
-            case "cancel" if task := self._tasks.get(message["episode"]):
-                task.cancel()
+            case "cancel" if known := self._tasks.get(message["episode"]):
+                known.cancel()
             case "make" if make := self._makes.get(message["number"]):
                 making = asyncio.create_task(make())
                 self._others.add(making)
@@ -196,8 +196,8 @@ class Worker:
                 self._ticked = time.monotonic()
             elif time.monotonic() - self._ticked > self._hang_limit:
                 task = asyncio.current_task(loop)
-                found = [n for n, each in [*self._tasks.items()] if each is task]
-                self._link.send(kind="hung", episode=(found or [None])[0], where=_place())
+                found = (number for number, each in [*self._tasks.items()] if each is task)
+                self._link.send(kind="hung", episode=next(found, -1), where=_place())
                 return
 
 

@@ -10,7 +10,8 @@ import itertools
 import os
 import threading
 
-from onpolicy.agents.worker_link import AgentFunction, RemoteEpisode, WorkerLink
+from onpolicy.agents.remote_episode import RemoteEpisode
+from onpolicy.agents.worker_link import AgentFunction, WorkerLink
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode, Rollouter, Turns
 from onpolicy.types import Prompt

@@ -1,6 +1,7 @@
-"""Functions of episodes, as users write them, good and bad; worker processes load them from this file."""
+"""Functions of episodes, as users write them, good and bad; worker processes load them from here."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -60,10 +61,8 @@ async def mistakes(turns, prompt):
 
 async def asks_for_much(turns, prompt):
     """Gives up an answer that takes too long, and samples another."""
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(turns.sample(), 0.01)
-    except TimeoutError:
-        pass
     await turns.sample()
     return Episode()
 
