@@ -48,7 +48,8 @@ def sampled(pair):
 
 def test_a_push_reaches_an_engine_here_and_one_elsewhere_each_its_way(pair, expected):
     near, far = pair.rollout.clients
-    transport = ByHostTransport(SharedMemoryTransport(), is_near=lambda engine: engine is near)
+    transport = ByHostTransport(SharedMemoryTransport())
+    transport.is_near = lambda engine: engine is near
     buckets = pair.trainer.policy.weight_buckets(60_000)
     digest = push_weights(buckets, [near, far], transport, next(versions))
     transport.end()
