@@ -4,8 +4,9 @@
         [--ranks 2 --engines 2]
 
 Both send the same tensors, in turns, each from processes of its own to servers of its own, which prove
-every push. With several ranks each sends to servers of its own, beside rank 0 to all of them. Without a checkpoint only what needs none is measured: the seconds of CPU that go into names,
-shapes and places of the tensors of Qwen3-30B-A3B (`benchmarks/push_metadata.py`).
+every push. With several ranks each sends to servers of its own, beside rank 0 to all of them. Without a
+checkpoint only what needs none is measured: the seconds of CPU that go into names, shapes and places of
+the tensors of Qwen3-30B-A3B (`benchmarks/push_metadata.py`).
 """
 
 from __future__ import annotations
