@@ -60,7 +60,7 @@ def test_in_every_layout_only_what_is_trained_moves_and_as_in_the_other_engine(
 @pytest.mark.parametrize("layout", ["data", "data, whole optimizer"])
 def test_a_checkpoint_of_it_goes_on_with_the_same_bits(ranks, job, tmp_path, layout):
     job = job.under(LAYOUTS[layout])
-    whole = ranks.run(train_with_frozen, job, 2, tmp_path / "saved")[0]
-    resumed = ranks.run(train_with_frozen, job, 2, None, tmp_path / "saved")[0]
+    whole = ranks.run(train_with_frozen, job, 2, tmp_path)[0]
+    resumed = ranks.run(train_with_frozen, job, 2, None, tmp_path)[0]
     assert resumed[0] == whole[0][1:]
     assert equal(resumed[2], whole[2])
