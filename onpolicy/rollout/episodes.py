@@ -7,8 +7,9 @@ when that is, from which weights, and in how many stretches: the rollouter sees 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Request, SampleGroup
@@ -20,6 +21,19 @@ class Episode:
 
     trajectories: list[Trajectory]
     """To be rewarded and learnt from; one, where nothing was rewritten on the way."""
+
+    reward: float | None = None
+    """Of all; None: the run's reward function says it."""
+
+    rewards: Sequence[float] | None = None
+    """Of each trajectory."""
+
+    token_rewards: Sequence[Sequence[float]] | None = None
+    """Of each sampled token of each trajectory, [R]."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What is to be seen of it later: tool calls, why it ended."""
 
 
 class Turns:

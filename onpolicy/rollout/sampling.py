@@ -9,8 +9,9 @@ from onpolicy.errors import EngineError
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.episodes import OpenEpisode, Rollouter
 from onpolicy.rollout.open_groups import OpenGroup
+from onpolicy.rollout.results import sample_of
 from onpolicy.trajectory import Completion, Span, Trajectory
-from onpolicy.types import Prompt, Request, Sample, SampleGroup, SamplingParams
+from onpolicy.types import Prompt, Request, SampleGroup, SamplingParams
 
 
 def sampling_seed(*key: int | str) -> int:
@@ -77,17 +78,17 @@ def trajectories_of(
 def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGroup]:
     """Complete groups as samples; `decode` makes text of what was sampled."""
     drawn = [
-        (group, i, trajectory)
+        (group, i, episode, number)
         for group in groups
         for i, open_episode in enumerate(group.episodes)
         if (episode := open_episode.episode) is not None
-        for trajectory in episode.trajectories
+        for number in range(len(episode.trajectories))
     ]
-    texts = decode([trajectory.response_ids for _, _, trajectory in drawn])
+    texts = decode([each.trajectories[number].response_ids for _, _, each, number in drawn])
     made = [SampleGroup(prompt=group.prompt, samples=[], number=group.number) for group in groups]
     of_number = {group.number: group for group in made}
-    for (group, i, trajectory), text in zip(drawn, texts, strict=True):
-        sample = Sample(prompt=group.prompt, sample_index=i, trajectory=trajectory, response=text)
+    for (group, i, episode, number), text in zip(drawn, texts, strict=True):
+        sample = sample_of(group.prompt, i, episode, number, text)
         of_number[group.number].samples.append(sample)
     return made
 

@@ -48,8 +48,8 @@ def test_a_line_tells_what_was_asked_answered_and_made_of_it(log, files):
     assert files() == {
         "rollout_000007.jsonl": [
             {
-                "step": 7, "prompt_index": 12, "sample": 0, "prompt": "1+1=", "response": "2<eos>",
-                "label": "2", "reward": 1.0, "reward_parts": {"answered": 1.0},
+                "step": 7, "prompt_index": 12, "sample": 0, "trajectory": 0, "prompt": "1+1=",
+                "response": "2<eos>", "label": "2", "reward": 1.0, "reward_parts": {"answered": 1.0},
                 "finish_reason": "stop", "num_tokens": 2, "mismatched_tokens": 3,
             }
         ]
