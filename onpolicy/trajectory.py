@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import compress, pairwise
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ class FinishReason(StrEnum):
     """Why a response ended."""
 
     STOP = "stop"
-    """A stop token was sampled; it is the response's last token."""
+    """A stop token was sampled, or the text of a stop string; it is the response's last."""
 
     LENGTH = "length"
     """The longest allowed response was reached: the response is truncated."""
@@ -74,10 +74,11 @@ class Trajectory:
     sampled: list[bool]
     """[T]: whether the policy sampled the token; the others were given to it."""
 
-    temperature: float
-
     rollout_log_probs: list[float] = field(default_factory=list)
     """float32 values [R]: of each sampled token when it was sampled."""
+
+    temperatures: list[float] = field(default_factory=list)
+    """[R]: what each sampled token was sampled at."""
 
     spans: tuple[Span, ...] = ()
     """The pushes that the sampled tokens come from, counted from 0 to R, as in `Completion`."""
@@ -93,13 +94,16 @@ class Trajectory:
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache, by all requests together."""
 
-    @staticmethod
-    def begin(prompt_ids: Sequence[int], temperature: float) -> Trajectory:
-        """A prompt, and nothing sampled yet."""
-        sampled = [False] * len(prompt_ids)
-        return Trajectory(token_ids=[*prompt_ids], sampled=sampled, temperature=temperature)
+    forks: tuple[tuple[str, int], ...] = ()
+    """Of a branch of an episode: (key of a fork, tokens at which it left the branch before), from the
+    first branch on. Example: (("0", 12), ("2", 40))"""
 
-    def plus(self, answer: Completion) -> Trajectory:
+    @staticmethod
+    def begin(prompt_ids: Sequence[int]) -> Trajectory:
+        """A prompt, and nothing sampled yet."""
+        return Trajectory(token_ids=[*prompt_ids], sampled=[False] * len(prompt_ids))
+
+    def plus(self, answer: Completion, temperature: float) -> Trajectory:
         """With what an engine sampled after all tokens so far.
 
         The experts of a token are those of the answer that it was computed for first.
@@ -109,6 +113,7 @@ class Trajectory:
             token_ids=self.token_ids + answer.response_ids,
             sampled=self.sampled + [True] * len(answer.response_ids),
             rollout_log_probs=self.rollout_log_probs + answer.rollout_log_probs,
+            temperatures=self.temperatures + [temperature] * len(answer.response_ids),
             spans=_joined_spans(self.spans, answer.spans, self.num_sampled),
             routed_experts=self._experts_with(answer.routed_experts),
             finish_reason=answer.finish_reason,
@@ -124,26 +129,42 @@ class Trajectory:
             sampled=self.sampled + [False] * len(token_ids),
         )
 
-    @property
-    def ends_of_answers(self) -> list[int]:
-        """Tokens up to the end of every stretch of sampled ones that others were given after."""
-        pairs = pairwise(self.sampled)
-        return [i for i, (here, then) in enumerate(pairs, start=1) if here and not then]
-
     def until(self, length: int) -> Trajectory:
-        """Its first tokens, of which the last ended an answer."""
-        sampled = self.sampled[:length]
-        spans = (replace(s, end=min(s.end, sum(sampled))) for s in self.spans)
+        """Its first tokens."""
+        count = sum(self.sampled[:length])
+        spans = tuple(replace(s, end=min(s.end, count)) for s in self.spans if s.start < count)
+        experts = self.routed_experts
         return replace(
             self,
             token_ids=self.token_ids[:length],
-            sampled=sampled,
-            rollout_log_probs=self.rollout_log_probs[: sum(sampled)],
-            spans=tuple(span for span in spans if span.start < span.end),
-            routed_experts=None
-            if self.routed_experts is None
-            else self.routed_experts[: length - 1],
-            finish_reason=FinishReason.STOP,
+            sampled=self.sampled[:length],
+            rollout_log_probs=self.rollout_log_probs[:count],
+            temperatures=self.temperatures[:count],
+            spans=spans,
+            routed_experts=None if experts is None else experts[: length - 1],
+            weight_version=spans[-1].version if spans else self.weight_version,
+        )
+
+    def forked(self, length: int, key: str) -> Trajectory:
+        """A branch that shares its first tokens."""
+        forks = (*self.forks, (key, length))
+        return replace(self.until(length), forks=forks, num_cached_tokens=0)
+
+    def as_given(self, length: int) -> Trajectory:
+        """The same tokens, of which those before `length` count as given."""
+        count = sum(self.sampled[:length])
+        if not count:
+            return self
+        return replace(
+            self,
+            sampled=[False] * length + self.sampled[length:],
+            rollout_log_probs=self.rollout_log_probs[count:],
+            temperatures=self.temperatures[count:],
+            spans=tuple(
+                replace(s, start=max(s.start - count, 0), end=s.end - count)
+                for s in self.spans
+                if s.end > count
+            ),
         )
 
     def _experts_with(self, more: NDArray[np.int32] | None) -> NDArray[np.int32] | None:

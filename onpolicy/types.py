@@ -48,6 +48,9 @@ class SamplingParams:
     min_p: float = 0.0
     ignore_eos: bool = False
 
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; their tokens are part of it."""
+
     return_routed_experts: bool = False
     """Whether the engine is to tell which experts computed every token."""
 

@@ -67,7 +67,8 @@ class ForcedLengths(Rollouter):
         length = self._length(request.sampling_seed)
         params = replace(request.params, max_new_tokens=length, ignore_eos=True)
         turns.request = replace(request, params=params)
-        return Episode(trajectories=[await turns.sample()])
+        await turns.sample()
+        return Episode()
 
 
 class EvenTokens(Scorer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from onpolicy.config.tools import BenchConfig
-from onpolicy.rollout.sampling import sampling_seed
+from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.types import Prompt, Request, SamplingParams
 
 

@@ -126,6 +126,6 @@ def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random) -> S
         num_cached_tokens=0,
     )
     prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
-    trajectory = Trajectory.begin(prompt.prompt_ids, temperature=1.0).plus(completion)
+    trajectory = Trajectory.begin(prompt.prompt_ids).plus(completion, temperature=1.0)
     reward = rng.uniform(-1, 1)
     return Sample(prompt=prompt, sample_index=0, trajectory=trajectory, reward=reward)

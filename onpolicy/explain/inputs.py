@@ -123,7 +123,7 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
 def case_request(case: Case) -> Request:
     """What the response of a case was sampled by."""
     params: dict[str, Any] = {**case["params"]}
-    params["stop_token_ids"] = tuple(params["stop_token_ids"])
+    params |= {name: tuple(params.get(name, ())) for name in ("stop_token_ids", "stop")}
     return Request(
         prompt_ids=read(case["trajectory"]).prompt_ids,
         sampling_seed=case["sampling_seed"],

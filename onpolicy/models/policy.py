@@ -60,27 +60,27 @@ class PackedTokens:
     def pack(
         sequences: Sequence[Sequence[int]],
         asked: Sequence[Sequence[bool]],
-        temperatures: Sequence[float],
+        temperatures: Sequence[Sequence[float]],
         device: torch.device | str = "cpu",
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
     ) -> PackedTokens:
         """Pack sequences of token ids, each with a mask of the tokens that are asked for.
 
-        The first token of a sequence cannot be: nothing comes before it. `temperatures`: one for each
-        sequence. routed_experts: of each, for all tokens but the last; see `Completion`.
+        The first token of a sequence cannot be: nothing comes before it. `temperatures`: of each token
+        that is asked for, by sequence. routed_experts: of each, for all tokens but the last; see
+        `Completion`.
         """
         lens = tuple(len(s) for s in sequences)
         tokens = torch.tensor([t for s in sequences for t in s])
         positions = torch.cat([torch.arange(n) for n in lens])
         rows = torch.tensor([is_asked for mask in asked for is_asked in mask]).nonzero()[:, 0] - 1
-        counts = torch.tensor([sum(mask) for mask in asked])
         return PackedTokens(
             tokens=tokens.to(device),
             positions=positions.to(device),
             layout=AttentionLayout.packed(lens, device),
             rows=rows.to(device),
             targets=tokens[rows + 1].to(device),
-            temperature=torch.tensor(temperatures).repeat_interleave(counts).to(device),
+            temperature=torch.tensor([x for each in temperatures for x in each]).to(device),
             routed_experts=_pack_experts(lens, routed_experts, device),
         )
 
@@ -97,7 +97,7 @@ class PackedTokens:
             [i >= prompt for i in range(len(sequence))]
             for sequence, prompt in zip(sequences, prompt_lens, strict=True)
         ]
-        temperatures = [temperature] * len(sequences)
+        temperatures = [[temperature] * sum(mask) for mask in asked]
         return PackedTokens.pack(sequences, asked, temperatures, device, routed_experts)
 
     def with_own_routing(self) -> PackedTokens:

@@ -34,7 +34,8 @@ class TrajectoryRecord(TypedDict):
     """Start and end of every stretch of sampled tokens."""
     rollout_log_probs: list[float]
     """[R]"""
-    temperature: Annotated[float, Gt(0)]
+    temperatures: list[Annotated[float, Gt(0)]]
+    """[R]"""
     spans: list[Annotated[list[Count], Len(3, 3)]]
     """Version, start and end."""
     routed_experts: Annotated[list[Count | str], Len(3, 3)] | None
@@ -42,6 +43,7 @@ class TrajectoryRecord(TypedDict):
     finish_reason: str
     weight_version: Annotated[int, Ge(-1)]
     num_cached_tokens: Count
+    forks: list[Annotated[list[str | Count], Len(2, 2)]]
 
 
 def write(trajectory: Trajectory) -> TrajectoryRecord:
@@ -52,12 +54,13 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
         "token_ids": trajectory.token_ids,
         "sampled": _stretches(trajectory.sampled),
         "rollout_log_probs": trajectory.rollout_log_probs,
-        "temperature": trajectory.temperature,
+        "temperatures": trajectory.temperatures,
         "spans": [[*astuple(span)] for span in trajectory.spans],
         "routed_experts": None if experts is None or packed is None else [*experts.shape, packed],
         "finish_reason": str(trajectory.finish_reason),
         "weight_version": trajectory.weight_version,
         "num_cached_tokens": trajectory.num_cached_tokens,
+        "forks": [[*fork] for fork in trajectory.forks],
     }
 
 
@@ -69,20 +72,22 @@ def read(record: TrajectoryRecord) -> Trajectory:
         if not 0 < start < end <= length:
             raise ValueError(f"sampled={[start, end]}: must start after 0 and end by {length}")
         sampled[start:end] = [True] * (end - start)
-    if sum(sampled) != len(log_probs):
-        raise ValueError(
-            f"sampled tokens are {sum(sampled)} and rollout_log_probs {len(log_probs)}: a token has one"
-        )
+    for name in ("rollout_log_probs", "temperatures"):
+        if sum(sampled) != (count := len(record[name])):
+            raise ValueError(
+                f"sampled tokens are {sum(sampled)} and {name} {count}: a token has one"
+            )
     return Trajectory(
         token_ids=record["token_ids"],
         sampled=sampled,
         rollout_log_probs=log_probs,
-        temperature=record["temperature"],
+        temperatures=record["temperatures"],
         spans=tuple(_read_span(span, len(log_probs)) for span in record["spans"]),
         routed_experts=_read_experts(record["routed_experts"]),
         finish_reason=FinishReason(record["finish_reason"]),
         weight_version=record["weight_version"],
         num_cached_tokens=record["num_cached_tokens"],
+        forks=tuple((str(key), int(length)) for key, length in record["forks"]),
     )
 
 

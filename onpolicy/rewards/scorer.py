@@ -167,14 +167,15 @@ def _made_up(prompt: Prompt) -> Sample:
     return Sample(
         prompt=prompt,
         sample_index=0,
-        trajectory=Trajectory.begin(prompt.prompt_ids, temperature=1.0).plus(
+        trajectory=Trajectory.begin(prompt.prompt_ids).plus(
             Completion(
                 response_ids=prompt.prompt_ids[-1:],
                 rollout_log_probs=[-1.0],
                 finish_reason=FinishReason.STOP,
                 weight_version=0,
                 num_cached_tokens=0,
-            )
+            ),
+            temperature=1.0,
         ),
         response=prompt.label,
     )

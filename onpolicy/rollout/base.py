@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 from onpolicy.rollout.client import EngineClient
@@ -23,22 +23,44 @@ class EnginesRestartedError(Exception):
 
 
 class SamplingJob:
-    """Requests, and the responses to them so far, whichever engines give them and die."""
+    """Requests, and the responses to them so far, whichever engines give them and die.
 
-    is_interrupted = False
-    """Whether engines are to answer at once with what they have."""
+    It may grow while engines work: whoever adds requests calls `on_news` then, from any thread.
+    `takes_parts`: a response that an engine gave up is an answer too, with finish reason `abort` and
+    maybe no token.
+    """
 
-    takes_parts = False
-    """Whether a response that an engine gave up is an answer too."""
-
-    def __init__(self, requests: Sequence[Request]):
+    def __init__(self, requests: Sequence[Request] = (), *, takes_parts: bool = False):
         self.requests = list(requests)
+        self.takes_parts = takes_parts
+        self.is_interrupted = False
+        """Whether engines are to answer at once with what they have, and to be asked nothing more."""
+
+        self.error: BaseException | None = None
+        """What ends it before it is done."""
+
+        self.on_news: Callable[[], object] = lambda: None
+        """What engines that work on it want to have called when any of this changes."""
+
         self._completions: dict[int, Completion] = {}
 
-    def add(self, number: int, completion: Completion) -> Sequence[int]:
-        """Keep the response to request `number`, counted from 0; the numbers of what it adds."""
+    def add(self, number: int, completion: Completion) -> None:
+        """Keep the response to request `number`, counted from 0."""
         self._completions[number] = completion
-        return ()
+
+    def interrupt(self) -> None:
+        """Have the engines answer at once, and ask them nothing more. From any thread."""
+        self.is_interrupted = True
+        self.on_news()
+
+    def stays_with(self, number: int) -> Hashable | None:
+        """What is best answered by the engine that answered it last; None: any."""
+        return None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether engines have nothing more to do, now and later."""
+        return self.num_done == len(self.requests)
 
     @property
     def num_done(self) -> int:
@@ -51,44 +73,12 @@ class SamplingJob:
 
     @property
     def completions(self) -> list[Completion]:
-        """One response per request, in their order. Raises KeyError while one is missing."""
-        return [self._completions[i] for i in range(len(self.requests))]
+        """One response per request, in their order; of an interrupted job, those that there are.
 
-
-OnAnswer = Callable[[int, Completion], Sequence[Request]]
-"""(number of the request, response) -> what is to be sampled besides, in the order of the arrivals."""
-
-
-class EndlessJob(SamplingJob):
-    """One that grows by what `on_answer` returns, until there is no more or it is interrupted.
-
-    A response that an engine gave up has finish reason `abort`, and maybe no token.
-    """
-
-    takes_parts = True
-
-    def __init__(self, requests: Sequence[Request], on_answer: OnAnswer):
-        super().__init__(requests)
-        self._on_answer = on_answer
-
-    def add(self, number: int, completion: Completion) -> Sequence[int]:
-        super().add(number, completion)
-        first = len(self.requests)
-        self.requests += self._on_answer(number, completion)
-        return range(first, len(self.requests))
-
-    def interrupt(self) -> None:
-        """Have the engines answer at once, and ask them nothing more. From any thread."""
-        self.is_interrupted = True
-
-    @property
-    def missing(self) -> list[int]:
-        return [] if self.is_interrupted else super().missing
-
-    @property
-    def completions(self) -> list[Completion]:
-        """What was answered, in the order of the requests."""
-        return [self._completions[i] for i in sorted(self._completions)]
+        Raises KeyError while one is missing.
+        """
+        numbers = sorted(self._completions) if self.is_interrupted else range(len(self.requests))
+        return [self._completions[i] for i in numbers]
 
 
 class RolloutGroup(ABC):
@@ -116,7 +106,7 @@ class RolloutGroup(ABC):
 
     @abstractmethod
     def generate(self, job: SamplingJob) -> list[Completion]:
-        """Sample the responses that `job` misses; all of them, in the order of its requests.
+        """Sample until `job` is done or interrupted: its responses, in the order of its requests.
 
         Raises EnginesRestartedError if engines had to be started again. What was sampled is in the
         job: call again with it to have the rest.

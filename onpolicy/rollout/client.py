@@ -196,6 +196,7 @@ def _payload(request: Request) -> dict[str, Any]:
             "top_p": params.top_p,
             "top_k": params.top_k,
             "min_p": params.min_p,
+            **({"stop": [*params.stop], "no_stop_trim": True} if params.stop else {}),
         },
         "return_logprob": True,
         **({"return_routed_experts": True} if params.return_routed_experts else {}),

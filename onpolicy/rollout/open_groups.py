@@ -12,8 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from onpolicy.rollout.episodes import OpenEpisode
-from onpolicy.trajectory import Completion
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.types import Prompt
 
 
@@ -86,10 +85,10 @@ class Staleness:
 class FreeGroups(OpenGroups):
     """`groups`: begun and not trained on; first those that are complete, in that order.
 
-    `width`: episodes that are drawn at a time. `last`: groups of a whole run. The rule of staleness: a
-    group begins only when all that have begun can be trained on in time, and a step takes the groups
-    that were complete first, as long as those it leaves can; else it waits. So nothing is dropped, and
-    no step has to wait for what may not begin.
+    `width`: episodes that are under way at a time, whether they sample or wait for something else.
+    `last`: groups of a whole run. The rule of staleness: a group begins only when all that have begun
+    can be trained on in time, and a step takes the groups that were complete first, as long as those it
+    leaves can; else it waits. So nothing is dropped, and no step has to wait for what may not begin.
     """
 
     def __init__(
@@ -117,22 +116,17 @@ class FreeGroups(OpenGroups):
 
     def _version_of(self, group: OpenGroup) -> int:
         """That of its oldest token, or the present one."""
-        so_far = [episode.turns.trajectory for episode in group.episodes]
-        spans = [trajectory.spans[0] for trajectory in so_far if trajectory.spans]
+        branches = [branch for episode in group.episodes for branch in episode.record()]
+        spans = [branch.trajectory.spans[0] for branch in branches if branch.trajectory.spans]
         return min((span.version for span in spans), default=self._version)
 
-    def answer(self, episode: OpenEpisode, more: Completion) -> list[OpenEpisode]:
-        """Add what was drawn of an episode; what is drawn in its place."""
+    def end(self, episode: OpenEpisode) -> list[OpenEpisode]:
+        """One is complete: what is drawn in its place."""
         self._num_drawn -= 1
-        if more.response_ids:
-            episode.add(more)
-        if not episode.is_complete:
-            self._waiting.appendleft(episode)
-        else:
-            place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
-            if not self.groups[place].unfinished:
-                self.groups.insert(self._num_complete, self.groups.pop(place))
-                self._num_complete += 1
+        place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
+        if not self.groups[place].unfinished:
+            self.groups.insert(self._num_complete, self.groups.pop(place))
+            self._num_complete += 1
         return self._next_episodes()
 
     def _next_episodes(self) -> list[OpenEpisode]:

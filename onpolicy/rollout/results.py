@@ -92,17 +92,23 @@ def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"info={str(info)[:60]}: must be what JSON can say ({error}).") from error
 
 
-def sample_of(prompt: Prompt, place: int, episode: Episode, number: int, text: str) -> Sample:
-    """A trajectory of an episode that `with_learnt` has seen.
+def sample_of(
+    prompt: Prompt,
+    place: int,
+    episode: Episode,
+    trajectories: Sequence[Trajectory],
+    number: int,
+    text: str,
+) -> Sample:
+    """The `number`-th trajectory of an episode that `with_learnt` has seen.
 
-    place: the episode's among those of its prompt. number: the trajectory's in the episode. text: what
-    was sampled.
+    place: the episode's among those of its prompt. text: what was sampled.
     """
-    rewards = _rewards(episode)
+    rewards = _rewards(episode, len(trajectories))
     return Sample(
         prompt=prompt,
         sample_index=place,
-        trajectory=episode.trajectories[number],
+        trajectory=trajectories[number],
         response=text,
         reward=0.0 if rewards is None else rewards[number],
         is_rewarded=rewards is not None,
@@ -112,7 +118,7 @@ def sample_of(prompt: Prompt, place: int, episode: Episode, number: int, text: s
     )
 
 
-def _rewards(episode: Episode) -> list[float] | None:
+def _rewards(episode: Episode, num_trajectories: int) -> list[float] | None:
     """Of each trajectory: its own, the episode's, or what all tokens of the episode come to, added up
     and rounded once; None if a reward function is to say it."""
     if episode.rewards is not None:
@@ -120,4 +126,4 @@ def _rewards(episode: Episode) -> list[float] | None:
     whole = episode.reward
     if episode.token_rewards is not None:
         whole = math.fsum(reward for each in episode.token_rewards for reward in each)
-    return None if whole is None else [float(whole)] * len(episode.trajectories)
+    return None if whole is None else [float(whole)] * num_trajectories

@@ -1,28 +1,17 @@
-"""Prompts into requests, each with a seed of its own; episodes in rounds; completions into samples."""
+"""Prompts into requests, each with a seed of its own; completions into samples."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 from onpolicy.errors import EngineError
-from onpolicy.rollout.base import SamplingJob
-from onpolicy.rollout.episodes import OpenEpisode, Rollouter
+from onpolicy.rollout.episodes import Rollouter
+from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.results import sample_of
+from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.trajectory import Completion, Span, Trajectory
 from onpolicy.types import Prompt, Request, SampleGroup, SamplingParams
-
-
-def sampling_seed(*key: int | str) -> int:
-    """A seed in [0, 2**63) that depends on every part of `key` and on their order.
-
-    Engines fall back to one fixed seed for requests without any, which makes all samples of a
-    prompt the same; so every request gets its own.
-    """
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
 
 Decode = Callable[[Sequence[list[int]]], Sequence[str]]
 """Token ids of each into text of each."""
@@ -58,10 +47,15 @@ def make_group(
 
 
 def open_group(
-    number: int, prompt: Prompt, requests: Sequence[Request], rollouter: Rollouter
+    number: int,
+    prompt: Prompt,
+    requests: Sequence[Request],
+    rollouter: Rollouter,
+    rules: EpisodeRules | None = None,
 ) -> OpenGroup:
-    """Attempts at a prompt, one for each of the requests that they begin with; nothing is drawn."""
-    episodes = [OpenEpisode(rollouter, prompt, request) for request in requests]
+    """Attempts at a prompt, one for each of the requests that they begin with; none is begun."""
+    rules = rules or EpisodeRules()
+    episodes = [OpenEpisode(rollouter, prompt, request, rules) for request in requests]
     return OpenGroup(number=number, prompt=prompt, episodes=episodes)
 
 
@@ -70,7 +64,7 @@ def trajectories_of(
 ) -> list[Trajectory]:
     """What was given and sampled in each request."""
     return [
-        Trajectory.begin(request.prompt_ids, request.params.temperature).plus(completion)
+        Trajectory.begin(request.prompt_ids).plus(completion, request.params.temperature)
         for request, completion in zip(requests, completions, strict=True)
     ]
 
@@ -80,15 +74,15 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
     drawn = [
         (group, i, episode, number)
         for group in groups
-        for i, open_episode in enumerate(group.episodes)
-        if (episode := open_episode.episode) is not None
+        for i, episode in enumerate(group.episodes)
         for number in range(len(episode.trajectories))
     ]
     texts = decode([each.trajectories[number].response_ids for _, _, each, number in drawn])
     made = [SampleGroup(prompt=group.prompt, samples=[], number=group.number) for group in groups]
     of_number = {group.number: group for group in made}
-    for (group, i, episode, number), text in zip(drawn, texts, strict=True):
-        sample = sample_of(group.prompt, i, episode, number, text)
+    for (group, i, each, number), text in zip(drawn, texts, strict=True):
+        assert each.episode is not None  # it has trajectories
+        sample = sample_of(group.prompt, i, each.episode, each.trajectories, number, text)
         of_number[group.number].samples.append(sample)
     return made
 
@@ -117,41 +111,3 @@ def require_version(completion: Completion, version: int, *, by_token: bool = Fa
             f"weight_versions={found} on a response of {length} tokens, which all were to be of "
             f"{version}: its engine took weights while it sampled. Something else pushes weights to it."
         )
-
-
-class Round(SamplingJob):
-    """What `episodes` ask for under the weights of `version`, turn after turn.
-
-    `most`: the tokens that each may sample, one number for all or one each; None: all that it asks for.
-    `by_token`: the engine has to say of every token which weights it comes from. Raises EngineError
-    where an answer comes from others.
-    """
-
-    def __init__(
-        self,
-        episodes: Sequence[OpenEpisode],
-        most: Sequence[int | None] | int | None,
-        version: int,
-        *,
-        by_token: bool = False,
-    ):
-        left = list(most) if isinstance(most, Sequence) else [most] * len(episodes)
-        self._open = list(zip(episodes, left, strict=True))
-        super().__init__([episode.request(tokens) for episode, tokens in self._open])
-        self._version, self._by_token = version, by_token
-        self.num_tokens = 0
-        """Tokens sampled so far."""
-
-    def add(self, number: int, completion: Completion) -> Sequence[int]:
-        require_version(completion, self._version, by_token=self._by_token)
-        super().add(number, completion)
-        count = len(completion.response_ids)
-        self.num_tokens += count
-        episode, most = self._open[number]
-        episode.add(completion)
-        left = None if most is None else most - count
-        if episode.is_complete or left == 0:
-            return ()
-        self._open.append((episode, left))
-        self.requests.append(episode.request(left))
-        return (len(self.requests) - 1,)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -17,6 +17,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError, MemoryKind, RolloutGroup, SamplingJob
 from onpolicy.rollout.client import EngineClient, EngineLostError
+from onpolicy.rollout.dispatch import Dispatch, EngineOf
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer, MakeServer, make_servers
 from onpolicy.trajectory import Completion
@@ -71,6 +72,7 @@ class SglangGroup(RolloutGroup):
         ]
         self._server_of = dict(zip(self.clients, self.servers, strict=False))
         self._given_back: dict[EngineClient, frozenset[MemoryKind]] = {}
+        self._engine_of: EngineOf = WeakKeyDictionary()
 
     def launch(self) -> None:
         for server in self.servers:
@@ -144,49 +146,22 @@ class SglangGroup(RolloutGroup):
         return job.completions
 
     async def _run(self, job: SamplingJob) -> list[EngineClient]:
-        """Send what is missing to all servers; return those that stopped answering."""
+        """Have all servers work on it; return those that stopped answering."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         self._end_sampling = lambda: loop.call_soon_threadsafe(task.cancel)
-        queue = deque(job.missing)
-        limit = min(self.config.rollout_max_concurrency, -(-len(queue) // len(self.clients)))
-
-        async def serve(
-            client: EngineClient, session: aiohttp.ClientSession
-        ) -> EngineClient | None:
-            workers = [asyncio.create_task(work(client, session)) for _ in range(limit)]
-            watch = asyncio.create_task(self._watch(client, session))
-            beside = [watch]
-            if job.takes_parts:
-                beside.append(
-                    asyncio.create_task(client.abort_when(lambda: job.is_interrupted, session))
-                )
-            try:
-                await _first_failure_or_all(workers, watch)
-            except EngineLostError as error:
-                logger.error("%s", error)
-                return client
-            finally:
-                for task in (*workers, *beside):
-                    task.cancel()
-                await asyncio.gather(*workers, *beside, return_exceptions=True)
-            return None
-
-        async def work(client: EngineClient, session: aiohttp.ClientSession) -> None:
-            while queue and not job.is_interrupted:
-                i = queue.popleft()
-                try:
-                    completion = await client.generate(session, job.requests[i], job.takes_parts)
-                except BaseException:
-                    queue.append(i)
-                    raise
-                queue.extend(job.add(i, completion))
-                self.on_progress(job.num_done, len(completion.response_ids))
-
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            results = await asyncio.gather(*(serve(client, session) for client in self.clients))
+            lost = await Dispatch(
+                job,
+                self.clients,
+                session,
+                most=self.config.rollout_max_concurrency,
+                watch=self._watch,
+                on_progress=lambda done, tokens: self.on_progress(done, tokens),
+                engine_of=self._engine_of,
+            ).run()
         self._end_sampling = lambda: None
-        return [client for client in results if client is not None]
+        return lost
 
     async def _watch(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
         """Raise EngineLostError as soon as the engine counts as dead."""
@@ -285,15 +260,3 @@ class SglangGroup(RolloutGroup):
             self._end_sampling()
         for server in self.servers:
             server.stop()
-
-
-async def _first_failure_or_all(
-    workers: list[asyncio.Task[None]], watch: asyncio.Task[None]
-) -> None:
-    """Wait until all workers are done; raise at once what a worker or the watch raises."""
-    waiting: set[asyncio.Task[None]] = set(workers)
-    while waiting:
-        done, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        waiting -= done

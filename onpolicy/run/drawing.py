@@ -9,16 +9,13 @@ from functools import partial
 
 from onpolicy.errors import ConfigError, ParityError
 from onpolicy.outputs.rollout_journal import Record, RolloutJournal, record_of
-from onpolicy.rollout.base import EndlessJob
-from onpolicy.rollout.episodes import OpenEpisode
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup
-from onpolicy.rollout.sampling import Round, require_version
+from onpolicy.rollout.rounds import FreeJob, Round
 from onpolicy.run.ahead import Drawing, Rollouts, Schedule
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.replay_checks import require_steps
 from onpolicy.run.sampler import Rollout, Sampler
-from onpolicy.trajectory import Completion
-from onpolicy.types import Request
 
 
 class Replayed(Drawing):
@@ -114,15 +111,17 @@ class FreeRollouts(Drawing):
     def __init__(self, sampler: Sampler, open_groups: FreeGroups, engines: EnginePair):
         super().__init__(engines)
         self._sampler, self._open, self._lock = sampler, open_groups, threading.Lock()
-        self._job = EndlessJob([], self._on_answer)
-        self._episodes: list[OpenEpisode] = []
-        self._version = self._tokens = 0
+        self._job = FreeJob(0, self._on_end)
+        self._num_drawn = self._num_counted = 0
         self._waited = self._drew_before = 0.0
 
     def take(self, step: int) -> Rollout:
-        self._version, self._episodes = step, self._open.begin(step)
-        self._job = EndlessJob([each.request() for each in self._episodes], self._on_answer)
-        self._sampler.on_requests(len(self._episodes))
+        with self._lock:
+            episodes = self._open.begin(step)
+        self._num_drawn += self._job.num_tokens
+        self._job = FreeJob(step, self._on_end)
+        self._sampler.on_requests(len(episodes))
+        self._job.begin(episodes)
         self._begin(partial(self._engines.work, self._job, self._push_again))
         started = time.perf_counter()
         while (groups := self._batch()) is None:
@@ -134,9 +133,8 @@ class FreeRollouts(Drawing):
 
     def _drawn_since_last(self) -> int:
         """Tokens of answers since the last rollout was taken."""
-        with self._lock:
-            tokens, self._tokens = self._tokens, 0
-        return tokens
+        before, self._num_counted = self._num_counted, self._num_drawn + self._job.num_tokens
+        return self._num_counted - before
 
     def _batch(self) -> list[OpenGroup] | None:
         with self._lock:
@@ -149,17 +147,12 @@ class FreeRollouts(Drawing):
         self._drew_before = max(seconds - self._waited, 0.0)
         return seconds
 
-    def _on_answer(self, number: int, completion: Completion) -> Sequence[Request]:
-        """In the thread."""
-        if completion.response_ids:
-            require_version(completion, self._version, by_token=True)
+    def _on_end(self, episode: OpenEpisode) -> Sequence[OpenEpisode]:
+        """In the episodes' thread: what begins in the place of one that is complete."""
         with self._lock:
-            episodes = self._open.answer(self._episodes[number], completion)
-            self._episodes += episodes
-            self._tokens += len(completion.response_ids)
-            requests = [episode.request() for episode in episodes]
+            begun = self._open.end(episode)
         self._messages.put("news")
-        return requests
+        return () if self._job.is_interrupted else begun
 
 
 def make_drawing(sampler: Sampler, engines: EnginePair, first: int) -> Drawing:

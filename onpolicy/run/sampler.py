@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import AlgorithmConfig
@@ -15,11 +16,14 @@ from onpolicy.errors import TrainingError
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.episodes import Rollouter
+from onpolicy.rollout.open_episode import EpisodeRules
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup, OpenGroups, Staleness
-from onpolicy.rollout.sampling import Round, make_group, open_group, sample_groups
+from onpolicy.rollout.rounds import Round
+from onpolicy.rollout.sampling import make_group, open_group, sample_groups
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import Inputs
+from onpolicy.trajectory import Trajectory
 from onpolicy.types import Request, Sample, SampleGroup, SamplingParams, TrainSample
 
 Metrics = dict[str, float]
@@ -60,9 +64,22 @@ class Sampler:
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self.on_requests = scorer, on_requests
         self._rollouter = rollouter
+        self._rules = EpisodeRules(decode=self._text_of, tokens_of=self._tokens_of)
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        return str(self.inputs.tokenizer.decode(token_ids))
+
+    def _tokens_of(self, more: Any, so_far: Trajectory) -> list[int]:
+        """What is given to an episode, as tokens."""
+        if isinstance(more, str):
+            encode = self.inputs.tokenizer.encode
+            return list(encode(more, add_special_tokens=False))
+        if not all(isinstance(token, int) for token in more):
+            raise ValueError(f"append({more!r:.80}): must be a text or a list of token ids")
+        return [*more]
 
     def _open_groups(self) -> OpenGroups:
         rollout = self.config.rollout
@@ -126,7 +143,8 @@ class Sampler:
         samples = [sample for group in groups for sample in group.samples]
         metrics = self._scorer.score([sample for sample in samples if not sample.is_rewarded])
         for group in groups:
-            self._rollouter.finish_group(group)
+            if group.samples:
+                self._rollouter.finish_group(group)
         return groups, metrics
 
     def _require_signal(self, step: int, num_dropped: float) -> None:
@@ -148,7 +166,7 @@ class Sampler:
         count, batch = rollout.n_samples_per_prompt, rollout.rollout_batch_size
         seed_key = (self.config.seed, "rollout", *divmod(number, batch))
         requests = make_group(prompt, count, params, *seed_key)
-        return open_group(number, prompt, requests, self._rollouter)
+        return open_group(number, prompt, requests, self._rollouter, self._rules)
 
     def request_of(self, sample: Sample, groups: Sequence[SampleGroup]) -> Request:
         """What a sample of some groups was an answer to."""
@@ -168,6 +186,7 @@ class Sampler:
                 prompt,
                 make_group(prompt, count, params, self.config.seed, *seed_key, position),
                 self._rollouter,
+                self._rules,
             )
             for position, prompt in enumerate(prompts)
         ]

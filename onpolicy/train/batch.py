@@ -28,7 +28,7 @@ _FILLER = TrainSample(
         prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
         sample_index=0,
         trajectory=Trajectory(
-            token_ids=[0, 0], sampled=[False, True], temperature=1.0, rollout_log_probs=[0.0]
+            token_ids=[0, 0], sampled=[False, True], rollout_log_probs=[0.0], temperatures=[1.0]
         ),
     ),
     group=-1,
@@ -145,7 +145,7 @@ def packed_batch(numbered: Mapping[int, TrainSample], device: torch.device) -> P
         packed=PackedTokens.pack(
             [t.token_ids for t in trajectories],
             [t.sampled for t in trajectories],
-            [t.temperature for t in trajectories],
+            [t.temperatures for t in trajectories],
             device,
             [t.routed_experts for t in trajectories],
         ),

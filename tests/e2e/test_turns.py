@@ -1,13 +1,15 @@
 """Episodes of two turns on a real server, trained by the real trainer."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
 
 from onpolicy.errors import ParityError
 from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.sampling import Round, open_group, sample_groups
+from onpolicy.rollout.rounds import Round
+from onpolicy.rollout.sampling import open_group, sample_groups
 from onpolicy.types import Prompt, TrainSample
 from tests.support.engines_fixture import make_requests
 
@@ -21,8 +23,8 @@ class StopsInTheMiddle(Rollouter):
     async def roll_out(self, prompt, turns):
         while turns.num_left:
             await turns.sample()
-            turns.give(GIVEN)
-        return Episode(trajectories=[turns.trajectory])
+            turns.append(GIVEN)
+        return Episode()
 
 
 def drawn(engines, most):
@@ -41,6 +43,11 @@ def drawn(engines, most):
     return [sample for group in found for sample in group.samples]
 
 
+def num_answers(sampled):
+    """Stretches of sampled tokens that others were given after."""
+    return sum(here and not then for here, then in pairwise(sampled))
+
+
 @pytest.fixture(scope="module")
 def samples(engines):
     return drawn(engines, None)
@@ -54,7 +61,7 @@ def train_samples(samples):
 
 
 def test_every_token_of_every_turn_has_the_log_probability_of_the_trainer(engines, samples):
-    turns = [len(sample.trajectory.ends_of_answers) for sample in samples]
+    turns = [num_answers(sample.trajectory.sampled) for sample in samples]
     assert min(turns) >= 1 and max(turns) >= 3
     assert all(sample.trajectory.num_sampled == LONGEST for sample in samples)
     assert sum(sample.num_cached_tokens for sample in samples) > 0

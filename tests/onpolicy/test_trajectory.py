@@ -7,7 +7,7 @@ import numpy as np
 from onpolicy.trajectory import FinishReason, Span, Trajectory
 from tests.support.samples import make_completion
 
-EMPTY = Trajectory.begin([2, 3], temperature=0.7)
+EMPTY = Trajectory.begin([2, 3])
 
 
 def of_version(version, length):
@@ -22,8 +22,8 @@ def test_a_prompt_has_no_sampled_token_and_goes_on():
 
 
 def test_an_answer_is_sampled_after_what_was_given():
-    answered = EMPTY.plus(make_completion([5, 6], [-1.0, -2.0], num_cached_tokens=1))
-    more = answered.plus(make_completion([7], [-3.0], num_cached_tokens=4, weight_version=3))
+    answered = EMPTY.plus(make_completion([5, 6], [-1.0, -2.0], num_cached_tokens=1), 0.7)
+    more = answered.plus(make_completion([7], [-3.0], num_cached_tokens=4, weight_version=3), 0.7)
     assert more.token_ids == [2, 3, 5, 6, 7]
     assert more.sampled == [False, False, True, True, True]
     assert (more.prompt_ids, more.response_ids) == ([2, 3], [5, 6, 7])
@@ -33,9 +33,9 @@ def test_an_answer_is_sampled_after_what_was_given():
 
 
 def test_stretches_of_one_version_are_one():
-    same = EMPTY.plus(of_version(3, 2)).plus(of_version(3, 1))
+    same = EMPTY.plus(of_version(3, 2), 0.7).plus(of_version(3, 1), 0.7)
     assert same.spans == (Span(version=3, start=0, end=3),)
-    assert same.plus(of_version(4, 1)).spans == (
+    assert same.plus(of_version(4, 1), 0.7).spans == (
         Span(version=3, start=0, end=3),
         Span(version=4, start=3, end=4),
     )
@@ -47,8 +47,15 @@ def test_the_experts_of_a_token_are_those_of_its_own_stretch():
     late = np.full((6, 2), 9, dtype=np.int32)
     first = make_completion([5, 6, 7], [-1.0] * 3, routed_experts=early)
     more = make_completion([8, 9], [-1.0] * 2, routed_experts=late)
-    assert EMPTY.plus(first).plus(more).routed_experts[:, 0].tolist() == [1, 1, 1, 1, 9, 9]
+    assert EMPTY.plus(first, 0.7).plus(more, 0.7).routed_experts[:, 0].tolist() == [
+        1,
+        1,
+        1,
+        1,
+        9,
+        9,
+    ]
     lost = dataclasses.replace(first, routed_experts=None)
-    assert EMPTY.plus(lost).plus(more).routed_experts is None
+    assert EMPTY.plus(lost, 0.7).plus(more, 0.7).routed_experts is None
     unknown = dataclasses.replace(more, routed_experts=None)
-    assert EMPTY.plus(first).plus(unknown).routed_experts is None
+    assert EMPTY.plus(first, 0.7).plus(unknown, 0.7).routed_experts is None

@@ -131,7 +131,7 @@ def asked_for(sequence):
 
 def pack(sequences, experts=()):
     asked = [asked_for(sequence) for sequence in sequences]
-    temperatures = [TEMPERATURE] * len(sequences)
+    temperatures = [[TEMPERATURE] * sum(mask) for mask in asked]
     return PackedTokens.pack(sequences, asked, temperatures, routed_experts=experts)
 
 

@@ -25,7 +25,7 @@ def make_completion(
 
 def answered(prompt: Prompt, completion: Completion) -> Trajectory:
     """A prompt and the answer to it."""
-    return Trajectory.begin(prompt.prompt_ids, temperature=1.0).plus(completion)
+    return Trajectory.begin(prompt.prompt_ids).plus(completion, temperature=1.0)
 
 
 def make_train_sample(

@@ -81,8 +81,12 @@ class TrainerInMemory(Trainer):
 
     def _score(self, sample: Sample) -> Tensor:
         tokens, sampled = sample.token_ids, torch.tensor(sample.trajectory.sampled)
-        temperature = sample.trajectory.temperature
-        return log_probs_of(self.weights, tokens[:1], tokens[1:], temperature)[sampled[1:]]
+        temperatures = sample.trajectory.temperatures
+        scores = {
+            each: log_probs_of(self.weights, tokens[:1], tokens[1:], each)[sampled[1:]]
+            for each in {*temperatures}
+        }
+        return torch.stack([scores[each][i] for i, each in enumerate(temperatures)])
 
     def _learn(self, sample: Sample, size: float) -> None:
         tokens, sampled = sample.token_ids, sample.trajectory.sampled

@@ -17,7 +17,8 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.directory import versions
 from onpolicy.outputs.progress import Phases
 from onpolicy.parity import ParityCounts, compare_log_probs
-from onpolicy.rollout.sampling import sampling_seed, trajectories_of
+from onpolicy.rollout.sampling import trajectories_of
+from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.commands.verify_inputs import (
     TRAINED,
     longest_prompt,

@@ -17,11 +17,14 @@ from typing_extensions import TypedDict
 from onpolicy.config import TrainConfig, settings
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
+from onpolicy.rollout.episodes import BranchRecord, Episode
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.run.ahead import Drawing
 from onpolicy.run.sampler import Rollout, Sampler
 from onpolicy.run.saving.checkpoint import Checkpoint
 from onpolicy.system.records import CLOSED, checked
+from onpolicy.trajectory import FinishReason
 from onpolicy.types import Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -50,9 +53,33 @@ class _Group(TypedDict):
 
 
 @with_config(CLOSED)
+class _Branch(TypedDict):
+    key: list[str]
+    trajectory: TrajectoryRecord
+    answers: list[tuple[Count, str]]
+
+
+@with_config(CLOSED)
+class _Result(TypedDict):
+    trajectories: list[TrajectoryRecord]
+    reward: float | None
+    rewards: list[float] | None
+    token_rewards: list[list[float]] | None
+    metrics: dict[str, float]
+    info: dict[str, Any]
+
+
+@with_config(CLOSED)
+class _Episode(TypedDict):
+    branches: list[_Branch]
+    result: _Result | None
+    """Of a complete one."""
+
+
+@with_config(CLOSED)
 class _OpenGroup(TypedDict):
     number: Count
-    trajectories: list[TrajectoryRecord]
+    episodes: list[_Episode]
 
 
 @with_config(CLOSED)
@@ -129,20 +156,56 @@ def _take(record: _Record, sampler: Sampler, rollouts: Drawing) -> None:
 
 
 def _open_group(group: OpenGroup) -> dict[str, Any]:
-    so_far = [write(episode.turns.trajectory) for episode in group.episodes]
-    return {"number": group.number, "trajectories": so_far}
+    return {"number": group.number, "episodes": [_episode(each) for each in group.episodes]}
+
+
+def _episode(episode: OpenEpisode) -> dict[str, Any]:
+    branches = [
+        {"key": each.key, "trajectory": write(each.trajectory), "answers": each.answers}
+        for each in episode.record()
+    ]
+    if (found := episode.episode) is None:
+        return {"branches": branches, "result": None}
+    result = {
+        "trajectories": [write(trajectory) for trajectory in episode.trajectories],
+        **{name: getattr(found, name) for name in ("reward", "rewards", "token_rewards")},
+        "metrics": {**found.metrics},
+        "info": {**found.info},
+    }
+    return {"branches": branches, "result": result}
 
 
 def _read_open_group(sampler: Sampler, record: _OpenGroup) -> OpenGroup:
     group = sampler.open_group(record["number"])
-    if len(record["trajectories"]) != len(group.episodes):
+    if len(record["episodes"]) != len(group.episodes):
         raise ValueError(
-            f"trajectories of group {record['number']}: {len(record['trajectories'])}, and a group has "
+            f"episodes of group {record['number']}: {len(record['episodes'])}, and a group has "
             f"{len(group.episodes)}"
         )
-    for episode, trajectory in zip(group.episodes, record["trajectories"], strict=True):
-        episode.resume(read(trajectory))
+    for episode, before in zip(group.episodes, record["episodes"], strict=True):
+        episode.resume([_read_branch(each) for each in before["branches"]])
+        if (result := before["result"]) is not None:
+            episode.finish(_read_result(result))
     return group
+
+
+def _read_result(record: _Result) -> Episode:
+    return Episode(
+        trajectories=[read(each) for each in record["trajectories"]],
+        reward=record["reward"],
+        rewards=record["rewards"],
+        token_rewards=record["token_rewards"],
+        metrics=record["metrics"],
+        info=record["info"],
+    )
+
+
+def _read_branch(record: _Branch) -> BranchRecord:
+    return BranchRecord(
+        key=tuple(record["key"]),
+        trajectory=read(record["trajectory"]),
+        answers=tuple((end, FinishReason(reason)) for end, reason in record["answers"]),
+    )
 
 
 def _group(group: SampleGroup) -> dict[str, Any]:

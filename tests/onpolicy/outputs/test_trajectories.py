@@ -28,8 +28,8 @@ def trajectories(draw):
     return Trajectory(
         token_ids=draw(st.lists(st.integers(0, 2**17), min_size=len(mask), max_size=len(mask))),
         sampled=mask,
-        temperature=draw(st.floats(0.1, 2)),
         rollout_log_probs=draw(st.lists(log_probs, min_size=count, max_size=count)),
+        temperatures=draw(st.lists(st.floats(0.1, 2), min_size=count, max_size=count)),
         spans=tuple(
             Span(version=i, start=start, end=end)
             for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
@@ -38,6 +38,7 @@ def trajectories(draw):
         finish_reason=draw(st.sampled_from(FinishReason)),
         weight_version=3,
         num_cached_tokens=draw(st.integers(0, 9)),
+        forks=draw(st.sampled_from([(), (("0", 1), ("a", 3))])),
     )
 
 
@@ -56,8 +57,8 @@ def test_every_number_comes_back_to_the_bit_whatever_was_given_in_between(trajec
 EXAMPLE = Trajectory(
     token_ids=[2, 5, 6, 3, 7],
     sampled=[False, True, True, False, True],
-    temperature=1.0,
     rollout_log_probs=[-1.0, -2.0, -3.0],
+    temperatures=[1.0, 1.0, 0.5],
     spans=(Span(version=1, start=0, end=3),),
 )
 
@@ -72,6 +73,7 @@ def test_a_record_says_which_stretches_were_sampled():
         ({"sampled": [[0, 2]]}, "sampled=[0, 2]: must start after 0 and end by 5"),
         ({"sampled": [[4, 6]]}, "sampled=[4, 6]: must start after 0 and end by 5"),
         ({"sampled": [[1, 2]]}, "sampled tokens are 1 and rollout_log_probs 3: a token has one"),
+        ({"temperatures": [1.0]}, "sampled tokens are 3 and temperatures 1: a token has one"),
         (
             {"spans": [[1, 0, 4]]},
             "span=[1, 0, 4]: must be a version, a start and an end up to 3",
@@ -85,7 +87,7 @@ def test_what_nobody_has_sampled_is_refused(changes, fault):
 
 
 def test_a_digest_is_that_of_the_sampled_tokens_and_their_log_probabilities():
-    assert digest(EXAMPLE) == digest(dataclasses.replace(EXAMPLE, temperature=0.5))
+    assert digest(EXAMPLE) == digest(dataclasses.replace(EXAMPLE, temperatures=[0.5] * 3))
     other = [-1.0, -2.0, float(np.nextafter(np.float32(-3), np.float32(0)))]
     assert digest(EXAMPLE) != digest(dataclasses.replace(EXAMPLE, rollout_log_probs=other))
     assert digest(EXAMPLE) != digest(dataclasses.replace(EXAMPLE, token_ids=[2, 5, 6, 3, 8]))

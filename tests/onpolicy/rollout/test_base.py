@@ -1,6 +1,6 @@
 import pytest
 
-from onpolicy.rollout.base import EndlessJob, SamplingJob
+from onpolicy.rollout.base import SamplingJob
 from onpolicy.types import Request, SamplingParams
 from tests.support.samples import make_completion
 
@@ -29,12 +29,13 @@ def test_jobs_of_equal_requests_share_nothing():
     assert second.missing == [0]
 
 
-def test_an_endless_job_grows_by_what_its_answers_lead_to_until_it_is_interrupted():
-    request = make_job(1).requests[0]
-    job = EndlessJob([request], lambda number, completion: [request] * (2 - number))
-    assert list(job.add(0, make_completion([0], [-1.0]))) == [1, 2]
-    assert list(job.add(2, make_completion([2], [-1.0]))) == []
-    assert (job.missing, job.num_done) == ([1], 2)
+def test_a_job_grows_until_it_is_interrupted_and_tells_who_works_on_it():
+    job, news = make_job(1), []
+    job.on_news = lambda: news.append(job.is_interrupted)
+    job.requests += make_job(2).requests
+    job.add(0, make_completion([0], [-1.0]))
+    job.add(2, make_completion([2], [-1.0]))
+    assert (job.missing, job.num_done, job.is_done, news) == ([1], 2, False, [])
     job.interrupt()
-    assert job.missing == []
+    assert news == [True]
     assert [completion.response_ids for completion in job.completions] == [[0], [2]]

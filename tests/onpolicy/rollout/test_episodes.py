@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.rollout.episodes import Episode, OpenEpisode, Rollouter, SingleTurn
-from onpolicy.rollout.sampling import Round
+from onpolicy.rollout.episodes import Episode, Rollouter, SingleTurn
+from onpolicy.rollout.open_episode import OpenEpisode
+from onpolicy.rollout.rounds import Round
 from onpolicy.trajectory import FinishReason
 from onpolicy.types import Prompt, Request, SamplingParams
+from tests.support.episodes import drive
 from tests.support.samples import make_completion
 
 END, GIVEN, LONGEST = 1, [90, 91], 12
@@ -23,12 +25,13 @@ class Asks(Rollouter):
 
     async def roll_out(self, prompt, turns):
         for _ in range(3):
-            trajectory = await turns.sample()
+            answer = await turns.sample()
             if not turns.num_left:
                 break
-            assert trajectory.finish_reason == FinishReason.STOP
-            turns.give(GIVEN)
-        return Episode(trajectories=[turns.trajectory])
+            assert answer.finish_reason == FinishReason.STOP
+            await asyncio.sleep(0)
+            turns.append(GIVEN)
+        return Episode()
 
 
 def open_episode(rollouter, longest=LONGEST):
@@ -55,16 +58,17 @@ def drawn(rollouter, most, longest=LONGEST):
     episode, counts = open_episode(rollouter, longest), []
     while not episode.is_complete:
         job = Round([episode], most, 0)
-        while job.missing:
-            job.add(job.missing[0], answer(job.requests[job.missing[0]]))
+        drive(job, answer)
         counts.append(job.num_tokens)
-    return episode.episode.trajectories, counts
+    return episode.trajectories, counts
 
 
 def test_one_turn_is_a_prompt_and_its_answer():
     (trajectory,), _ = drawn(SingleTurn(), None)
-    assert trajectory.prompt_ids == PROMPT.prompt_ids and trajectory.temperature == 0.5
-    assert trajectory.response_ids == answer(open_episode(SingleTurn()).request()).response_ids
+    assert trajectory.prompt_ids == PROMPT.prompt_ids
+    assert {*trajectory.temperatures} == {0.5}
+    request = open_episode(SingleTurn()).turns.request
+    assert trajectory.response_ids == answer(request).response_ids
 
 
 def test_what_is_given_stands_between_what_is_sampled():
@@ -90,45 +94,47 @@ def test_an_episode_that_has_sampled_its_longest_response_is_asked_for_no_more()
     assert trajectory.num_sampled <= 2
 
 
-def test_a_rollouter_that_waits_for_anything_else_is_refused():
-    class Sleeps(Rollouter):
-        async def roll_out(self, prompt, turns):
-            await asyncio.get_running_loop().create_future()
+class Waits(Asks):
+    """Waits for what is no answer of the policy."""
 
-    async def opened():
-        open_episode(Sleeps())
+    async def roll_out(self, prompt, turns):
+        await asyncio.sleep(0.01)
+        await asyncio.create_subprocess_exec("true")
+        return await super().roll_out(prompt, turns)
 
-    with pytest.raises(TypeError, match=r"waits for .*Future.*: it may for turns.sample\(\) alone"):
-        asyncio.run(opened())
+
+def test_a_rollouter_may_wait_for_anything():
+    assert drawn(Waits(), None) == drawn(Asks(), None)
 
 
 @given(st.integers(1, 12))
 def test_an_episode_that_is_resumed_goes_on_where_it_was(most):
     whole, _ = drawn(Asks(), None)
     before, after = open_episode(Asks()), open_episode(Asks())
-    job = Round([before], most, 0)
-    while job.missing:
-        job.add(job.missing[0], answer(job.requests[job.missing[0]]))
-    after.resume(before.turns.trajectory)
-    assert after.is_complete == before.is_complete
-    while not after.is_complete:
-        after.add(answer(after.request()))
-    assert after.episode.trajectories == whole
+    drive(Round([before], most, 0), answer)
+    after.resume(before.record())
+    drive(Round([after], None, 0), answer)
+    assert after.trajectories == whole
 
 
 def test_a_rollouter_that_gives_other_tokens_when_it_is_resumed_is_refused():
-    (trajectory,), _ = drawn(Asks(), None)
-    other = list(trajectory.token_ids)
-    other[trajectory.ends_of_answers[0]] += 1
+    before, after = open_episode(Asks()), open_episode(Asks())
+    drive(Round([before], None, 0), answer)
+    (record,) = before.record()
+    other = list(record.trajectory.token_ids)
+    other[record.answers[0][0]] += 1
+    trajectory = dataclasses.replace(record.trajectory, token_ids=other)
+    after.resume([dataclasses.replace(record, trajectory=trajectory)])
     with pytest.raises(ValueError, match="gives other tokens than before after token"):
-        open_episode(Asks()).resume(dataclasses.replace(trajectory, token_ids=other))
+        drive(Round([after], None, 0), answer)
 
 
 def test_a_policy_that_has_stopped_is_to_be_given_something_first():
     class Twice(Rollouter):
         async def roll_out(self, prompt, turns):
             await turns.sample()
-            return Episode(trajectories=[await turns.sample()])
+            await turns.sample()
+            return Episode()
 
     with pytest.raises(ValueError, match="give it tokens before"):
         drawn(Twice(), None)

@@ -6,21 +6,24 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onpolicy.rollout.episodes import Episode
 from onpolicy.rollout.open_groups import FreeGroups, Staleness
-from onpolicy.trajectory import FinishReason, Span
+from onpolicy.trajectory import Span
 from tests.support.groups import open_group
 from tests.support.samples import make_completion
 
 
-def answer(version, tokens, reason):
+def grown(episode, version, tokens):
+    """The episode, with so many tokens more under these weights."""
     spans = (Span(version=version, start=0, end=tokens),) if tokens else ()
-    return make_completion(
-        [100] * tokens,
-        [-1.0] * tokens,
-        finish_reason=reason,
-        weight_version=version,
-        spans=spans,
-    )
+    more = make_completion([100] * tokens, [-1.0] * tokens, weight_version=version, spans=spans)
+    episode.turns.trajectory = episode.turns.trajectory.plus(more, 1.0)
+
+
+def ended(groups, episode, version, tokens):
+    grown(episode, version, tokens)
+    episode.finish(Episode())
+    return groups.end(episode)
 
 
 class Clock:
@@ -38,7 +41,8 @@ class Clock:
             for _ in range(self.chance.randrange(8)):  # while the trainer learns
                 self.let_one_end()
             for episode in list(self.drawn):  # the push
-                self.answer(episode, self.chance.randrange(3), FinishReason.ABORT)
+                grown(episode, version, min(self.chance.randrange(3), episode.turns.num_left - 1))
+            self.drawn.clear()
         return self.batches
 
     def pass_until_taken(self):
@@ -50,19 +54,12 @@ class Clock:
     def let_one_end(self):
         if self.drawn:
             episode = self.chance.choice(self.drawn)
+            group = group_of(episode, self.groups)
+            self.drawn.remove(episode)
             tokens = self.chance.randrange(1, episode.turns.num_left + 1)
-            self.answer(episode, tokens, FinishReason.STOP)
-
-    def answer(self, episode, tokens, reason):
-        group = group_of(episode, self.groups)
-        if reason == FinishReason.ABORT:
-            tokens = min(tokens, episode.turns.num_left - 1)
-        self.drawn.remove(episode)
-        more = self.groups.answer(episode, answer(self.version, tokens, reason))
-        if not group.unfinished:
-            self.complete.append(group.number)
-        if reason != FinishReason.ABORT:
-            self.drawn += more
+            self.drawn += ended(self.groups, episode, self.version, tokens)
+            if not group.unfinished:
+                self.complete.append(group.number)
 
 
 def group_of(episode, groups):
@@ -134,17 +131,17 @@ def test_what_is_complete_first_is_trained_on_first_unless_another_would_be_late
     drawn = groups.begin(0)
     assert places(drawn, groups) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for episode in drawn[2:]:
-        groups.answer(episode, answer(0, 3, FinishReason.STOP))
+        ended(groups, episode, 0, 3)
     assert [group.number for group in groups.batch()] == [1]
     for episode in drawn[:2]:
-        groups.answer(episode, answer(0, 2, FinishReason.ABORT))
+        grown(episode, 0, 2)
     drawn = groups.begin(1)
     assert places(drawn, groups) == [(0, 0), (0, 1), (2, 0), (2, 1)]
     for episode in drawn[2:]:
-        groups.answer(episode, answer(1, 3, FinishReason.STOP))
+        ended(groups, episode, 1, 3)
     assert groups.batch() is None  # 0 began under version 0, and is to be trained on now
     for episode in drawn[:2]:
-        groups.answer(episode, answer(1, 1, FinishReason.STOP))
+        ended(groups, episode, 1, 1)
     (batch,) = groups.batch()
     assert batch.number == 0
     assert [(span.version, span.end) for span in batch.episodes[0].turns.trajectory.spans] == [

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from onpolicy.errors import EngineError
 from onpolicy.rollout.open_groups import OpenGroups
-from onpolicy.rollout.sampling import Round
+from onpolicy.rollout.rounds import Round
 from onpolicy.trajectory import FinishReason, Span
+from tests.support.episodes import drive
 from tests.support.groups import LONGEST, PARAMS, SAMPLES, open_group
 from tests.support.samples import make_completion
 
@@ -46,19 +47,16 @@ def test_a_constant_number_of_responses_is_open_and_each_grows_to_its_own_length
 
     for version in range(rounds):
         drawn = Round(groups.next_round(), tokens, version, by_token=True)
+        drive(drawn, lambda request, v=version: answer(request, length_for(request), v))
         assert len(drawn.requests) == width
-        order = [request.prompt_ids[1] for request in drawn.requests]
-        assert order == sorted(order)
         assert all(1 <= r.params.max_new_tokens <= tokens for r in drawn.requests)
-        for number, request in enumerate(drawn.requests):
-            assert drawn.add(number, answer(request, length_for(request), version)) == ()
         complete += groups.take_complete()
     assert len({group.number for group in complete}) == len(complete)
     assert len(groups.groups) <= width
     assert {g.number for g in [*complete, *groups.groups]} == set(range(groups.next_number))
     for group in complete:
         for i, episode in enumerate(group.episodes):
-            (trajectory,), length = episode.episode.trajectories, length_of(group.number, i)
+            (trajectory,), length = episode.trajectories, length_of(group.number, i)
             assert trajectory.response_ids == [100 + t for t in range(length)]
             assert trajectory.num_sampled == length
             spans = trajectory.spans
@@ -69,12 +67,13 @@ def test_a_constant_number_of_responses_is_open_and_each_grows_to_its_own_length
 def test_what_continues_a_response_has_its_seed_and_the_tokens_that_are_left():
     groups = OpenGroups(open_group, 1)
     (episode,) = groups.next_round()
-    whole = episode.turns.request
-    first = episode.request(4)
+    whole, requests = episode.turns.request, []
+    for version in range(3):
+        job = Round([episode], 4, version)
+        drive(job, lambda request, v=version: answer(request, LONGEST, v))
+        requests += job.requests
+    first, _, last = requests
     assert first == dataclasses.replace(whole, params=dataclasses.replace(PARAMS, max_new_tokens=4))
-    episode.add(answer(first, LONGEST, 0))
-    episode.add(answer(episode.request(4), LONGEST, 1))
-    last = episode.request(4)
     assert last.sampling_seed == whole.sampling_seed
     assert last.prompt_ids == [7, 0, *range(100, 108)] and last.params.max_new_tokens == 1
 
@@ -82,4 +81,4 @@ def test_what_continues_a_response_has_its_seed_and_the_tokens_that_are_left():
 def test_an_answer_from_other_weights_ends_the_round():
     drawn = Round(OpenGroups(open_group, 1).next_round(), 4, 1, by_token=True)
     with pytest.raises(EngineError, match="weight_version=0"):
-        drawn.add(0, answer(drawn.requests[0], LONGEST, 0))
+        drive(drawn, lambda request: answer(request, LONGEST, 0))

@@ -5,21 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.errors import EngineError
-from onpolicy.rollout.episodes import SingleTurn
+from onpolicy.rollout.episodes import Episode, SingleTurn
 from onpolicy.rollout.sampling import (
     make_group,
     make_requests,
     open_group,
     require_version,
     sample_groups,
-    sampling_seed,
 )
+from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
-from onpolicy.trajectory import Completion, FinishReason, Span
+from onpolicy.trajectory import Completion, FinishReason, Span, Trajectory
 from onpolicy.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, stop_token_ids=(1,))
-LONG = dataclasses.replace(PARAMS, max_new_tokens=9)
 PROMPTS = [Prompt(index=i, prompt_ids=[7, i], label=str(i), text="") for i in (5, 5, 6)]
 
 
@@ -41,13 +40,10 @@ def groups_of(texts):
     """The completions as samples: two of each prompt, with these texts."""
     drawn = []
     for i, prompt in enumerate(PROMPTS):
-        group = open_group(i, prompt, make_group(prompt, 2, LONG, i), SingleTurn())
+        group = open_group(i, prompt, make_group(prompt, 2, PARAMS, i), SingleTurn())
         for episode, completion in zip(group.episodes, completions()[2 * i :], strict=False):
-            ended = dataclasses.replace(completion, finish_reason=FinishReason.STOP)
-            episode.add(ended)
-            (trajectory,) = episode.episode.trajectories
-            reason = completion.finish_reason
-            episode.episode.trajectories[0] = dataclasses.replace(trajectory, finish_reason=reason)
+            trajectory = Trajectory.begin(prompt.prompt_ids).plus(completion, PARAMS.temperature)
+            episode.finish(Episode(trajectories=[trajectory]))
         drawn.append(group)
     return sample_groups(drawn, lambda token_ids: texts)
 

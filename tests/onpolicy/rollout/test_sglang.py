@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ConfigError, ContractError, EngineError
-from onpolicy.rollout.base import EndlessJob, EnginesRestartedError, SamplingJob
+from onpolicy.rollout.base import EnginesRestartedError, SamplingJob
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.rollout.server import EngineServer
@@ -58,7 +58,7 @@ def test_engines_in_memory_offer_what_real_ones_do(real):
 
 def test_a_job_that_is_interrupted_has_parts_which_other_requests_continue():
     """As the same response in one piece, but for what is drawn again."""
-    host, job = Host(), EndlessJob(REQUESTS, lambda number, completion: ())
+    host, job = Host(), SamplingJob(REQUESTS, takes_parts=True)
     host.pause = lambda: 0.02
     group = started(host, rollout_num_engines=2)
     timer = threading.Timer(0.05, job.interrupt)
@@ -75,7 +75,7 @@ def test_a_job_that_is_interrupted_has_parts_which_other_requests_continue():
             ids = request.prompt_ids + done
             more = dataclasses.replace(request, prompt_ids=ids, params=left)
             (rest,) = sampled(group, [more])
-            part = Trajectory.begin(request.prompt_ids, 1.0).plus(part).plus(rest)
+            part = Trajectory.begin(request.prompt_ids).plus(part, 1.0).plus(rest, 1.0)
         assert part.response_ids == whole.response_ids
         assert part.rollout_log_probs == whole.rollout_log_probs
 

@@ -28,9 +28,9 @@ class TwoTurns(Rollouter):
 
     async def roll_out(self, prompt, turns):
         await turns.sample()
-        turns.give(GIVEN)
+        turns.append(GIVEN)
         await turns.sample()
-        return Episode(trajectories=[turns.trajectory])
+        return Episode()
 
     def finish_group(self, group):
         for sample in group.samples:

@@ -9,7 +9,7 @@ SAMPLES = [
         make_train_sample(
             range(10 * i, 10 * i + prompt + response), prompt, [-float(i)] * response, float(i), i
         ),
-        temperature=0.7 + i,
+        temperatures=[0.7 + i + 0.1 * t for t in range(response)],
     )
     for i, (prompt, response) in enumerate([(2, 3), (1, 1), (4, 2), (3, 4)])
 ]
@@ -24,7 +24,7 @@ def test_targets_are_the_response_tokens_and_rows_the_ones_before_them():
         expected = [t for s in batch.samples for t in s.sample.response_ids]
         assert batch.packed.targets.tolist() == expected
         assert (batch.packed.tokens[batch.packed.rows] == batch.packed.targets - 1).all()
-        temperatures = [s.sample.trajectory.temperature for s in batch.samples for _ in s.lags]
+        temperatures = [x for s in batch.samples for x in s.sample.trajectory.temperatures]
         assert torch.equal(batch.packed.temperature, torch.tensor(temperatures))
 
 

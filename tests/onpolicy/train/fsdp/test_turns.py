@@ -70,7 +70,9 @@ def test_the_loss_is_that_of_the_sampled_tokens_each_with_its_own_advantage(make
     advantages = torch.cat(given)
     trajectories = [s.sample.trajectory for s in samples]
     packed = PackedTokens.pack(
-        [t.token_ids for t in trajectories], [t.sampled for t in trajectories], [1.0] * len(samples)
+        [t.token_ids for t in trajectories],
+        [t.sampled for t in trajectories],
+        [t.temperatures for t in trajectories],
     )
     log_probs, _ = trainer.policy.module(packed)
     (-(advantages * log_probs).mean()).backward()

@@ -1,0 +1,52 @@
+"""What branches of an episode share: a sampled token is learnt once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from onpolicy.trajectory import Trajectory
+
+
+def order_of(key: tuple[str, ...]) -> list[tuple[int, str]]:
+    """What branches are sorted by: the one that others were forked from first, numbers as numbers."""
+    return [(len(part), part) for part in key]
+
+
+def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories, each sampled token counted as such in the first of them alone.
+
+    Raises ValueError for one that has nothing of its own to learn.
+    """
+    found = list[Trajectory]()
+    for i, trajectory in enumerate(trajectories):
+        shared = max((num_shared(trajectory, other) for other in trajectories[:i]), default=0)
+        own = trajectory.as_given(shared)
+        if not own.num_sampled:
+            raise ValueError(
+                f"trajectory {i} of the episode: no token of it was sampled that an earlier one does "
+                "not hold. Return those that have something to learn."
+            )
+        found.append(own)
+    return found
+
+
+def num_shared(one: Trajectory, other: Trajectory) -> int:
+    """The tokens at the beginning of both that are the same ones: sampled once, and not merely equal."""
+    shared = 0
+    for mine, theirs in zip(_owners(one), _owners(other), strict=False):
+        if mine[0] != theirs[0]:
+            break
+        shared = min(mine[1], theirs[1])
+    return shared
+
+
+def _owners(trajectory: Trajectory) -> list[tuple[tuple[tuple[str, int], ...], int]]:
+    """The branches that its tokens come from in their order, with the end of what is each's."""
+    forks = trajectory.forks
+    ends = [*(length for _, length in forks), len(trajectory.token_ids)]
+    owners = [(forks[:i], min(ends[i:])) for i in range(len(ends))]
+    starts = [0, *(end for _, end in owners)]
+    return [
+        owner for owner, (start, end) in zip(owners, pairwise(starts), strict=True) if end > start
+    ]

@@ -1,0 +1,244 @@
+"""An episode under way: its function, its branches, and whoever draws what they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from onpolicy.rollout.branches import learnt_once, order_of
+from onpolicy.rollout.episode_loop import episode_loop
+from onpolicy.rollout.episodes import Ask, BranchRecord, Episode, Json, Rollouter, Turns
+from onpolicy.rollout.results import with_learnt
+from onpolicy.trajectory import Completion, FinishReason, Trajectory
+from onpolicy.types import Prompt, Request
+
+
+def _no_text(token_ids: Sequence[int]) -> str:
+    raise ValueError("this episode has no tokenizer")
+
+
+def _only_tokens(
+    more: str | Sequence[int] | Sequence[Mapping[str, Json]], so_far: Trajectory
+) -> list[int]:
+    if isinstance(more, str) or not all(isinstance(token, int) for token in more):
+        raise ValueError("this episode has no tokenizer: give token ids")
+    return [*more]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRules:
+    """What holds for all episodes of a run."""
+
+    max_context_len: int = sys.maxsize
+    """Most tokens of a branch."""
+
+    decode: Callable[[list[int]], str] = _no_text
+    tokens_of: Callable[..., list[int]] = _only_tokens
+    """(text, token ids or messages; the branch so far) -> tokens to be given."""
+
+
+class Listener(Protocol):
+    """Draws what episodes ask for. Called from any thread."""
+
+    def asked(self, branch: Turns) -> None:
+        """The branch waits for the policy; `branch.ask` says for how much."""
+
+    def ended(self, episode: OpenEpisode) -> None:
+        """The episode is complete, or has failed."""
+
+
+class OpenEpisode:
+    """An attempt at a prompt, complete or not. Its function runs in the episode loop.
+
+    A branch asks (waits for the policy), or its function has the word. A listener is told of both.
+    """
+
+    def __init__(
+        self,
+        rollouter: Rollouter,
+        prompt: Prompt,
+        request: Request,
+        rules: EpisodeRules | None = None,
+    ):
+        self.rules, self.prompt = rules or EpisodeRules(), prompt
+        self._rollouter = rollouter
+        self.past: Mapping[tuple[str, ...], BranchRecord] = {}
+        self.turns = Turns(self, request, Trajectory.begin(request.prompt_ids), ())
+        self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
+        self.episode: Episode | None = None
+        self.error: BaseException | None = None
+        self._listener: Listener | None = None
+        self._is_begun = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the rollouter is done with it."""
+        return self.episode is not None or self.error is not None
+
+    def go_on(self, listener: Listener) -> bool:
+        """Begin, or go on where it was; the listener hears of all that is asked for from here on.
+
+        False: it is complete.
+        """
+        with self._lock:
+            self._listener = listener
+            begins, self._is_begun = not self._is_begun, True
+            asking = [branch for branch in self.branches.values() if branch.ask is not None]
+        if self.is_complete:
+            return False
+        if begins:
+            episode_loop().begin(self._run)
+        for branch in asking:
+            listener.asked(branch)
+        return True
+
+    async def _run(self) -> None:
+        try:
+            found = await self._rollouter.roll_out(self.prompt, self.turns)
+            self._complete(found)
+        except BaseException as error:
+            self.error = error
+        with self._lock:
+            listener = self._listener
+        assert listener is not None
+        listener.ended(self)
+
+    def _complete(self, found: Episode) -> None:
+        for key, past in self.past.items():
+            if (branch := self.branches.get(key)) is None:
+                raise ValueError(f"the rollouter makes no branch {key}, which there was before")
+            branch.require_past(branch.trajectory)
+            if len(branch.answers) < len(past.answers):
+                raise branch.differs()
+        if found.trajectories is None:
+            branches = sorted(self.branches.values(), key=lambda branch: order_of(branch.key))
+            kept: list[Turns | Trajectory] = [branch for branch in branches if branch.answers]
+        else:
+            kept = [*found.trajectories]
+        whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
+        self.episode = with_learnt(found, whole, learnt_once(whole))
+
+    def record(self) -> list[BranchRecord]:
+        """What it has come to, whatever it waits for; the first branch comes first."""
+        with self._lock:
+            found = dict(self.past)
+            for key, branch in self.branches.items():
+                so_far = branch.trajectory
+                past = found.get(key)
+                if past is None or len(past.trajectory.token_ids) <= len(so_far.token_ids):
+                    found[key] = BranchRecord(
+                        key=key, trajectory=so_far, answers=tuple(branch.answers)
+                    )
+        return [found[key] for key in sorted(found, key=order_of)]
+
+    def resume(self, past: Sequence[BranchRecord]) -> None:
+        """Go on from there: the function is called anew, and answered as before.
+
+        An error ends it if it gives other tokens than before. Raises ValueError for a record that is
+        of no episode with this prompt.
+        """
+        self.past = {each.key: each for each in past}
+        prompt_ids = self.turns.trajectory.token_ids
+        if (
+            () not in self.past
+            or self.past[()].trajectory.token_ids[: len(prompt_ids)] != prompt_ids
+        ):
+            raise ValueError(f"tokens of another prompt than prompt {self.prompt.index}")
+        for each in past:
+            ends = [end for end, _ in each.answers]
+            if sorted({*ends}) != ends or (ends and ends[-1] > len(each.trajectory.token_ids)):
+                raise ValueError(f"answers={ends}: must be ends of answers in their order")
+        self.turns = Turns(self, self.turns.request, self.turns.trajectory, ())
+        self.branches = {(): self.turns}
+        self._is_begun = False
+
+    def finish(self, episode: Episode) -> None:
+        """It is complete, as it was before."""
+        self.episode = episode
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Of a complete one: what is to be learnt, every sampled token once."""
+        found = None if self.episode is None else self.episode.trajectories
+        return [each for each in found or () if isinstance(each, Trajectory)]
+
+    def branch(self, request: Request, shared: Trajectory, key: tuple[str, ...]) -> Turns:
+        """A new branch. Raises ValueError if there is one of that key."""
+        if key in self.branches:
+            raise ValueError(f"key={key[-1]!r}: this branch has a fork of that key. Give another.")
+        made = Turns(self, request, shared, key)
+        with self._lock:
+            self.branches = {**self.branches, key: made}
+        return made
+
+    def asks(self, branch: Turns, ask: Ask) -> None:
+        """The branch waits for the policy from here on."""
+        with self._lock:
+            branch.ask = ask
+            if branch.past is not None and self._answer_as_before(branch, ask, branch.past):
+                return
+            listener = self._listener
+        assert listener is not None
+        listener.asked(branch)
+
+    def _answer_as_before(self, branch: Turns, ask: Ask, past: BranchRecord) -> bool:
+        """Whether all that is asked for was sampled before. Raises ValueError if it was asked for after
+        other tokens."""
+        branch.require_past(ask.before)
+        number, begins = len(branch.answers), len(ask.before.token_ids)
+        if number < len(past.answers):
+            end, reason = past.answers[number]
+            branch.trajectory = replace(past.trajectory.until(end), finish_reason=reason)
+        else:
+            branch.past, branch.trajectory = None, past.trajectory
+        if not all(branch.trajectory.sampled[begins:]):
+            raise branch.differs()
+        if branch.past is not None:
+            self._answered(branch, ask, reason)
+        return branch.past is not None
+
+    def withdraw(self, branch: Turns, ask: Ask) -> None:
+        """Nobody waits for the answer any more: the branch is as it was before."""
+        with self._lock:
+            if branch.ask is ask:
+                branch.ask, branch.trajectory = None, ask.before
+
+    def request(self, branch: Turns, most: int | None = None) -> Request:
+        """What the policy is to sample next in a branch that asks: at most so many tokens.
+
+        The seed is that of the branch, and the sampler draws by the absolute position of a token, so
+        that under the same weights tokens are the same in one stretch or in many.
+        """
+        ask = branch.ask
+        assert ask is not None
+        left = ask.params.max_new_tokens - (branch.trajectory.num_sampled - ask.before.num_sampled)
+        params = replace(ask.params, max_new_tokens=left if most is None else min(left, most))
+        return replace(branch.request, prompt_ids=branch.trajectory.token_ids, params=params)
+
+    def add(self, branch: Turns, ask: Ask, answer: Completion) -> bool:
+        """Go on with what was sampled for `request`; whether that is all that was asked for."""
+        with self._lock:
+            if branch.ask is not ask:
+                return True  # withdrawn
+            branch.trajectory = branch.trajectory.plus(answer, ask.params.temperature)
+            sampled = branch.trajectory.num_sampled - ask.before.num_sampled
+            has_stopped = answer.finish_reason == FinishReason.STOP
+            if not has_stopped and sampled < ask.params.max_new_tokens:
+                return False
+            self._answered(branch, ask, answer.finish_reason)
+            return True
+
+    def _answered(self, branch: Turns, ask: Ask, reason: FinishReason) -> None:
+        branch.ask = None
+        branch.answers.append((len(branch.trajectory.token_ids), reason))
+        ask.answered.get_loop().call_soon_threadsafe(_wake, ask.answered)
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)

@@ -1,0 +1,132 @@
+"""Jobs that grow while engines work: what episodes ask for, turn after turn, on all their branches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from onpolicy.rollout.base import SamplingJob
+from onpolicy.rollout.episodes import Ask, Turns
+from onpolicy.rollout.open_episode import OpenEpisode
+from onpolicy.rollout.sampling import require_version
+from onpolicy.trajectory import Completion
+
+
+class EpisodesJob(SamplingJob):
+    """What `episodes` ask for under the weights of `version`, until each of them is complete.
+
+    `by_token`: the engine has to say of every token which weights it comes from. Raises EngineError
+    where an answer comes from others.
+    """
+
+    def __init__(self, version: int, *, by_token: bool = False, takes_parts: bool = False):
+        super().__init__(takes_parts=takes_parts)
+        self._version, self._by_token = version, by_token
+        self._asked = list[tuple[Turns, Ask]]()
+        self._busy = set[OpenEpisode]()
+        self._lock = threading.Lock()
+        self.num_tokens = 0
+        """Tokens sampled so far."""
+
+    def begin(self, episodes: Iterable[OpenEpisode]) -> None:
+        """Have these go on."""
+        episodes = [*episodes]
+        with self._lock:
+            self._busy.update(episodes)
+        for episode in episodes:
+            if not episode.go_on(self):
+                self._leave(episode)
+
+    def asked(self, branch: Turns) -> None:
+        if not self.is_interrupted:
+            self._ask(branch, None)
+
+    def _ask(self, branch: Turns, most: int | None) -> None:
+        with self._lock:
+            if (ask := branch.ask) is not None:
+                self._asked.append((branch, ask))
+                self.requests.append(branch.episode.request(branch, most))
+        self.on_news()
+
+    def add(self, number: int, completion: Completion) -> None:
+        branch, ask = self._asked[number]
+        if completion.response_ids:
+            require_version(completion, self._version, by_token=self._by_token)
+        self.num_tokens += len(completion.response_ids)
+        is_answered = branch.episode.add(branch, ask, completion)
+        super().add(number, completion)
+        if not is_answered and not self.is_interrupted:
+            self.cut(branch)
+
+    def cut(self, branch: Turns) -> None:
+        """See a branch that was given a part of what it asked for."""
+        self._ask(branch, None)
+
+    def ended(self, episode: OpenEpisode) -> None:
+        if episode.error is not None:
+            self.error = episode.error
+        self._leave(episode)
+
+    def _leave(self, episode: OpenEpisode) -> None:
+        with self._lock:
+            self._busy.discard(episode)
+        self.on_news()
+
+    def stays_with(self, number: int) -> OpenEpisode:
+        return self._asked[number][0].episode
+
+    @property
+    def is_done(self) -> bool:
+        return not self._busy and super().is_done
+
+
+class Round(EpisodesJob):
+    """What `episodes` ask for under the weights of `version`: at most so many tokens each.
+
+    `most`: one number for all, or one each; None: all that it asks for. An episode that has branches
+    is drawn to its end in the round in which it forks: while one of them waited for the next round, it
+    could not be seen whether another is about to ask, and the order of arrivals would decide.
+    """
+
+    def __init__(
+        self,
+        episodes: Sequence[OpenEpisode],
+        most: Sequence[int | None] | int | None,
+        version: int,
+        *,
+        by_token: bool = False,
+    ):
+        super().__init__(version, by_token=by_token)
+        each = most if isinstance(most, Sequence) else [most] * len(episodes)
+        self._most = dict(zip(episodes, each, strict=True))
+        self._sampled_before: Mapping[OpenEpisode, int] = {
+            episode: episode.record()[0].trajectory.num_sampled for episode in episodes
+        }
+        self.begin(episodes)
+
+    def asked(self, branch: Turns) -> None:
+        episode = branch.episode
+        most = self._most[episode]
+        if most is None or len(episode.branches) > 1:
+            self._ask(branch, None)
+        else:
+            sampled = branch.trajectory.num_sampled - self._sampled_before[episode]
+            if sampled < most:
+                self._ask(branch, most - sampled)
+            else:
+                self._leave(episode)
+
+    def cut(self, branch: Turns) -> None:
+        self.asked(branch)
+
+
+class FreeJob(EpisodesJob):
+    """What episodes ask for until it is interrupted; `on_end` says what begins when one has ended."""
+
+    def __init__(self, version: int, on_end: Callable[[OpenEpisode], Sequence[OpenEpisode]]):
+        super().__init__(version, by_token=True, takes_parts=True)
+        self._on_end = on_end
+
+    def ended(self, episode: OpenEpisode) -> None:
+        self.begin(self._on_end(episode))
+        super().ended(episode)
