@@ -50,10 +50,11 @@ class EpisodesJob(SamplingJob):
 
     def add(self, number: int, completion: Completion) -> None:
         branch, ask = self._asked[number]
+        is_answered = False
         if completion.response_ids:
             require_version(completion, self._version, by_token=self._by_token)
-        self.num_tokens += len(completion.response_ids)
-        is_answered = branch.episode.add(branch, ask, completion)
+            self.num_tokens += len(completion.response_ids)
+            is_answered = branch.episode.add(branch, ask, completion)
         super().add(number, completion)
         if not is_answered and not self.is_interrupted:
             self.cut(branch)

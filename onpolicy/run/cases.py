@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
@@ -31,6 +31,7 @@ class _Params(TypedDict):
     top_k: int
     min_p: float
     ignore_eos: bool
+    stop: NotRequired[list[str]]
     return_routed_experts: bool
 
 

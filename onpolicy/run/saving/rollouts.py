@@ -53,10 +53,16 @@ class _Group(TypedDict):
 
 
 @with_config(CLOSED)
+class _Answer(TypedDict):
+    end: Count
+    finish_reason: str
+
+
+@with_config(CLOSED)
 class _Branch(TypedDict):
     key: list[str]
     trajectory: TrajectoryRecord
-    answers: list[tuple[Count, str]]
+    answers: list[_Answer]
 
 
 @with_config(CLOSED)
@@ -160,10 +166,7 @@ def _open_group(group: OpenGroup) -> dict[str, Any]:
 
 
 def _episode(episode: OpenEpisode) -> dict[str, Any]:
-    branches = [
-        {"key": each.key, "trajectory": write(each.trajectory), "answers": each.answers}
-        for each in episode.record()
-    ]
+    branches = [_branch(each) for each in episode.record()]
     if (found := episode.episode) is None:
         return {"branches": branches, "result": None}
     result = {
@@ -173,6 +176,14 @@ def _episode(episode: OpenEpisode) -> dict[str, Any]:
         "info": {**found.info},
     }
     return {"branches": branches, "result": result}
+
+
+def _branch(branch: BranchRecord) -> dict[str, Any]:
+    return {
+        "key": [*branch.key],
+        "trajectory": write(branch.trajectory),
+        "answers": [{"end": end, "finish_reason": why} for end, why in branch.answers],
+    }
 
 
 def _read_open_group(sampler: Sampler, record: _OpenGroup) -> OpenGroup:
@@ -204,7 +215,7 @@ def _read_branch(record: _Branch) -> BranchRecord:
     return BranchRecord(
         key=tuple(record["key"]),
         trajectory=read(record["trajectory"]),
-        answers=tuple((end, FinishReason(reason)) for end, reason in record["answers"]),
+        answers=tuple((a["end"], FinishReason(a["finish_reason"])) for a in record["answers"]),
     )
 
 

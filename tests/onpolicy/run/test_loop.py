@@ -74,15 +74,17 @@ def test_every_rollout_is_sampled_trained_on_and_followed_by_a_push(tmp_path, mo
         monkeypatch.setattr(owner, name, noted)
 
     noting(EnginePair, "push_weights", lambda version: f"push {version}")
-    noting(EnginePair, "work", lambda job, *_: f"sample {len(job.requests)}")
+    noting(EnginePair, "work", lambda job, *_: "sample")
     noting(TrainerInMemory, "train", lambda samples, step, rates: f"train {step}")
-    run_in_memory(tmp_path, eval_sets={}, eval_interval=0)
+    host = Host()
+    run_in_memory(tmp_path, host, eval_sets={}, eval_interval=0)
+    assert host.answered.total() == ROLLOUTS * PER_ROLLOUT
     assert done == [
         "push 0",
         *(
             what
             for step in range(ROLLOUTS)
-            for what in (f"sample {PER_ROLLOUT}", f"train {step}", f"push {step + 1}")
+            for what in ("sample", f"train {step}", f"push {step + 1}")
         ),
     ]
 

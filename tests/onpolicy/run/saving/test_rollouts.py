@@ -58,7 +58,13 @@ def of_first_trajectory(record, **fields):
     record = json.loads(json.dumps(record))
     groups = [g for each in record["drawn"].values() for g in each["groups"]] + record["ready"]
     trajectories = [s["trajectory"] for g in groups for s in g["samples"]]
-    trajectories += [t for g in record["open"] for t in g["trajectories"] if t["sampled"]]
+    trajectories += [
+        branch["trajectory"]
+        for group in record["open"]
+        for episode in group["episodes"]
+        for branch in episode["branches"]
+        if branch["trajectory"]["sampled"]
+    ]
     trajectories[0].update(fields)
     return record
 
