@@ -26,16 +26,18 @@ def with_learnt(
     numbers, and for info that JSON cannot say.
     """
     _require_one_kind(episode)
-    if episode.reward is not None:
-        _require_numbers("reward", [episode.reward], 1, "the episode")
-    if episode.rewards is not None:
-        _require_numbers("rewards", episode.rewards, len(whole), "its trajectories")
-    token_rewards = episode.token_rewards
+    reward, rewards, token_rewards = episode.reward, episode.rewards, episode.token_rewards
+    if reward is not None:
+        (reward,) = _numbers("reward", [reward], 1, "the episode")
+    if rewards is not None:
+        rewards = _numbers("rewards", rewards, len(whole), "its trajectories")
     if token_rewards is not None:
         token_rewards = _of_learnt(token_rewards, whole, learnt)
     return replace(
         episode,
         trajectories=[*learnt],
+        reward=reward,
+        rewards=rewards,
         token_rewards=token_rewards,
         metrics=_checked_metrics(episode.metrics),
         info=_as_json(episode.info),
@@ -52,12 +54,13 @@ def _require_one_kind(episode: Episode) -> None:
         )
 
 
-def _require_numbers(name: str, values: Sequence[Any], count: int, of: str) -> None:
+def _numbers(name: str, values: Sequence[Any], count: int, of: str) -> list[float]:
     if len(values) != count:
         raise ValueError(f"{name}={len(values)} numbers: {of} are {count}. Give one for each.")
     for value in values:
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name}={value!r}: must be a finite number.")
+    return [float(value) for value in values]
 
 
 def _of_learnt(
@@ -70,19 +73,23 @@ def _of_learnt(
             f"token_rewards={len(token_rewards)} lists: the episode has {len(whole)} trajectories. Give "
             "one list for each."
         )
-    for i, (each, trajectory) in enumerate(zip(token_rewards, whole, strict=True)):
-        name = f"the sampled tokens of trajectory {i}"
-        _require_numbers(f"token_rewards[{i}]", each, trajectory.num_sampled, name)
-    parts = zip(token_rewards, learnt, strict=True)
-    return [[*map(float, each)][len(each) - own.num_sampled :] for each, own in parts]
+    numbers = [
+        _numbers(
+            f"token_rewards[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}"
+        )
+        for i, (each, known) in enumerate(zip(token_rewards, whole, strict=True))
+    ]
+    parts = zip(numbers, learnt, strict=True)
+    return [each[len(each) - own.num_sampled :] for each, own in parts]
 
 
 def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     if taken := [name for name in metrics if name in COUNTED]:
         raise ValueError(f"metrics={taken[0]!r}: the run counts this itself. Give it another name.")
-    for name, value in metrics.items():
-        _require_numbers(f"metrics[{name!r}]", [value], 1, "the metric")
-    return {str(name): float(value) for name, value in metrics.items()}
+    return {
+        str(name): _numbers(f"metrics[{name!r}]", [value], 1, "the metric")[0]
+        for name, value in metrics.items()
+    }
 
 
 def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,8 +129,8 @@ def _rewards(episode: Episode, num_trajectories: int) -> list[float] | None:
     """Of each trajectory: its own, the episode's, or what all tokens of the episode come to, added up
     and rounded once; None if a reward function is to say it."""
     if episode.rewards is not None:
-        return [*map(float, episode.rewards)]
+        return [*episode.rewards]
     whole = episode.reward
     if episode.token_rewards is not None:
         whole = math.fsum(reward for each in episode.token_rewards for reward in each)
-    return None if whole is None else [float(whole)] * num_trajectories
+    return None if whole is None else [whole] * num_trajectories

@@ -64,7 +64,7 @@ def test_rewards_of_tokens_come_to_the_episodes_and_stay_with_the_tokens_that_ar
         ({"token_rewards": [[1.0]]}, "token_rewards=1 lists: the episode has 2 trajectories"),
         (
             {"token_rewards": [[1.0] * 3, [1.0] * 2]},
-            r"token_rewards\[1\]=2 numbers: the sampled tokens of trajectory 1 are 4",
+            r"token_rewards\[1\]=2 numbers: sampled tokens of trajectory 1 are 4",
         ),
         ({"metrics": {"num_turns": 3}}, "metrics='num_turns': the run counts this itself"),
         ({"metrics": {"calls": None}}, r"metrics\['calls'\]=None: must be a finite number"),
