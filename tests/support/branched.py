@@ -12,7 +12,7 @@ from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
 from tests.support.samples import make_completion
 
-REWARDS = (1.0, -0.5, 2.0, 0.25)
+REWARDS = (1 / 64, -1 / 128, 1 / 32, 1 / 256)
 """Of the episodes, which have 3, 1, 1 and 1 trajectories."""
 
 NUM_LEARNT = (8, 4, 2, 2)

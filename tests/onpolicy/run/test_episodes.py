@@ -22,7 +22,7 @@ class Branches(Rollouter):
     """Goes on twice from the first answer. Prompts with an even number have a reward of their own."""
 
     async def roll_out(self, prompt, turns):
-        await turns.sample()
+        await turns.sample(max_tokens=4)
         branches = [turns, turns.fork()]
         for branch, given in zip(branches, GIVEN, strict=True):
             branch.append(given)
@@ -108,3 +108,43 @@ def test_a_run_of_branches_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mo
     assert run(tmp_path / "part", **values).run_hash == whole.run_hash
     found = [(s.reward, s.info, s.metrics) for g in kept + Keeps.last.groups for s in g.samples]
     assert found == expected
+
+
+class Loses(Run):
+    """Episodes and whole groups are missing in what is trained on, and in the third rollout all are."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, rollouter=Branches(), **more)
+        self.steps = []
+        Loses.last = self
+
+    def roll_out(self, step):
+        groups, metrics = super().roll_out(step)
+        groups[0].samples = []
+        groups[1].samples = groups[1].episodes[1]
+        for group in groups if step == 2 else ():
+            group.samples = []
+        return groups, metrics
+
+    def train(self, groups, step):
+        train = self.engines.trainer.train
+
+        def keep(samples, step, rates):
+            self.steps.append((step, len({s.episode for s in samples}), len(samples), len(rates)))
+            return train(samples, step, rates)
+
+        self.engines.trainer.train = keep
+        try:
+            return super().train(groups, step)
+        finally:
+            del self.engines.trainer.train
+
+
+def test_what_failed_is_missing_and_the_run_goes_on(tmp_path, caplog):
+    ran = run(tmp_path, make_run=Loses, global_batch_size=2)
+    assert ran.rollouts == 4
+    # 5 episodes of 2 trajectories are left, of 12; and the 6 steps of 2 episodes each are 5.
+    assert Loses.last.steps == [(step, 5, 10, 5) for step in (0, 1, 3)]
+    assert "rollout 2: all groups have equal rewards or no episode" in caplog.text
+    filtered = [record["rollout/num_filtered_groups"] for record in records_of(tmp_path)]
+    assert filtered == [1.0, 1.0, 3.0, 1.0]

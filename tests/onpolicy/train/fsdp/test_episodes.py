@@ -56,7 +56,7 @@ def learnt(trainer, samples):
 @pytest.mark.parametrize("aggregation", PER_EPISODE)
 @pytest.mark.parametrize("max_tokens", [100, 1])
 def test_the_loss_and_its_gradients_are_those_by_hand(make, checkpoint, aggregation, max_tokens):
-    """In one micro-batch, and in one for each trajectory."""
+    """In one micro-batch, and in one for each trajectory. 1e-7 are some roundings of the largest."""
     trainer = make(
         algorithm={"loss_aggregation": aggregation},
         trainer={"max_tokens_per_gpu": max_tokens, "clip_grad": 0.0},
@@ -70,10 +70,11 @@ def test_the_loss_and_its_gradients_are_those_by_hand(make, checkpoint, aggregat
     loss, gradients = learnt(trainer, samples)
     assert loss == expected.item()
     by_hand = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert any(gradient.abs().max() > 1e-3 for gradient in gradients.values())
+    assert 1e-5 < max(gradient.abs().max() for gradient in gradients.values()) < 5e-2
     assert len(gradients) == len(by_hand)
     for name, gradient in by_hand.items():
-        assert torch.allclose(gradients[name], gradient, rtol=0, atol=1e-7), name
+        difference = (gradients[name] - gradient).abs().max()
+        assert difference <= 1e-7, (name, difference, gradient.abs().max())
 
 
 @pytest.mark.parametrize("aggregation", PER_EPISODE)
@@ -88,7 +89,7 @@ def test_a_branch_that_is_trained_twice_is_another_loss(make, aggregation):
     )
     if aggregation != "seq-mean-token-mean":
         assert once[0] != twice[0]
-    assert any((once[1][name] - twice[1][name]).abs().max() > 1e-4 for name in once[1])
+    assert any((once[1][name] - twice[1][name]).abs().max() > 1e-3 for name in once[1])
 
 
 def test_a_trajectory_that_counts_as_an_episode_weighs_more(make):
@@ -99,4 +100,7 @@ def test_a_trajectory_that_counts_as_an_episode_weighs_more(make):
     for number, sample in enumerate(samples):
         object.__setattr__(sample, "episode", number)
     trainer = make(algorithm={"loss_aggregation": "seq-mean-token-mean"})
-    assert (right, learnt(trainer, samples)[0]) == (-2.75 / 4, pytest.approx(-4.75 / 6))
+    assert (right, learnt(trainer, samples)[0]) == (
+        -2.75 / 64 / 4,
+        pytest.approx(-4.75 / 64 / 6),
+    )
