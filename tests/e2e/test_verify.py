@@ -104,7 +104,12 @@ def test_a_mismatch_is_a_failure_in_true_on_policy_mode():
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param("qwen3", marks=pytest.mark.anew), "qwen3-moe"]
+    "architecture",
+    [
+        "qwen3",
+        pytest.param("qwen3", marks=[pytest.mark.anew, pytest.mark.runs], id="qwen3, anew"),
+        "qwen3-moe",
+    ],
 )
 def test_no_token_differs_on_two_ranks_in_bfloat16(architecture, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", architecture)
