@@ -52,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long, as servers do, comes first, so that all workers end together."""
-    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("engine", "long"))))
+    longest = ("engine", "long", "runs")
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, longest)))
 
 
 @pytest.fixture(autouse=True)

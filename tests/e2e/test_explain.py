@@ -235,7 +235,7 @@ RUNS = pytest.mark.runs
 TRAINERS = [
     pytest.param("qwen3", (), "", None, id="whole"),
     pytest.param("qwen3", (), ONE_RANK_IS_BROKEN, DOWN, id="broken"),
-    pytest.param("qwen3", MEGATRON, "", None, id="megatron"),
+    pytest.param("qwen3", MEGATRON, "", None, id="megatron", marks=RUNS),
     pytest.param("qwen3", PIPELINE, "", None, id="pipeline", marks=RUNS),
     pytest.param("qwen3", PIPELINE, ONE_STAGE_IS_BROKEN, DOWN, id="broken pipeline"),
     pytest.param("qwen3", TENSOR, "", None, id="tensor", marks=RUNS),
