@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,30 +160,25 @@ def _collect(
     parameters: dict[str, Tensor],
     ranks: Collection[int],
 ) -> None:
-    """Copy all parts into the buckets of `ranks` at once; a rank sends its own in one message."""
+    """Copy every part into the buckets of `ranks`; a rank sends all its parts in one message."""
     me = distributed.rank()
-    of_rank = {rank: [h for h in held if h.rank == rank] for rank in {h.rank for h in held}}
-    mine = [parameters[h.parameter][h.part.target].detach() for h in of_rank.get(me, [])]
-    travels: list[dist.P2POp] = []
-    if mine and (others := set(ranks) - {me}):
-        message = torch.cat([block.reshape(-1) for block in mine])
-        travels += [dist.P2POp(dist.isend, message, rank) for rank in others]
-    arriving: dict[int, Tensor] = {}
-    targets = {
-        r: [bucket[h.part.name][h.part.source] for h in of_rank[r]] for r in of_rank if bucket
-    }
-    for rank in targets.keys() - {me}:
-        size = sum(target.numel() for target in targets[rank])
-        arriving[rank] = targets[rank][0].new_empty(size)
-        travels.append(dist.P2POp(dist.irecv, arriving[rank], rank))
-    for travel in dist.batch_isend_irecv(travels) if travels else []:
-        travel.wait()
-    for rank, places in targets.items():
-        blocks = mine
-        if rank != me:
-            blocks = list(arriving[rank].split([place.numel() for place in places]))
-        for place, block in zip(places, blocks, strict=True):
-            place.copy_(block.view(place.shape))
+    for rank in sorted({part.rank for part in held}):  # so that no two wait for each other
+        parts = [h for h in held if h.rank == rank]
+        targets = [bucket[h.part.name][h.part.source] for h in parts] if me in ranks else []
+        blocks: Sequence[Tensor] = ()
+        if me == rank:
+            blocks = [parameters[h.parameter][h.part.target].detach() for h in parts]
+            if others := sorted(set(ranks) - {me}):
+                message = torch.cat([block.reshape(-1) for block in blocks])
+                for other in others:
+                    dist.send(message, other)
+        elif me in ranks:
+            sizes = [target.numel() for target in targets]
+            message = targets[0].new_empty(sum(sizes))
+            dist.recv(message, rank)
+            blocks = message.split(sizes)
+        for target, block in zip(targets, blocks if targets else (), strict=True):
+            target.copy_(block.view(target.shape))
 
 
 def _unwrap(model: nn.Module) -> PolicyGptModel:
