@@ -12,6 +12,7 @@ from typing import Protocol
 from onpolicy.rollout.branches import learnt_once, order_of
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episodes import Ask, BranchRecord, Episode, Json, Rollouter, Turns
+from onpolicy.rollout.results import with_learnt
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Request
 
@@ -120,7 +121,7 @@ class OpenEpisode:
         else:
             kept = [*found.trajectories]
         whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
-        self.episode = replace(found, trajectories=learnt_once(whole))
+        self.episode = with_learnt(found, whole, learnt_once(whole))
 
     def record(self) -> list[BranchRecord]:
         """What it has come to, whatever it waits for; the first branch comes first."""
