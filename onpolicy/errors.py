@@ -43,6 +43,15 @@ class RewardError(OnPolicyError, RuntimeError):
     """A reward rule that fails on more samples than the run lets pass."""
 
 
+class AgentError(OnPolicyError, RuntimeError):
+    """An episode that its function, or the process around that, did not bring to an end."""
+
+    def __init__(self, message: str, *, reason: str):
+        super().__init__(message)
+        self.reason = reason
+        """In a word: 'raised', 'result' (no Episode), 'hung' or 'died' (its process)."""
+
+
 class CheckpointError(OnPolicyError, OSError):
     """A checkpoint that could not be written completely, or cannot be read back."""
 

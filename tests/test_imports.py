@@ -16,6 +16,7 @@ MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "algorithm": set(),
     "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
+    "agents": GROUND | {"rollout"},
     "compat": {"contract", "errors"},
     "ops": {"compat", "contract", "errors"},
     "weights": GROUND,

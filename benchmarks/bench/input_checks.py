@@ -42,6 +42,11 @@ def check_inputs(config: BenchConfig) -> BenchConfig:
             f"--num-tokens={' '.join(map(str, config.num_tokens))}: a sequence has --prompt-len + "
             f"--max-new-tokens = {length} tokens, and at least one must fit. Give larger numbers."
         )
+    if config.what == "agents" and config.max_new_tokens < config.num_turns:
+        raise ConfigError(
+            f"--max-new-tokens={config.max_new_tokens}, --num-turns={config.num_turns}: a turn has at "
+            "least one token. Give fewer turns, or more tokens."
+        )
     if config.what == "loop" and config.n_samples_per_prompt < 2:
         raise ConfigError(
             f"--n-samples-per-prompt={config.n_samples_per_prompt}: an advantage is what a response is "
@@ -59,7 +64,7 @@ def check_inputs(config: BenchConfig) -> BenchConfig:
         require_fit(config.model.hf_checkpoint, hf_config)
         if config.what != "step":
             require_cache(spec)
-        ranks = 0 if config.what in ("rollout", "decode") else config.cluster.num_ranks
+        ranks = 0 if config.what in ("rollout", "decode", "agents") else config.cluster.num_ranks
         servers = 0 if config.what == "step" else config.engines.rollout_num_engines
         size = ModelSize.of(hf_config)
         memory = RunMemory(train_config, hf_config, spec, size)

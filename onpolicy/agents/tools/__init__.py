@@ -1,0 +1,1 @@
+"""Tools that a policy's own text cannot hurt anything with."""

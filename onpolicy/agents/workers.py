@@ -1,0 +1,61 @@
+"""Episodes in worker processes: what a function of the user's own does there holds nobody up for long.
+
+Tokens are sampled, kept and judged in the run's process. A worker is told of them, and asks for more; it
+cannot make any.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+
+from onpolicy.agents.remote_episode import RemoteEpisode
+from onpolicy.agents.worker_link import AgentFunction, WorkerLink
+from onpolicy.errors import AgentError
+from onpolicy.rollout.episodes import Episode, Rollouter, Turns
+from onpolicy.types import Prompt
+
+FEWEST, MOST = 1, 16
+
+
+class WorkerRollouter(Rollouter):
+    """Hands each episode to the worker that has the fewest; a worker that is lost is replaced.
+
+    `hang_limit`: seconds that a function may compute without awaiting anything. What a lost worker was
+    at has failed (AgentError).
+    """
+
+    def __init__(self, function: AgentFunction, num_workers: int, hang_limit: float):
+        self._function, self._hang_limit = function, hang_limit
+        self._links: list[WorkerLink | None] = [None] * num_workers
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
+        return await self._idlest().run(RemoteEpisode(next(self._numbers), prompt, turns))
+
+    def _idlest(self) -> WorkerLink:
+        with self._lock:
+            if self._is_closed:
+                raise AgentError("the run has ended", reason="died")
+            for place, link in enumerate(self._links):
+                if link is None or link.is_lost:
+                    link = self._links[place] = WorkerLink(self._function, self._hang_limit)
+                if not link.episodes:
+                    return link
+            return min(filter(None, self._links), key=lambda link: len(link.episodes))
+
+    def close(self) -> None:
+        """End all workers, and what they began. From any thread."""
+        with self._lock:
+            self._is_closed = True
+            links = [link for link in self._links if link is not None]
+        for link in links:
+            link.end()
+
+
+def default_workers() -> int:
+    """Half as many as there are cores, within limits: engines and trainer want them too."""
+    return min(max(len(os.sched_getaffinity(0)) // 2, FEWEST), MOST)
