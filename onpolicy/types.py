@@ -64,6 +64,18 @@ class Request:
     params: SamplingParams
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LearntTokens:
+    """What the R sampled tokens of a trajectory counted for in training."""
+
+    advantages: list[float]
+    """[R]: after a penalty of a correction."""
+
+    weights: list[float]
+    """[R]: the corrections' factor of a token's policy loss: 1 without any, 0 where it was rejected. A
+    correction of the user's own is not part of it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Sample:
     """A prompt, a trajectory of an episode that answers it, and what became of it."""
@@ -98,6 +110,12 @@ class Sample:
 
     mismatched_tokens: int | None = None
     """Tokens with another log-probability in training; None while they were not compared."""
+
+    is_shown: bool = False
+    """Whether it is one of those that people are shown, so that training is to tell of its tokens."""
+
+    learnt: LearntTokens | None = None
+    """What its tokens counted for in training, if it is shown and was trained on."""
 
     @property
     def name(self) -> str:
@@ -198,6 +216,9 @@ class TrainOutcome:
     """Equal on all ranks."""
 
     findings: ParityFindings
+
+    learnt: Mapping[int, LearntTokens] = field(default_factory=dict)
+    """Of the samples that are shown, by their numbers in the rollout."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
