@@ -3,7 +3,8 @@
 samples/rollout_000003.jsonl  samples/eval_000010.jsonl  samples/eval_NAME_000010.jsonl
 
 One file a rollout, so that a resumed run replaces what it repeats. A line is a sample: its prompt and
-response as the model saw and sampled them, special tokens included.
+response as the model saw and sampled them, special tokens included; and where its episode has several
+turns or trajectories, all that was given and sampled, one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from onpolicy.system import files
 from onpolicy.types import Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4
-"""Samples of one prompt that are written at most, so that several prompts are seen."""
+"""Episodes of one prompt that are written at most, so that several prompts are seen."""
 
 MOST_CHARACTERS = 600
 """Longest text of a prompt or a response on the console."""
@@ -42,8 +43,9 @@ class SampleLog:
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         """Write some samples of rollout or evaluation `name`, replacing what there is of this step."""
-        samples = islice((s for g in groups for s in g.samples[:MOST_OF_A_PROMPT]), self._count)
-        lines = [_line(self._record(step, sample)) for sample in samples]
+        episodes = (e for group in groups for e in group.episodes[:MOST_OF_A_PROMPT])
+        records = (self._record(step, e, i) for e in episodes for i in range(len(e)))
+        lines = [_line(record) for record in islice(records, self._count)]
         if lines:
             self._directory.mkdir(exist_ok=True)
             file = self._directory / f"{name}_{step:06d}.jsonl"
@@ -59,11 +61,13 @@ class SampleLog:
             f"  reward    {sample.reward:g}"
         )
 
-    def _record(self, step: int, sample: Sample) -> dict[str, Any]:
+    def _record(self, step: int, episode: Sequence[Sample], number: int) -> dict[str, Any]:
+        sample = episode[number]
         return {
             "step": step,
             "prompt_index": sample.prompt.index,
             "sample": sample.sample_index,
+            "trajectory": number,
             "prompt": self._decode(sample.prompt.prompt_ids),
             "response": self._decode(sample.response_ids),
             "label": sample.prompt.label,
@@ -72,7 +76,24 @@ class SampleLog:
             "finish_reason": str(sample.finish_reason),
             "num_tokens": sample.trajectory.num_sampled,
             "mismatched_tokens": sample.mismatched_tokens,
+            **self._of_the_episode(sample, len(episode)),
         }
+
+    def _of_the_episode(self, sample: Sample, num_trajectories: int) -> dict[str, Any]:
+        """What a single answer has not."""
+        trajectory = sample.trajectory
+        tokens = zip(trajectory.sampled, trajectory.token_ids, strict=True)
+        turns = [
+            {"sampled": is_sampled, "text": self._decode([token for _, token in stretch])}
+            for is_sampled, stretch in groupby(tokens, key=lambda token: token[0])
+        ]
+        found = {
+            "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
+            "token_rewards": sample.token_rewards,
+            "metrics": sample.metrics or None,
+            "info": sample.info or None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -41,6 +41,7 @@ PANELS = (
     Panel("Gradient norm", ("train/grad_norm",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
     Panel("Truncated responses", ("rollout/truncated_ratio",)),
+    Panel("Turns and trajectories of an episode", ("episodes/num_turns", "episodes/num_trajectories")),
     Panel("Learning rate", ("train/lr",)),
     Panel("Learning-rate decay", ("lr_decay/scale",)),
     Panel("Lambda", ("dc/lambda",)),

@@ -16,6 +16,7 @@ from onpolicy.rollout.episode_rules import EpisodeRules as EpisodeRules
 from onpolicy.rollout.episode_rules import Listener
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.failures import RETRIES, EpisodeFailure
+from onpolicy.rollout.results import with_learnt
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.turns import Ask, BranchRecord, OtherTokensError, Turns
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
@@ -119,7 +120,7 @@ class OpenEpisode:
         if not kept:
             raise AgentError("ended without anything sampled", reason="result")
         whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
-        self.episode = replace(found, trajectories=learnt_once(whole))
+        self.episode = with_learnt(found, whole, learnt_once(whole))
 
     def differs(self, message: str) -> OtherTokensError:
         """What ends the run, whatever the function makes of it."""

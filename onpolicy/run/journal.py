@@ -73,8 +73,9 @@ class Journal:
             with self._directory.writing():
                 record = rollout_journal.record_of(step, weights, groups)
                 rollout_journal.add(self._directory.rollouts, record)
-        if step == self._first_step:
-            logger.info("%s", self._samples.describe(groups[0].samples[0]))
+        first = next((sample for group in groups for sample in group.samples), None)
+        if step == self._first_step and first is not None:
+            logger.info("%s", self._samples.describe(first))
 
     def on_evaluation(
         self, step: int, name: str, groups: Sequence[SampleGroup], metrics: Metrics

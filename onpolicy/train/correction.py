@@ -174,6 +174,7 @@ class Corrections:
             self.config.loss_aggregation,
             gather_vectors,
             scale_length=self.config.rollout.rollout_max_response_len,
+            episodes=torch.tensor([n for b in step for n in b.episodes], device=kept.device),
         )
         lens = [len(batch.mask) for batch in step]
         parts = zip(step, shares.split(lens), kept.split(lens), weights.split(lens), strict=True)

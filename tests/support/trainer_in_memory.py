@@ -21,7 +21,7 @@ from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import Trainer, distributed
 from onpolicy.train.base import TrainerMemory
-from onpolicy.train.shares import Outcomes, split_evenly
+from onpolicy.train.shares import Outcomes, split_into_steps
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
@@ -63,7 +63,7 @@ class TrainerInMemory(Trainer):
             error.findings = ParityFindings(mismatched_tokens=counts, apart=apart)
             raise error
         advantages = self._advantages(samples)
-        for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
+        for part, rate in zip(split_into_steps(samples, len(rates)), rates, strict=True):
             for i in part:
                 self._learn(samples[i].sample, rate * advantages[i])
         gains = [
@@ -76,7 +76,7 @@ class TrainerInMemory(Trainer):
 
     def _advantages(self, samples: Sequence[TrainSample]) -> list[float]:
         outcomes, kind = Outcomes.of(samples), self.config.algorithm.advantage_estimator
-        groups = group_advantages(outcomes.rewards, kind, outcomes.lengths)
+        groups = group_advantages(outcomes.rewards, kind, outcomes.lengths, outcomes.episodes)
         return [advantage for group in groups for advantage in group]
 
     def _score(self, sample: Sample) -> Tensor:

@@ -1,5 +1,6 @@
 """Samples to read: which ones, what stands in them, and that a resumed run repeats none."""
 
+import dataclasses
 import json
 
 import pytest
@@ -48,12 +49,34 @@ def test_a_line_tells_what_was_asked_answered_and_made_of_it(log, files):
     assert files() == {
         "rollout_000007.jsonl": [
             {
-                "step": 7, "prompt_index": 12, "sample": 0, "prompt": "1+1=", "response": "2<eos>",
-                "label": "2", "reward": 1.0, "reward_parts": {"answered": 1.0},
+                "step": 7, "prompt_index": 12, "sample": 0, "trajectory": 0, "prompt": "1+1=",
+                "response": "2<eos>", "label": "2", "reward": 1.0, "reward_parts": {"answered": 1.0},
                 "finish_reason": "stop", "num_tokens": 2, "mismatched_tokens": 3,
             }
         ]
     }  # fmt: skip
+
+
+def test_of_an_episode_all_is_told_that_was_given_and_sampled(log, files):
+    (first,) = group(0, 1).samples
+    more = first.trajectory.given([ord("?")]).plus(make_completion([ord("3"), 1], [-1.0] * 2), 1.0)
+    said = {"metrics": {"num_calls": 1.0}, "info": {"calls": ["add"]}}
+    episode = [
+        dataclasses.replace(first, trajectory=more, **said),
+        dataclasses.replace(first, token_rewards=[0.0, 1.0], **said),
+    ]
+    alone = dataclasses.replace(first, sample_index=1)
+    log().write("rollout", 0, [SampleGroup(prompt=first.prompt, samples=[*episode, alone])])
+    ((one, two, three),) = files().values()
+    assert [(x["sample"], x["trajectory"]) for x in (one, two, three)] == [(0, 0), (0, 1), (1, 0)]
+    given, answer = {"sampled": False, "text": "1+1="}, {"sampled": True, "text": "2<eos>"}
+    again = [{"sampled": False, "text": "?"}, {"sampled": True, "text": "3<eos>"}]
+    assert one["turns"] == [given, answer, *again] and two["turns"] == [given, answer]
+    assert one["response"] == "2<eos>3<eos>"
+    assert "token_rewards" not in one and two["token_rewards"] == [0.0, 1.0]
+    assert one["metrics"] == two["metrics"] == {"num_calls": 1.0}
+    assert one["info"] == two["info"] == {"calls": ["add"]}
+    assert not {"turns", "metrics", "info", "token_rewards"} & three.keys()
 
 
 def test_no_more_are_written_than_asked_for_and_of_several_prompts(log, files):
