@@ -7,7 +7,7 @@ after (">") in the alphabet; "!" says that the guess was no letter.
 import verifiers as vf
 from datasets import Dataset
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = "abcdefghijkl"
 
 
 class FindLetter(vf.MultiTurnEnv):
@@ -27,7 +27,7 @@ def quickly(completion, answer) -> float:
     return 1.1 - 0.1 * len(guesses) if guesses and guesses[-1] == answer else 0.0
 
 
-def load_environment(max_turns: int = 8) -> vf.Environment:
+def load_environment(max_turns: int = 5) -> vf.Environment:
     return FindLetter(
         dataset=Dataset.from_list([{"question": "?", "answer": letter} for letter in LETTERS]),
         rubric=vf.Rubric(funcs=[quickly]),

@@ -22,12 +22,12 @@ from onpolicy.compat.process import prepare_process
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from prepare import make_model, make_tokenizer, save, warm_start
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = "abcdefghijkl"
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-STEPS = 200
+STEPS = 150
 SIZES = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -36,7 +36,7 @@ def training_row(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tupl
     """A game up to some guess, and that guess."""
     eos, letter = [tokenizer.eos_token_id], rng.choice(LETTERS)
     game, side = tokenizer.encode("?"), LETTERS
-    for _ in range(rng.randint(0, 7)):
+    for _ in range(rng.randint(0, 4)):
         guess = rng.choice(side)
         game += tokenizer.encode(guess) + eos
         if guess == letter:

@@ -43,11 +43,13 @@ class Answer:
     """STOP, or LENGTH where as many tokens were sampled as may be: `sample` may go on from there."""
 
     decode: Callable[[list[int]], str] = field(repr=False, compare=False)
+    stop_token_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def text(self) -> str:
-        """The tokens as text, special ones included."""
-        return self.decode(self.token_ids)
+        """The tokens as text, special ones included, without the stop token that ended it."""
+        has_stopped = self.token_ids and self.token_ids[-1] in self.stop_token_ids
+        return self.decode(self.token_ids[:-1] if has_stopped else self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +164,7 @@ class Turns:
             log_probs=self.trajectory.rollout_log_probs[before.num_sampled :],
             finish_reason=reason,
             decode=self.episode.rules.decode,
+            stop_token_ids=self.request.params.stop_token_ids,
         )
 
     def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:

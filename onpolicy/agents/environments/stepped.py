@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Answer, ContextExceededError, Episode, Turns
 from onpolicy.system.user_functions import load_function
 from onpolicy.types import Prompt
@@ -62,7 +63,7 @@ async def roll_out(
 ) -> Episode:
     """One episode in the environment at the path `environment`, made with `arguments`.
 
-    Raises ValueError where it returns what it must not.
+    Raises AgentError where it returns what it must not.
     """
     made = load_function(environment, "--environment")
     return await play(turns, prompt, lambda: made(**arguments), rewards, getattr(made, "stop", ()))
@@ -131,9 +132,10 @@ class _Attempt:
         assert self._environment is not None
         found = await _call(self._environment.step, action)
         if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], bool)):
-            raise ValueError(
-                f"{type(self._environment).__name__}.step returned {found!r}: must be the tuple "
-                "(observation, reward, done), done True or False."
+            raise AgentError(
+                f"got {found!r:.80} from {type(self._environment).__name__}.step: it must be the tuple "
+                "(observation, reward, done), done True or False",
+                reason="result",
             )
         return found
 
@@ -150,14 +152,16 @@ async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _checked(reward: Any, rewards: Rewards, answer: Answer) -> Any:
-    """The reward of a step. Raises ValueError for one of another shape, or that is not finite."""
+    """The reward of a step. Raises AgentError for one of another shape, or that is not finite."""
     each = [reward] if rewards != "token" else reward
     length = len(answer.token_ids) if rewards == "token" else 1
     fits = isinstance(each, Sequence) and len(each) == length
     if not fits or not all(isinstance(r, int | float) and math.isfinite(r) for r in each):
         shape = "a number" if rewards != "token" else f"{length} numbers, as many as tokens"
-        raise ValueError(
-            f"reward={reward!r}: must be {shape} with --environment-rewards {rewards}."
+        raise AgentError(
+            f"got reward={reward!r:.80} from a step: it must be {shape} with --environment-rewards "
+            f"{rewards}",
+            reason="result",
         )
     return reward
 
@@ -165,15 +169,15 @@ def _checked(reward: Any, rewards: Rewards, answer: Answer) -> Any:
 def _episode(
     given: Sequence[Any], answers: Sequence[Answer], rewards: Rewards, why: str
 ) -> Episode:
-    info, metrics = {"ended": why}, {"num_turns": float(len(answers))}
+    info = {"ended": why}
     if rewards == "episode":
-        return Episode(reward=math.fsum(given), info=info, metrics=metrics)
+        return Episode(reward=math.fsum(given), info=info)
     by_token = [
         number
         for reward, answer in zip(given, answers, strict=True)
         for number in (reward if rewards == "token" else _at_end(reward, len(answer.token_ids)))
     ]
-    return Episode(token_rewards=[by_token], info=info, metrics=metrics)
+    return Episode(token_rewards=[by_token], info=info)
 
 
 def _at_end(reward: float, length: int) -> list[float]:

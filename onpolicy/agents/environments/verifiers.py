@@ -107,7 +107,7 @@ async def roll_out(turns: Any, prompt: Prompt, *, name: str, arguments: str) -> 
         raise RuntimeError(f"verifiers:{name}: {found['error']['error_chain_repr']}")
     if errors:
         raise RuntimeError(f"verifiers:{name}: {'; '.join(errors)}")
-    metrics = {key: float(value) for key, value in (found["metrics"] or {}).items()}
+    metrics = {f"verifiers/{key}": float(value) for key, value in (found["metrics"] or {}).items()}
     return Episode(
         reward=float(found["reward"]),
         metrics=metrics,

@@ -211,7 +211,7 @@ class Session:
             more = template.go_on(token_ids, known, call.messages[len(known) :], call.tools)
             self.num_drifts += more.drift is not None
             return before, more.kept, more.token_ids
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
 
     def _place_prompt(self, prompt: str | tuple[int, ...], before: KnownTurn | None) -> Place:

@@ -35,7 +35,7 @@ def rolled_out(words=(), row=1, **arguments):
         return await ours.roll_out(turns, prompt, **given)
 
     gateway = Gateway(rules)
-    rollouter = AgentRollouter(gateway, acts_by(FunctionRollouter(function)))
+    rollouter = AgentRollouter(lambda: gateway, acts_by(FunctionRollouter(function)))
     return roll_out(rollouter, Draws(words), prompt=prompt)
 
 
@@ -61,7 +61,8 @@ def test_an_environment_of_several_turns_is_rewarded_by_its_rubric():
     answers = decode(sampled).split("<stop>")[:-1]
     assert len(answers) == 3 and episode.episode.reward == 1 / (1 + len(answers[-1]))
     assert episode.episode.info == {"ended": "max_turns_reached", "is_truncated": False}
-    assert episode.episode.metrics["num_turns"] == 3 and "is_short" in episode.episode.metrics
+    assert episode.episode.metrics["verifiers/num_turns"] == 3
+    assert "verifiers/is_short" in episode.episode.metrics
 
 
 def test_tools_are_called_and_their_results_are_given():
@@ -71,7 +72,7 @@ def test_tools_are_called_and_their_results_are_given():
     assert "tools:" in text and '"name": "product"' in text and "tool:6|" in text
     given = [t for t, s in zip(trajectory.token_ids, trajectory.sampled, strict=True) if not s]
     assert CALL not in decode(given)
-    assert episode.episode.metrics["product_calls"] >= 1
+    assert episode.episode.metrics["verifiers/product_calls"] >= 1
 
 
 @pytest.mark.parametrize(
