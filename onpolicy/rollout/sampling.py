@@ -79,7 +79,7 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
         for i, open_episode in enumerate(group.episodes)
         for trajectory in open_episode.trajectories
     ]
-    texts = decode([trajectory.response_ids for _, _, trajectory in drawn])
+    texts = decode([trajectory.response_ids for _, _, trajectory in drawn]) if drawn else []
     made = [SampleGroup(prompt=group.prompt, samples=[], number=group.number) for group in groups]
     of_number = {group.number: group for group in made}
     for (group, i, trajectory), text in zip(drawn, texts, strict=True):
