@@ -7,6 +7,7 @@ import pytest
 from onpolicy.errors import AgentError, ConfigError
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.run import Run
+from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import PROMPTS, even_tokens, make_config, records_of, run_in_memory
 
@@ -53,6 +54,20 @@ def test_a_run_that_was_killed_observes_again_what_it_had_and_has_the_same_hash(
     assert run(tmp_path, "acts", **values).run_hash == ran.run_hash
     assert journal.read_bytes() == observed
     assert run(tmp_path / "other", "acts", **MODES[mode]).run_hash != ran.run_hash
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_free_run_of_branches_is_repeated_from_its_journal_on_another_clock(tmp_path, seed):
+    values = {
+        "custom_generate_function_path": path_of("acts"), "rollout_max_response_len": 12,
+        "max_staleness": 2,
+    }  # fmt: skip
+    ran = Clock(seed, engines=2).run(tmp_path / "ran", **values)
+    journal = journal_of(tmp_path / "ran")
+    assert any("branches" in group for line in steps_of(journal) for group in line["groups"])
+    again = Clock(seed + 99).run(tmp_path / "again", replay=str(journal), **values)
+    assert again.run_hash == ran.run_hash
+    assert steps_of(journal_of(tmp_path / "again")) == steps_of(journal)
 
 
 @pytest.mark.parametrize(
