@@ -1,19 +1,18 @@
-"""Chats as tokens: rendered by the tokenizer's own template, and continued without touching what was sampled.
+"""Chats as tokens: rendered by the tokenizer's own template, and continued as they were sampled.
 
-A template is a program: given the whole chat again it may write the past anew. It drops earlier thinking,
-merges the results of tools, serialises the arguments of a call in its own way, trims, or ends an answer
-with another token than the one that was sampled. Rebuilt from text, such a chat has other tokens than
-those that the policy saw and sampled. So a chat is never rebuilt here: what comes after its tokens is
-the rest of the text that the template makes, tokenised alone. Where that text does not begin with the
-text of the tokens, the template drifts, and a rule says what becomes of it (`DriftRule`).
+A template is a program: given the whole chat again it may write the past anew. It drops earlier
+thinking, merges the results of tools, serialises the arguments of a call in its own way, trims, or ends
+an answer with another token than the one that was sampled. Rebuilt from text, such a chat has other
+tokens than those that the policy saw and sampled. So a chat is never rebuilt here: what comes after its
+tokens is the rest of the text that the template makes, tokenised alone. Where that text does not begin
+with the text of the tokens, the template drifts, and a rule says what becomes of it (`DriftRule`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +23,10 @@ Message = Mapping[str, Any]
 (their arguments are JSON in a string) and tool_call_id."""
 
 DriftRule = Literal["new", "keep", "refuse"]
-"""Where a template writes the past anew: begin a new trajectory at the first token that differs, keep the
-tokens as they are, or raise ChatDriftError."""
+"""Where a template writes the past anew: begin a new trajectory at the first token that differs, keep
+the tokens as they are, or raise ChatDriftError."""
 
-_MARK = "\u2063onpolicy\u2063"
+_MARK = "(the end of this answer)"
 """Stands for an answer whose end is looked for in what a template makes."""
 
 
@@ -83,7 +82,8 @@ class ChatTemplate:
     ):
         self._tokenizer, self.rule, self._options = tokenizer, rule, dict(options or {})
         self._stops = {self._decode([token]) for token in stop_token_ids}
-        self._special = {self._decode([i]) for i in tokenizer.all_special_ids} | self._stops
+        added = tokenizer.get_added_vocab().values()
+        self._special = {self._decode([token]) for token in added} | self._stops
         self.vocab_size = len(tokenizer)
 
     def begin(
@@ -128,38 +128,27 @@ class ChatTemplate:
         that is also what the template has there comes once.
         """
         rest = self._after_mark(messages, tools)
-        last = self._decode(token_ids[-1:])
-        delimiter = next((text for text in self._special if text and rest.startswith(text)), "")
-        if last in self._stops:
-            rest = rest.removeprefix(last if rest.startswith(last) else delimiter)
+        if self._decode(token_ids[-1:]) in self._stops:
+            ends = [text for text in self._special if rest.startswith(text)]
+            rest = rest.removeprefix(max(ends, key=len, default=""))
         return self.encode(rest)
 
     def _after_mark(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """From the end of an answer on."""
-        question = {"role": "user", "content": "?"}
-        answer: dict[str, Any] = {"role": "assistant", "content": _MARK}
-        if messages and messages[0].get("role") == "tool":
-            name = messages[0].get("name") or "f"
-            call = {"name": name, "arguments": json.dumps({"x": _MARK})}
-            called = {
-                "type": "function",
-                "id": messages[0].get("tool_call_id", ""),
-                "function": call,
-            }
-            answer = {"role": "assistant", "content": "", "tool_calls": [called]}
-        text = self._render([question, answer, *messages], tools)
-        if _MARK not in text:
-            raise ValueError("the chat template leaves answers out, so where one ends is not known")
-        rest = text[text.rindex(_MARK) + len(_MARK) :]
-        ends = [rest.find(stop) for stop in self._stops if stop and stop in rest]
-        return rest[min(ends) :] if ends and "tool_calls" in answer else rest
+        """What the template makes from the end of an answer on."""
+        for answer in _marked_answers(messages):
+            text = self._render([{"role": "user", "content": "?"}, answer, *messages], tools)
+            if _MARK in text:
+                rest = text[text.rindex(_MARK) + len(_MARK) :]
+                ends = [rest.index(stop) for stop in self._stops if stop in rest]
+                return rest[min(ends) :] if ends and answer.get("tool_calls") else rest
+        raise ValueError("the chat template leaves answers out, so where one ends is not known")
 
     def _common(self, token_ids: Sequence[int], have: str, wanted: str) -> tuple[int, int]:
-        """How many tokens from the first on say what is wanted, and how many characters that are."""
-        same = len(os.path.commonprefix([have, wanted]))
-        count = bisect_right(
-            range(len(token_ids) + 1), same, key=lambda k: len(self._decode(token_ids[:k]))
-        )
+        """How many tokens from the first on say what is wanted, and in how many characters."""
+        pairs = enumerate(zip(have, wanted, strict=False))
+        same = next((i for i, (one, other) in pairs if one != other), min(len(have), len(wanted)))
+        sizes = range(len(token_ids) + 1)
+        count = bisect_right(sizes, same, key=lambda k: len(self._decode(token_ids[:k]))) - 1
         while not wanted.startswith(text := self._decode(token_ids[:count])):
             count -= 1
         return count, len(text)
@@ -198,6 +187,16 @@ class ChatTemplate:
                 **self._options,
             )
         )
+
+
+def _marked_answers(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Answers that messages may come after, which end with a mark."""
+    first = messages[0] if messages else {}
+    if first.get("role") == "tool":
+        function = {"name": first.get("name") or "f", "arguments": json.dumps({"x": _MARK})}
+        call = {"type": "function", "id": first.get("tool_call_id", ""), "function": function}
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+    yield {"role": "assistant", "content": _MARK}
 
 
 def text_of(content: Any) -> Any:
