@@ -140,7 +140,8 @@ class Worker:
             episode = await run_function(self._function, turns, prompt)
             self._link.send(kind="ended", episode=number, **_said(episode))
         except AgentError as error:
-            self._fail(number, error.reason, str(error), error)
+            exceeds = isinstance(error.__cause__, ContextExceededError)
+            self._fail(number, "context" if exceeds else error.reason, str(error), error)
         except (TypeError, ValueError) as error:
             self._fail(number, "result", f"returned what JSON cannot say: {error}", error)
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 
@@ -59,6 +60,11 @@ async def mistakes(turns, prompt):
     return Episode(info={"told": told})
 
 
+async def exceeds(turns, prompt):
+    """Gives more than fits, and does not mind the error."""
+    turns.append([1] * 10_000)
+
+
 async def asks_for_much(turns, prompt):
     """Gives up an answer that takes too long, and samples another."""
     with contextlib.suppress(TimeoutError):
@@ -82,6 +88,8 @@ async def by_prompt(turns, prompt):
         case "hang":
             while True:
                 time.sleep(0.05)
+        case "hold":
+            re.match("(a+)+$", "a" * 60 + "b")
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "wait":

@@ -164,6 +164,12 @@ def test_a_function_that_fails_fails_its_episode_alone(workers, make, label, rea
     assert rolled_out(rollouter, prompt_of("fine")).info["worker"]
 
 
+def test_a_function_that_exceeds_the_context_says_so(workers):
+    with pytest.raises(AgentError, match="exceed") as raised:
+        rolled_out(workers("exceeds"))
+    assert raised.value.reason == "context"
+
+
 @pytest.mark.parametrize("label", ["no JSON", "forge"])
 def test_a_worker_says_nothing_but_json_and_turns(workers, label):
     with pytest.raises(AgentError) as raised:
@@ -175,6 +181,7 @@ def test_a_worker_says_nothing_but_json_and_turns(workers, label):
     ("label", "reason", "text"),
     [
         ("hang", "hung", r"computes for longer than 1 seconds at .*agent_functions.py, line \d+"),
+        ("hold", "hung", "stands still: a function computes and lets no thread go on"),
         ("die", "died", "SIGKILL"),
     ],
 )
@@ -187,7 +194,7 @@ def test_a_worker_that_is_lost_is_replaced(workers, label, reason, text):
     assert raised.value.reason == reason
     assert answers.done.wait(60)
     assert isinstance(beside.error, AgentError)
-    assert beside.error.reason == "died"
+    assert beside.error.reason == ("hung" if label == "hold" else "died")
     assert rolled_out(rollouter, prompt_of("fine")).info["worker"] != first
     assert not psutil.pid_exists(first)
 
