@@ -27,7 +27,15 @@ def load_agent(path: str, flag: str, arguments: Mapping[str, Any]) -> Function:
             f"{flag}={path}: is not async. It must be `async def function(turns, prompt)`; see "
             "docs/agents.md."
         )
-    return partial(function, **arguments)
+    made = partial(function, **arguments)
+    try:
+        inspect.signature(made).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{flag}={path}: {error}: it is called with two arguments, the turns and the prompt. Make "
+            "it `async def function(turns, prompt)`."
+        ) from error
+    return made
 
 
 async def run_function(function: Function, turns: Any, prompt: Prompt) -> Episode:
@@ -40,11 +48,8 @@ async def run_function(function: Function, turns: Any, prompt: Prompt) -> Episod
             found = await function(turns, prompt)
         except (Exception, SystemExit) as error:
             raise AgentError(f"raised {describe(error)}", reason="raised") from error
-    if not isinstance(found, Episode):
-        raise AgentError(
-            f"returned {type(found).__name__}, and must return an Episode", reason="result"
-        )
-    return replace(found, metrics={**counts, **found.metrics})
+    episode = Episode.of(found)
+    return replace(episode, metrics={**counts, **episode.metrics})
 
 
 class FunctionRollouter(Rollouter):

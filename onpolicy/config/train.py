@@ -30,6 +30,7 @@ class TrainConfig:
     cluster: Annotated[groups.ClusterConfig, NO_RESULT] = field(
         default_factory=groups.ClusterConfig
     )
+    agent: groups.AgentConfig = field(default_factory=groups.AgentConfig)
     reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
     algorithm: groups.AlgorithmConfig = field(default_factory=groups.AlgorithmConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)

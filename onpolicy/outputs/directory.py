@@ -1,7 +1,7 @@
 """The directory of a run: everything one needs to look at it later, or to repeat it.
 
 config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/  plots/
-[governor.jsonl  rollouts.jsonl  tensorboard/  wandb/  wandb_run_id]
+[governor.jsonl  rollouts.jsonl  observations.jsonl  tensorboard/  wandb/  wandb_run_id]
 
 One run writes there at a time. What it writes is there as a whole or not at all, but for logs; a
 disk that runs full ends the run with an error that says how to go on.
@@ -87,6 +87,10 @@ class RunDirectory:
     def rollouts(self) -> Path:
         """What the clock has decided of a run (`rollout_journal`)."""
         return self.path / "rollouts.jsonl"
+
+    @property
+    def observations(self) -> Path:
+        return self.path / "observations.jsonl"
 
     @property
     def logs(self) -> Path:

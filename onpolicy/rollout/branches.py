@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from onpolicy.errors import AgentError
 from onpolicy.trajectory import Trajectory
 
 
@@ -16,16 +17,17 @@ def order_of(key: tuple[str, ...]) -> list[tuple[int, str]]:
 def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The trajectories, each sampled token counted as such in the first of them alone.
 
-    Raises ValueError for one that has nothing of its own to learn.
+    Raises AgentError for one that has nothing of its own to learn.
     """
     found = list[Trajectory]()
     for i, trajectory in enumerate(trajectories):
         shared = max((num_shared(trajectory, other) for other in trajectories[:i]), default=0)
         own = trajectory.as_given(shared)
         if not own.num_sampled:
-            raise ValueError(
-                f"trajectory {i} of the episode: no token of it was sampled that an earlier one does "
-                "not hold. Return those that have something to learn."
+            raise AgentError(
+                f"returned a trajectory, number {i}, no token of which was sampled that an earlier one "
+                "does not hold",
+                reason="result",
             )
         found.append(own)
     return found

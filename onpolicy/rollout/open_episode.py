@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from onpolicy.errors import AgentError
 from onpolicy.rollout.branches import learnt_once, order_of
+from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
-from onpolicy.rollout.episodes import Ask, BranchRecord, Episode, Json, Rollouter, Turns
+from onpolicy.rollout.episode_rules import EpisodeRules as EpisodeRules
+from onpolicy.rollout.episode_rules import Listener
+from onpolicy.rollout.episodes import Episode, Rollouter
+from onpolicy.rollout.failures import RETRIES, EpisodeFailure
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.turns import Ask, BranchRecord, OtherTokensError, Turns
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Request
 
-
-def _no_text(token_ids: Sequence[int]) -> str:
-    raise ValueError("this episode has no tokenizer")
-
-
-def _only_tokens(
-    more: str | Sequence[int] | Sequence[Mapping[str, Json]], so_far: Trajectory
-) -> list[int]:
-    if isinstance(more, str) or not all(isinstance(token, int) for token in more):
-        raise ValueError("this episode has no tokenizer: give token ids")
-    return [*more]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRules:
-    """What holds for all episodes of a run."""
-
-    max_context_len: int = sys.maxsize
-    """Most tokens of a branch."""
-
-    decode: Callable[[list[int]], str] = _no_text
-    tokens_of: Callable[..., list[int]] = _only_tokens
-    """(text, token ids or messages; the branch so far) -> tokens to be given."""
-
-
-class Listener(Protocol):
-    """Draws what episodes ask for. Called from any thread."""
-
-    def asked(self, branch: Turns) -> None:
-        """The branch waits for the policy; `branch.ask` says for how much."""
-
-    def ended(self, episode: OpenEpisode) -> None:
-        """The episode is complete, or has failed."""
+logger = logging.getLogger(__name__)
 
 
 class OpenEpisode:
     """An attempt at a prompt, complete or not. Its function runs in the episode loop.
 
-    A branch asks (waits for the policy), or its function has the word. A listener is told of both.
+    `number`: of its group; `index`: its place there. A branch asks (waits for the policy), or its
+    function has the word. A listener is told of both.
     """
 
     def __init__(
@@ -62,15 +37,27 @@ class OpenEpisode:
         prompt: Prompt,
         request: Request,
         rules: EpisodeRules | None = None,
+        *,
+        number: int = 0,
+        index: int = 0,
     ):
         self.rules, self.prompt = rules or EpisodeRules(), prompt
-        self._rollouter = rollouter
+        self.number, self.index = number, index
+        self._rollouter, self._request = rollouter, request
         self.past: Mapping[tuple[str, ...], BranchRecord] = {}
-        self.turns = Turns(self, request, Trajectory.begin(request.prompt_ids), ())
-        self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
+        self.failures: list[EpisodeFailure] = []
+        """Of the attempts that came to nothing."""
+
         self.episode: Episode | None = None
+        """Of a complete one; without trajectories if it has failed for good."""
+
         self.error: BaseException | None = None
+        """What ends the run."""
+
+        self._mismatch: OtherTokensError | None = None
+        self._start_over()
         self._listener: Listener | None = None
+        self._task: asyncio.Task[None] | None = None
         self._is_begun = False
         self._lock = threading.Lock()
 
@@ -97,20 +84,30 @@ class OpenEpisode:
         return True
 
     async def _run(self) -> None:
-        try:
-            found = await self._rollouter.roll_out(self.prompt, self.turns)
-            self._complete(found)
-        except BaseException as error:
-            self.error = error
+        self._task = asyncio.current_task()
+        while not self.is_complete:
+            try:
+                work = self._rollouter.roll_out(self.prompt, self.turns)
+                found = await within(self.rules.time_limit, self._stopwatch, work)
+                self._complete(Episode.of(found))
+            except BaseException as error:  # SystemExit too
+                if self._task is not None and self._task.cancelling():
+                    raise
+                self._fail(error)
         with self._lock:
             listener = self._listener
         assert listener is not None
         listener.ended(self)
 
+    def end(self) -> None:
+        """The run has ended: have the function clean up, and do not wait for it."""
+        if (task := self._task) is not None:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
     def _complete(self, found: Episode) -> None:
         for key, past in self.past.items():
             if (branch := self.branches.get(key)) is None:
-                raise ValueError(f"the rollouter makes no branch {key}, which there was before")
+                raise self.differs(f"{self.name}: the rollouter makes no branch {key}, as before")
             branch.require_past(branch.trajectory)
             if len(branch.answers) < len(past.answers):
                 raise branch.differs()
@@ -119,8 +116,60 @@ class OpenEpisode:
             kept: list[Turns | Trajectory] = [branch for branch in branches if branch.answers]
         else:
             kept = [*found.trajectories]
+        if not kept:
+            raise AgentError("ended without anything sampled", reason="result")
         whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
         self.episode = replace(found, trajectories=learnt_once(whole))
+
+    def differs(self, message: str) -> OtherTokensError:
+        """What ends the run, whatever the function makes of it."""
+        self._mismatch = OtherTokensError(message)
+        return self._mismatch
+
+    def _fail(self, error: BaseException) -> None:
+        """It begins anew, or is complete without anything to learn, or ends the run."""
+        on_failure = self.rules.on_failure
+        failure = EpisodeFailure.of(error)
+        if self._mismatch is not None:
+            self.error = self._mismatch
+        elif on_failure == "stop":
+            self.error = AgentError(
+                f"--episode-failures=stop: {self.name}: the episode {failure.message}. Mend its "
+                "function, or have such episodes dropped or retried.",
+                reason=failure.reason,
+            )
+            self.error.__cause__ = error
+        else:
+            logger.warning("%s: the episode %s", self.name, failure.message)
+        self.failures.append(failure)
+        with self._lock:
+            for branch in self.branches.values():
+                branch.ask = None
+        if on_failure == "retry" and self.num_failures <= RETRIES:
+            self.past = {}
+            self._start_over()
+        elif self.error is None:
+            self.episode = Episode(trajectories=[])
+
+    def _start_over(self) -> None:
+        """With other seeds than the attempts before."""
+        request = self._request
+        if self.failures:
+            seed = sampling_seed(request.sampling_seed, "again", self.num_failures)
+            request = replace(request, sampling_seed=seed)
+        self.turns = Turns(self, request, Trajectory.begin(request.prompt_ids), ())
+        self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
+        self._stopwatch = Stopwatch()
+
+    @property
+    def num_failures(self) -> int:
+        """Attempts that have failed."""
+        return len(self.failures)
+
+    @property
+    def name(self) -> str:
+        """For messages. Example: 'prompt 12, sample 3'"""
+        return f"prompt {self.prompt.index}, sample {self.index}"
 
     def record(self) -> list[BranchRecord]:
         """What it has come to, whatever it waits for; the first branch comes first."""
@@ -135,12 +184,13 @@ class OpenEpisode:
                     )
         return [found[key] for key in sorted(found, key=order_of)]
 
-    def resume(self, past: Sequence[BranchRecord]) -> None:
+    def resume(self, past: Sequence[BranchRecord], failures: Sequence[EpisodeFailure] = ()) -> None:
         """Go on from there: the function is called anew, and answered as before.
 
-        An error ends it if it gives other tokens than before. Raises ValueError for a record that is
-        of no episode with this prompt.
+        An error ends the run if it gives other tokens than before. Raises ValueError for a record that
+        is of no episode with this prompt.
         """
+        self.failures = [*failures]
         self.past = {each.key: each for each in past}
         prompt_ids = self.turns.trajectory.token_ids
         if (
@@ -152,9 +202,7 @@ class OpenEpisode:
             ends = [end for end, _ in each.answers]
             if sorted({*ends}) != ends or (ends and ends[-1] > len(each.trajectory.token_ids)):
                 raise ValueError(f"answers={ends}: must be ends of answers in their order")
-        self.turns = Turns(self, self.turns.request, self.turns.trajectory, ())
-        self.branches = {(): self.turns}
-        self._is_begun = False
+        self._start_over()
 
     def finish(self, episode: Episode) -> None:
         """It is complete, as it was before."""
@@ -178,7 +226,10 @@ class OpenEpisode:
     def asks(self, branch: Turns, ask: Ask) -> None:
         """The branch waits for the policy from here on."""
         with self._lock:
+            if self.is_complete or self.branches.get(branch.key) is not branch:
+                raise ValueError("the episode has ended: nothing is sampled any more")
             branch.ask = ask
+            self._stopwatch.stop()
             if branch.past is not None and self._answer_as_before(branch, ask, branch.past):
                 return
             listener = self._listener
@@ -206,6 +257,7 @@ class OpenEpisode:
         with self._lock:
             if branch.ask is ask:
                 branch.ask, branch.trajectory = None, ask.before
+                self._stopwatch.start()
 
     def request(self, branch: Turns, most: int | None = None) -> Request:
         """What the policy is to sample next in a branch that asks: at most so many tokens.
@@ -234,6 +286,8 @@ class OpenEpisode:
 
     def _answered(self, branch: Turns, ask: Ask, reason: FinishReason) -> None:
         branch.ask = None
+        if all(other.ask is None for other in self.branches.values()):
+            self._stopwatch.start()
         branch.answers.append((len(branch.trajectory.token_ids), reason))
         ask.answered.get_loop().call_soon_threadsafe(_wake, ask.answered)
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from onpolicy.rollout.base import SamplingJob
-from onpolicy.rollout.episodes import Ask, Turns
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.sampling import require_version
+from onpolicy.rollout.turns import Ask, Turns
 from onpolicy.trajectory import Completion
 
 

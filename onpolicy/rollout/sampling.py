@@ -54,7 +54,10 @@ def open_group(
 ) -> OpenGroup:
     """Attempts at a prompt, one for each of the requests that they begin with; none is begun."""
     rules = rules or EpisodeRules()
-    episodes = [OpenEpisode(rollouter, prompt, request, rules) for request in requests]
+    episodes = [
+        OpenEpisode(rollouter, prompt, request, rules, number=number, index=i)
+        for i, request in enumerate(requests)
+    ]
     return OpenGroup(number=number, prompt=prompt, episodes=episodes)
 
 

@@ -21,7 +21,7 @@ from onpolicy.outputs.lock import locked
 from onpolicy.outputs.rollout_journal import begin as begin_journal
 from onpolicy.outputs.run_hash import RunHash
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.episodes import Rollouter, SingleTurn
+from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
 from onpolicy.run import saving
 from onpolicy.run.cases import make_case, write_case
@@ -29,6 +29,7 @@ from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.journal import Journal
 from onpolicy.run.launch.inputs import Inputs
+from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
 from onpolicy.run.sampler import Sampler, make_train_samples, worth_training
@@ -61,7 +62,7 @@ class Run:
     ):
         self.config, self.inputs = config, inputs
         self._make_engines, self._make_scorer = make_engines, make_scorer
-        self._rollouter, self._console = rollouter or SingleTurn(), console
+        self._rollouter, self._console = rollouter or make_rollouter(config), console
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals = RunHash(), RunTotals()
@@ -136,8 +137,9 @@ class Run:
         opened = Journal.opened(config, self._directory, text, self.first_step, self._console)
         self.journal = self._on_exit.enter_context(opened)
         self.engines.on_progress = self.journal.on_response
-        given = config, self.inputs, self.engines, scorer
-        self.sampler = Sampler(*given, self.journal.on_requests, self._rollouter)
+        given = config, self.inputs, self.engines, scorer, self.journal.on_requests
+        self.sampler = Sampler(*given, self._rollouter, self._directory.observations)
+        self._on_exit.callback(self.sampler.close)
         self.probe = Probe(config, self.inputs, self.engines)
 
     def _begin_rollouts(self, resumed: saving.Checkpoint | None) -> None:

@@ -4,18 +4,20 @@ takes of a rollout: the samples of groups with a signal."""
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import AlgorithmConfig
-from onpolicy.errors import TrainingError
+from onpolicy.errors import AgentError, TrainingError
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
-from onpolicy.rollout.episodes import Rollouter
+from onpolicy.rollout.episodes import Rollouter, SingleTurn
+from onpolicy.rollout.observations import Observations
 from onpolicy.rollout.open_episode import EpisodeRules
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup, OpenGroups, Staleness
 from onpolicy.rollout.rounds import Round
@@ -44,6 +46,12 @@ def _rollout_of(
     groups: list[SampleGroup], metrics: Metrics, tokens: float, seconds: float
 ) -> Rollout:
     """With `metrics` and those of the groups; `tokens` were drawn in `seconds`."""
+    if not any(group.samples for group in groups):
+        raise AgentError(
+            "--episode-failures: all episodes of a rollout have failed, and the log says why. Mend the "
+            "function that rolls them out.",
+            reason="all",
+        )
     speed = tokens / seconds if seconds else 0.0
     drawing = {"perf/rollout_tokens_per_second": speed}
     return Rollout(groups=groups, metrics={**rollout_metrics(groups), **metrics, **drawing})
@@ -60,11 +68,21 @@ class Sampler:
         scorer: Scorer,
         on_requests: Callable[[int], None],
         rollouter: Rollouter,
+        observations: Path,
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self.on_requests = scorer, on_requests
-        self._rollouter = rollouter
-        self._rules = EpisodeRules(decode=self._text_of, tokens_of=self._tokens_of)
+        self._rollouter, self.observations = rollouter, Observations(observations)
+        agent = config.agent
+        self._rules = EpisodeRules(
+            max_context_len=inputs.max_context_len(config),
+            time_limit=agent.episode_time_limit,
+            on_failure=agent.episode_failures,
+            observations=self.observations,
+            decode=self._text_of,
+            tokens_of=self._tokens_of,
+        )
+        self._eval_rules = replace(self._rules, observations=Observations())
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
@@ -143,6 +161,9 @@ class Sampler:
         metrics = self._scorer.score([sample for group in groups for sample in group.samples])
         for group in groups:
             self._rollouter.finish_group(group)
+        if not isinstance(self._rollouter, SingleTurn):
+            metrics |= _failures_of(complete)
+        self.observations.forget(group.number for group in groups)
         return groups, metrics
 
     def _require_signal(self, step: int, num_dropped: float) -> None:
@@ -184,15 +205,23 @@ class Sampler:
                 prompt,
                 make_group(prompt, count, params, self.config.seed, *seed_key, position),
                 self._rollouter,
-                self._rules,
+                self._eval_rules,
             )
             for position, prompt in enumerate(prompts)
         ]
         episodes = [episode for group in drawn for episode in group.episodes]
         self.on_requests(len(episodes))
-        self.engines.work(Round(episodes, None, self.engines.weight_version))
+        try:
+            self.engines.work(Round(episodes, None, self.engines.weight_version))
+        finally:
+            _end(drawn)
         groups, _ = self._scored(drawn)
         return groups, eval_metrics(groups, name)
+
+    def close(self) -> None:
+        """End the episodes that are under way, and who rolls them out."""
+        _end(self.open.groups)
+        self._rollouter.close()
 
     def _params(self, temperature: float, max_new_tokens: int) -> SamplingParams:
         rollout = self.config.rollout
@@ -204,6 +233,21 @@ class Sampler:
             top_k=rollout.rollout_top_k,
             min_p=rollout.rollout_min_p,
         )
+
+
+def _failures_of(groups: Sequence[OpenGroup]) -> Metrics:
+    """Attempts at episodes that came to nothing, and why."""
+    found = [failure for group in groups for each in group.episodes for failure in each.failures]
+    reasons = Counter(f"rollout/failed_episodes/{failure.reason}" for failure in found)
+    return {"rollout/num_failed_episodes": float(len(found))} | {
+        name: float(count) for name, count in sorted(reasons.items())
+    }
+
+
+def _end(groups: Sequence[OpenGroup]) -> None:
+    for group in groups:
+        for episode in group.episodes:
+            episode.end()
 
 
 def worth_training(

@@ -7,6 +7,7 @@ Its range, what reads it, what it contradicts and whether it decides results sta
 under the prefix that stands beside it (`config.flags`).
 """
 
+from onpolicy.config.groups.agents import AgentConfig
 from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
@@ -27,7 +28,7 @@ from onpolicy.config.groups.rollout import RolloutConfig
 from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
 
 __all__ = [
-    "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig", "DataConfig",
+    "AgentConfig", "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig", "DataConfig",
     "EngineConfig", "EngineCountConfig", "EvalConfig", "FallbackConfig", "GovernorFlags",
     "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
     "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",

@@ -55,6 +55,15 @@ def require_context(config: TrainConfig, hf_config: PretrainedConfig) -> int:
             f"{flag}={longest}: with {CONTEXT_MARGIN} tokens that SGLang keeps free it "
             f"does not fit the model's context of {hf_config.max_position_embeddings}. Lower it."
         )
+    asked = config.agent.rollout_max_context_len
+    if asked is not None:
+        if asked > room + longest:
+            raise ConfigError(
+                f"--rollout-max-context-len={asked}: does not fit the model's context of "
+                f"{hf_config.max_position_embeddings}, of which SGLang keeps {CONTEXT_MARGIN} tokens "
+                "free. Lower it."
+            )
+        room = asked - longest
     return room
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -16,6 +17,7 @@ from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.outputs.directory import check_sinks
 from onpolicy.outputs.rollout_journal import RolloutJournal
 from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompts import PromptSource, load_prompts
 from onpolicy.rollout.server import require_addresses
@@ -33,6 +35,7 @@ from onpolicy.run.launch.input_checks import (
 from onpolicy.run.launch.memory_checks import require_run_fits
 from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
+from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.train.correction import Corrections
 from onpolicy.train.loss import LossSettings
@@ -61,8 +64,15 @@ class Inputs:
     replayed: RolloutJournal | None = None
     """What --replay repeats."""
 
+    def max_context_len(self, config: TrainConfig) -> int:
+        """Most tokens of a sequence, given and sampled."""
+        room: int = self.hf_config.max_position_embeddings - CONTEXT_MARGIN
+        return config.agent.rollout_max_context_len or room
+
     def longest_sequence(self, config: TrainConfig) -> int:
-        """Tokens of the longest prompt and response that the run may ask an engine for."""
+        """Tokens of the longest sequence that the run may ask an engine for."""
+        if has_agent(config.agent):
+            return self.max_context_len(config)
         sampled = config.rollout.rollout_max_response_len
         evaluated = config.eval.eval_max_response_len or sampled
         lengths = [len(prompt.prompt_ids) + sampled for prompt in self.prompts.prompts]
@@ -74,6 +84,7 @@ class Inputs:
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
     check_layout(config)
+    make_rollouter(config)
     check_sinks(config.output)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     logger.info("reading %s and the prompts", path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from typing_extensions import TypedDict
 from onpolicy.config import TrainConfig, settings
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
-from onpolicy.rollout.episodes import BranchRecord, Episode
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.failures import EpisodeFailure
+from onpolicy.rollout.observations import Observations
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
+from onpolicy.rollout.turns import BranchRecord
 from onpolicy.run.ahead import Drawing
 from onpolicy.run.sampler import Rollout, Sampler
 from onpolicy.run.saving.checkpoint import Checkpoint
@@ -71,8 +75,15 @@ class _Result(TypedDict):
 
 
 @with_config(CLOSED)
+class _Failure(TypedDict):
+    reason: str
+    message: str
+
+
+@with_config(CLOSED)
 class _Episode(TypedDict):
     branches: list[_Branch]
+    failures: list[_Failure]
     result: _Result | None
     """Of a complete one."""
 
@@ -81,6 +92,8 @@ class _Episode(TypedDict):
 class _OpenGroup(TypedDict):
     number: Count
     episodes: list[_Episode]
+    observations: dict[str, Any]
+    """Under their keys (`rollout/observations.py`)."""
 
 
 @with_config(CLOSED)
@@ -119,7 +132,7 @@ def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None
     """Into a checkpoint that is being written; nothing is being drawn meanwhile."""
     record = {
         "next_number": sampler.open.next_number,
-        "open": [_open_group(group) for group in sampler.open.groups],
+        "open": [_open_group(group, sampler.observations) for group in sampler.open.groups],
         "ready": [_group(group) for group in sampler.ready],
         "drawn": {
             str(step): {"metrics": rollout.metrics, "groups": [_group(g) for g in rollout.groups]}
@@ -156,21 +169,24 @@ def _take(record: _Record, sampler: Sampler, rollouts: Drawing) -> None:
         rollouts.drawn[int(step)] = Rollout(groups=groups, metrics=each["metrics"])
 
 
-def _open_group(group: OpenGroup) -> dict[str, Any]:
-    return {"number": group.number, "episodes": [_episode(each) for each in group.episodes]}
+def _open_group(group: OpenGroup, observations: Observations) -> dict[str, Any]:
+    episodes = [_episode(each) for each in group.episodes]
+    known = observations.of(group.number)
+    return {"number": group.number, "episodes": episodes, "observations": known}
 
 
 def _episode(episode: OpenEpisode) -> dict[str, Any]:
     branches = [_branch(each) for each in episode.record()]
+    record = {"branches": branches, "failures": [asdict(each) for each in episode.failures]}
     if (found := episode.episode) is None:
-        return {"branches": branches, "result": None}
+        return {**record, "result": None}
     result = {
         "trajectories": [write(trajectory) for trajectory in episode.trajectories],
         **{name: getattr(found, name) for name in ("reward", "rewards", "token_rewards")},
         "metrics": {**found.metrics},
         "info": {**found.info},
     }
-    return {"branches": branches, "result": result}
+    return {**record, "result": result}
 
 
 def _branch(branch: BranchRecord) -> dict[str, Any]:
@@ -188,8 +204,10 @@ def _read_open_group(sampler: Sampler, record: _OpenGroup) -> OpenGroup:
             f"episodes of group {record['number']}: {len(record['episodes'])}, and a group has "
             f"{len(group.episodes)}"
         )
+    sampler.observations.know(group.number, record["observations"])
     for episode, before in zip(group.episodes, record["episodes"], strict=True):
-        episode.resume([_read_branch(each) for each in before["branches"]])
+        failures = [EpisodeFailure(**each) for each in before["failures"]]
+        episode.resume([_read_branch(each) for each in before["branches"]], failures)
         if (result := before["result"]) is not None:
             episode.finish(_read_result(result))
     return group

@@ -19,7 +19,7 @@ from onpolicy.types import SamplingParams
 from tests.support.changed_json import changes
 from tests.support.samples import make_completion
 
-ANSWERED = Trajectory.begin([5, 6, 7], 0.7).plus(make_completion([8, 9], [-0.5, -1.0]))
+ANSWERED = Trajectory.begin([5, 6, 7]).plus(make_completion([8, 9], [-0.5, -1.0]), 0.7)
 
 CASE = {
     "sample": "rollout 2", "train_log_probs": [-0.5, float("nan")], "weight_digest": "a",

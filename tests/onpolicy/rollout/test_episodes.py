@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode, Rollouter, SingleTurn
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.rounds import Round
@@ -136,5 +137,5 @@ def test_a_policy_that_has_stopped_is_to_be_given_something_first():
             await turns.sample()
             return Episode()
 
-    with pytest.raises(ValueError, match="give it tokens before"):
+    with pytest.raises(AgentError, match=r"prompt 0, sample 0: .*give it tokens before"):
         drawn(Twice(), None)

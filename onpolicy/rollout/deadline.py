@@ -1,0 +1,54 @@
+"""How long an episode has taken while the policy was not sampling for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from onpolicy.rollout.failures import EpisodeTimeoutError
+
+T = TypeVar("T")
+
+_LEAST_PAUSE = 0.05
+"""Seconds between two looks at an episode whose time is nearly up while it waits for the policy."""
+
+
+class Stopwatch:
+    """Runs while an episode's function has the word; started and stopped from any thread."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = time.monotonic()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._before, self._since = self.seconds, None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        since = self._since
+        return self._before + (0.0 if since is None else time.monotonic() - since)
+
+
+async def within(limit: float | None, watch: Stopwatch, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises EpisodeTimeoutError when the watch shows more seconds, whether or
+    not the work heeds that it is cancelled."""
+    if limit is None:
+        return await work
+    task = asyncio.create_task(work)
+    try:
+        while (left := limit - watch.seconds) > 0:
+            done, _ = await asyncio.wait({task}, timeout=max(left, _LEAST_PAUSE))
+            if done:
+                return task.result()
+        raise EpisodeTimeoutError(
+            f"took more than --episode-time-limit={limit:g} seconds besides sampling"
+        )
+    finally:
+        task.cancel()

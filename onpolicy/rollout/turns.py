@@ -1,0 +1,257 @@
+"""A branch of an episode: what its function does with the policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from onpolicy.config.kinds import SMALLEST_TEMPERATURE
+from onpolicy.errors import OnPolicyError
+from onpolicy.rollout.observations import observation_key
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.trajectory import FinishReason, Trajectory
+from onpolicy.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from onpolicy.rollout.open_episode import OpenEpisode
+
+Json = Any
+"""What JSON can say."""
+
+
+class OtherTokensError(OnPolicyError, ValueError):
+    """The function of an episode that goes on is another than before."""
+
+
+class ContextExceededError(ValueError):
+    """A branch would hold more tokens than an episode may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one call of `Turns.sample` sampled; R tokens."""
+
+    token_ids: list[int]
+    """[R], with the stop token, or the tokens of the stop string, that ended it."""
+
+    log_probs: list[float]
+    """float32 values [R]"""
+
+    finish_reason: FinishReason
+    """STOP, or LENGTH where as many tokens were sampled as may be: `sample` may go on from there."""
+
+    decode: Callable[[list[int]], str] = field(repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The tokens as text, special ones included."""
+        return self.decode(self.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A call of `sample` that waits for the policy."""
+
+    params: SamplingParams
+    """`max_new_tokens` are those of the call."""
+
+    before: Trajectory
+    answered: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchRecord:
+    """What one branch has come to."""
+
+    key: tuple[str, ...]
+    trajectory: Trajectory
+    answers: tuple[tuple[int, FinishReason], ...]
+    """Of every complete one: the tokens up to its end, and why it ended."""
+
+
+class Turns:
+    """One branch of an episode: have the policy go on, and give it tokens.
+
+    Only the episode's function uses it, in whichever event loop it runs.
+    """
+
+    def __init__(
+        self, episode: OpenEpisode, request: Request, trajectory: Trajectory, key: tuple[str, ...]
+    ):
+        self.episode, self.key = episode, key
+        self.request = request
+        """What the policy is asked for first; its longest response counts all sampled tokens."""
+
+        self.trajectory = trajectory
+        """All tokens so far, and which of them were sampled."""
+
+        self.begins_at = len(trajectory.token_ids)
+        """Tokens that it shares with the branch that it was forked from, or was given first."""
+
+        self.past = episode.past.get(key)
+        self.ask: Ask | None = None
+        self.answers: list[tuple[int, FinishReason]] = []
+        """Of every answer so far: the tokens up to its end, and why it ended."""
+
+        self._num_forks = self._num_observed = 0
+
+    async def sample(
+        self,
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> Answer:
+        """Have the policy go on, to a stop token, one of the texts `stop`, or the most tokens.
+
+        Raises ValueError where it has stopped and was given nothing since, and ContextExceededError
+        where no token fits any more.
+        """
+        params = self._params(stop, max_tokens, temperature)
+        before = self.trajectory
+        if not params.max_new_tokens:
+            return self._answer(before, FinishReason.LENGTH)
+        ask = Ask(params, before, asyncio.get_running_loop().create_future())
+        self.episode.asks(self, ask)
+        try:
+            await ask.answered
+        except asyncio.CancelledError:
+            self.episode.withdraw(self, ask)
+            raise
+        return self._answer(before, self.answers[-1][1])
+
+    def _params(
+        self, stop: Sequence[str], max_tokens: int | None, temperature: float | None
+    ) -> SamplingParams:
+        params, tokens = self.request.params, self.num_left
+        self._require_quiet()
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(
+                f"stop={stop!r}: must be texts, none of them empty. Give a list of them."
+            )
+        if temperature is not None and not temperature >= SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={temperature}: must be at least {SMALLEST_TEMPERATURE:g}: a greedy sample "
+                "has no log-probabilities to learn from."
+            )
+        if max_tokens is not None:
+            if max_tokens < 1:
+                raise ValueError(
+                    f"max_tokens={max_tokens}: must be at least 1. Leave it out for all."
+                )
+            tokens = min(tokens, max_tokens)
+        if tokens:
+            if self.has_stopped:
+                raise ValueError(
+                    "the policy has stopped: give it tokens before it is to sample more"
+                )
+            if self.room <= 0:
+                raise ContextExceededError(self._exceeds(1))
+        return replace(
+            params,
+            max_new_tokens=min(tokens, self.room),
+            temperature=params.temperature if temperature is None else temperature,
+            stop=tuple(stop),
+        )
+
+    def _answer(self, before: Trajectory, reason: FinishReason) -> Answer:
+        return Answer(
+            token_ids=self.trajectory.token_ids[len(before.token_ids) :],
+            log_probs=self.trajectory.rollout_log_probs[before.num_sampled :],
+            finish_reason=reason,
+            decode=self.episode.rules.decode,
+        )
+
+    def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:
+        """Let the policy read text, tokens, or chat messages after what there is; they are not learnt.
+
+        Raises ContextExceededError where they do not fit.
+        """
+        self._require_quiet()
+        token_ids = self.episode.rules.tokens_of(more, self.trajectory)
+        if len(token_ids) > self.room:
+            raise ContextExceededError(self._exceeds(len(token_ids)))
+        self.trajectory = self.trajectory.given(token_ids)
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """`append`, by the name that it had before."""
+        self.append(token_ids)
+
+    def fork(self, length: int | None = None, *, key: str | None = None) -> Turns:
+        """A branch with the first `length` tokens, all if not given, which samples others after them.
+
+        key: what its seed is made of, besides the seed of this branch; by default the how-manieth
+        fork of this branch it is, so give one where the order of arrivals decides that.
+        """
+        if length is None:
+            self._require_quiet()
+        known = self.trajectory if self.ask is None else self.ask.before
+        length = len(known.token_ids) if length is None else length
+        if not 0 < length <= len(known.token_ids):
+            raise ValueError(
+                f"length={length}: a fork holds at least one token, and at most the "
+                f"{len(known.token_ids)} that the branch has, answers that are complete."
+            )
+        key = str(self._num_forks) if key is None else key
+        self._num_forks += 1
+        seed = sampling_seed(self.request.sampling_seed, key, length)
+        shared = known.forked(length, key)
+        request = replace(self.request, sampling_seed=seed)
+        return self.episode.branch(request, shared, (*self.key, key))
+
+    async def observe(self, make: Callable[[], Awaitable[Json]]) -> Json:
+        """What `make` returns, kept before it is used: a run that goes on or is repeated gets it again.
+
+        For all that is no function of the tokens: the time, a network, chance.
+        """
+        episode, count = self.episode, self._num_observed
+        self._num_observed += 1
+        tokens = self.trajectory.token_ids
+        key = observation_key(episode.index, episode.num_failures, self.key, count, tokens)
+        return await episode.rules.observations.observe(episode.number, key, make)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop ended the last answer, and nothing was given since."""
+        is_last = bool(self.answers) and self.answers[-1][0] == len(self.trajectory.token_ids)
+        return is_last and self.answers[-1][1] == FinishReason.STOP
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled in this branch, those that it shares with others counted."""
+        return self.request.params.max_new_tokens - self.trajectory.num_sampled
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit the context."""
+        return self.episode.rules.max_context_len - len(self.trajectory.token_ids)
+
+    def require_past(self, so_far: Trajectory) -> None:
+        """Raise ValueError unless a branch that goes on begins as it did before."""
+        past, length = self.past, len(so_far.token_ids)
+        if past is not None:
+            before = past.trajectory
+            same = before.token_ids[:length] == so_far.token_ids and before.forks == so_far.forks
+            if not same or before.sampled[:length] != so_far.sampled:
+                raise self.differs()
+
+    def differs(self) -> OtherTokensError:
+        """What ends the run where the function of an episode that goes on is another than before."""
+        after = self.answers[-1][0] if self.answers else 0
+        return self.episode.differs(
+            f"{self.episode.name}: the rollouter gives other tokens than before after token {after}. "
+            "What it gives must depend on its arguments, on what is sampled and on what it observes "
+            "alone."
+        )
+
+    def _require_quiet(self) -> None:
+        if self.ask is not None:
+            raise ValueError(
+                "the policy is sampling on this branch: wait for it, or fork before it"
+            )
+
+    def _exceeds(self, more: int) -> str:
+        have, most = len(self.trajectory.token_ids), self.episode.rules.max_context_len
+        return f"{have} tokens and {more} more exceed --rollout-max-context-len={most}"
