@@ -8,7 +8,8 @@ import signal
 import time
 
 from onpolicy.agents.tools.calculator import Calculator
-from onpolicy.rollout.episodes import ContextExceededError, Episode
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.turns import ContextExceededError
 
 
 async def two_turns(turns, prompt):
@@ -31,6 +32,7 @@ async def observes(turns, prompt):
     async def broken():
         raise KeyError("no clock")
 
+    await turns.sample()
     value = await turns.observe(clock)
     try:
         await turns.observe(broken)
@@ -81,8 +83,10 @@ async def by_prompt(turns, prompt):
             raise RuntimeError("a bad day")
         case "exit":
             raise SystemExit(3)
-        case "nothing":
-            return None
+        case "nonsense":
+            return {"reward": 1}
+        case "branches":
+            return [turns.fork(), turns][1:]
         case "no JSON":
             return Episode(info={"object": object()})
         case "hang":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, at_least
+from fallback_correction.ranges import ReadBy, at_least, at_most
 from onpolicy.config.kinds import Seconds
-from onpolicy.config.rules import Against, Facts
+from onpolicy.config.rules import NO_RESULT, Against, Facts
 
 
 def has_agent(run: Facts | AgentConfig) -> bool:
@@ -23,6 +23,14 @@ class AgentConfig:
     custom_generate_function_path: str = ""
     """Own function that rolls prompts out: package.module.function or path/to/file.py:function, an
     `async def function(turns, prompt)` (docs/agents.md)."""
+
+    agent_workers: Annotated[int | None, at_least(0), at_most(256), BY_AGENT, NO_RESULT] = None
+    """Processes that the function runs in, each with its part of the episodes; if not given, one for two
+    cores, at most 16. 0: in the run's own process, where a function that computes holds all up."""
+
+    agent_hang_limit: Annotated[Seconds, BY_AGENT, NO_RESULT] = 60.0
+    """Seconds that the function may compute without awaiting anything. After that its process is ended
+    and replaced, and the episodes in it have failed."""
 
     rollout_max_context_len: Annotated[
         int | None, at_least(2), BY_AGENT,
