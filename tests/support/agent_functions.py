@@ -23,6 +23,15 @@ async def two_turns(turns, prompt):
     return Episode(trajectories=[fork, turns], rewards=[0.25, 1.5], metrics={"own": 2.0}, info=info)
 
 
+async def forks(turns, prompt):
+    """Goes on in two branches, which take turns as they please."""
+    await turns.sample(max_tokens=4)
+    turns.append([9, 3])
+    fork = turns.fork()
+    await asyncio.gather(turns.sample(), fork.sample())
+    return Episode()
+
+
 async def observes(turns, prompt):
     """Looks at a clock."""
 
