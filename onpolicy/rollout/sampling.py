@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from onpolicy.errors import EngineError
+from onpolicy.rollout.branches import spans_of
 from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
@@ -79,8 +80,16 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
         for i, open_episode in enumerate(group.episodes)
         for trajectory in open_episode.trajectories
     ]
-    texts = decode([trajectory.response_ids for _, _, trajectory in drawn])
-    made = [SampleGroup(prompt=group.prompt, samples=[], number=group.number) for group in groups]
+    texts = decode([trajectory.response_ids for _, _, trajectory in drawn]) if drawn else []
+    made = [
+        SampleGroup(
+            prompt=group.prompt,
+            samples=[],
+            number=group.number,
+            branches=[spans_of(episode.record()) for episode in group.episodes],
+        )
+        for group in groups
+    ]
     of_number = {group.number: group for group in made}
     for (group, i, trajectory), text in zip(drawn, texts, strict=True):
         sample = Sample(prompt=group.prompt, sample_index=i, trajectory=trajectory, response=text)
