@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.run_in_memory import run_in_memory
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 FUNCTION = "tests/support/agent_functions.py:forks"
 
 
