@@ -3,7 +3,10 @@
 import anthropic
 import openai
 
-TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"type": "object"}},
+}
 
 
 def chats(base_url, api_key, prompt):
