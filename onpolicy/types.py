@@ -64,6 +64,18 @@ class Request:
     params: SamplingParams
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LearntTokens:
+    """What the R sampled tokens of a trajectory counted for in training."""
+
+    advantages: list[float]
+    """[R]: after a penalty of a correction."""
+
+    weights: list[float]
+    """[R]: the corrections' factor of a token's policy loss: 1 without any, 0 where it was rejected. A
+    correction of the user's own is not part of it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Sample:
     """A prompt, a trajectory of an episode that answers it, and what became of it."""
@@ -99,6 +111,12 @@ class Sample:
     mismatched_tokens: int | None = None
     """Tokens with another log-probability in training; None while they were not compared."""
 
+    is_shown: bool = False
+    """Whether it is one of those that people are shown, so that training is to tell of its tokens."""
+
+    learnt: LearntTokens | None = None
+    """What its tokens counted for in training, if it is shown and was trained on."""
+
     @property
     def name(self) -> str:
         """For messages. Example: 'prompt 12, sample 3'"""
@@ -132,6 +150,13 @@ class Sample:
         return self.trajectory.num_cached_tokens
 
 
+BranchKey = tuple[str, ...]
+"""The keys of the forks that lead to a branch of an episode; none for its first."""
+
+Spans = list[tuple[int, int]]
+"""(version, tokens) in their order."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SampleGroup:
     """All samples of one prompt in one rollout."""
@@ -141,6 +166,9 @@ class SampleGroup:
 
     number: int = 0
     """Position of the prompt in the endless order of a run's prompts."""
+
+    branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
+    """Of each episode, whatever became of it: what its branches sampled from which versions."""
 
     @property
     def episodes(self) -> list[list[Sample]]:
@@ -198,6 +226,9 @@ class TrainOutcome:
     """Equal on all ranks."""
 
     findings: ParityFindings
+
+    learnt: Mapping[int, LearntTokens] = field(default_factory=dict)
+    """Of the samples that are shown, by their numbers in the rollout."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from benchmarks.bench.cells import decode_work, fit_decode, require_cells
 from benchmarks.bench.schedules import schedules
 from benchmarks.bench.setting import backends, kinds, make_train_config, setting
+from benchmarks.bench.work import bench_work, fit_bench
 from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -14,10 +15,9 @@ from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.run.launch.duration import Work, bench_work, say_how_long
+from onpolicy.run.launch.duration import Work, say_how_long
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import check_layout
-from onpolicy.run.launch.lengths import fit_bench
 from onpolicy.run.launch.memory_checks import require_cache, require_memory
 from onpolicy.run.launch.memory_model import ProcessMemory, RunMemory
 

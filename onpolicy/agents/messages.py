@@ -12,8 +12,13 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from onpolicy.rollout.turns import ContextExceededError
+
 MAX_SIZE = 64 << 20
 """Bytes of a message."""
+
+ERRORS = {kind.__name__: kind for kind in (ContextExceededError, TypeError, ValueError)}
+"""What a branch raises for a mistake of its function's. In a worker all others are AgentErrors."""
 
 _LENGTH = struct.Struct("=I")
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from onpolicy.agents.messages import Message
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episodes import Episode, Turns
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.turns import Turns
 from onpolicy.types import Prompt
 
 
@@ -22,9 +23,10 @@ class RemoteEpisode:
 
     def begins(self) -> Message:
         """What the worker is told first."""
-        first = self.branches[0]
-        left = {"num_left": first.num_left, "room": first.room}
-        return {"kind": "begin", "episode": self.number, "prompt": self.prompt, **left}
+        turns = self.branches[0]
+        most = turns.episode.rules.max_context_len
+        given = {"prompt": self.prompt, "request": turns.request, "max_context_len": most}
+        return {"kind": "begin", "episode": self.number, **given}
 
     def end(self, said: Message) -> None:
         """Its function has returned."""
@@ -57,8 +59,8 @@ class RemoteEpisode:
         made = branch.fork(length, key=key)
         self.branches.append(made)
         key, length = made.trajectory.forks[-1]
-        left = {"num_left": made.num_left, "room": made.room}
-        return {"branch": len(self.branches) - 1, "length": length, "key": key, **left}
+        seed = made.request.sampling_seed
+        return {"branch": len(self.branches) - 1, "length": length, "key": key, "seed": seed}
 
 
 async def sample(branch: Turns, arguments: Mapping[str, Any]) -> Message:

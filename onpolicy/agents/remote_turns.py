@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
-from onpolicy.rollout.episodes import Answer
+from onpolicy.rollout.turns import Answer, Turns
 from onpolicy.trajectory import Completion, FinishReason, Span, Trajectory
+from onpolicy.types import Request
 
 Json = Any
 
 
 class Caller(Protocol):
-    """Has methods of branches called in the run's process; both raise what they raise there."""
+    """Has methods of branches called in the run's process; each raises what that raises there."""
 
     async def call(self, method: str, branch: int, arguments: Mapping[str, Json]) -> Json:
         """Let others go on meanwhile."""
@@ -24,18 +27,25 @@ class Caller(Protocol):
         """`make` is called here, if the value is not known already."""
 
 
-class RemoteTurns:
-    """`Turns`, with the same methods. To be used in the event loop alone, by one task at a time."""
+class RemoteTurns(Turns):
+    """What is changed in it, but by its methods, is changed nowhere else.
+
+    It belongs to the worker's event loop: no thread may use it.
+    """
 
     def __init__(
-        self, caller: Caller, number: int, trajectory: Trajectory, num_left: int, room: int
+        self,
+        caller: Caller,
+        number: int,
+        request: Request,
+        trajectory: Trajectory,
+        key: tuple[str, ...],
+        max_context_len: int,
     ):
+        rules = SimpleNamespace(max_context_len=max_context_len)
+        of_run: Any = SimpleNamespace(past={}, rules=rules)
+        super().__init__(of_run, request, trajectory, key)
         self._caller, self.number = caller, number
-        self.trajectory = trajectory
-        """A copy: what is changed in it is changed nowhere else."""
-
-        self._most_sampled = num_left + trajectory.num_sampled
-        self._most = room + len(trajectory.token_ids)
 
     async def sample(
         self,
@@ -44,12 +54,8 @@ class RemoteTurns:
         max_tokens: int | None = None,
         temperature: float | None = None,
     ) -> Answer:
-        """As `Turns.sample`."""
-        arguments = {
-            "stop": stop if isinstance(stop, str) else [*stop],
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-        }
+        stops = stop if isinstance(stop, str) else [*stop]
+        arguments = {"stop": stops, "max_tokens": max_tokens, "temperature": temperature}
         said = await self._caller.call("sample", self.number, arguments)
         token_ids, reason = said["token_ids"], FinishReason(said["finish_reason"])
         if token_ids:
@@ -62,6 +68,7 @@ class RemoteTurns:
                 spans=tuple(Span(version=v, start=s, end=e) for v, s, e in said["spans"]),
             )
             self.trajectory = self.trajectory.plus(completion, said["temperature"])
+            self.answers.append((len(self.trajectory.token_ids), reason))
         return Answer(
             token_ids=token_ids,
             log_probs=said["log_probs"],
@@ -70,32 +77,23 @@ class RemoteTurns:
         )
 
     def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:
-        """As `Turns.append`."""
         more = more if isinstance(more, str) else [*more]
         said = self._caller.call_now("append", self.number, {"more": more})
         self.trajectory = self.trajectory.given(said)
 
-    give = append
-
     def fork(self, length: int | None = None, *, key: str | None = None) -> RemoteTurns:
-        """As `Turns.fork`."""
         said = self._caller.call_now("fork", self.number, {"length": length, "key": key})
-        shared = self.trajectory.forked(said["length"], said["key"])
-        return RemoteTurns(self._caller, said["branch"], shared, said["num_left"], said["room"])
+        return RemoteTurns(
+            self._caller,
+            said["branch"],
+            replace(self.request, sampling_seed=said["seed"]),
+            self.trajectory.forked(said["length"], said["key"]),
+            (*self.key, said["key"]),
+            self.episode.rules.max_context_len,
+        )
 
     async def observe(self, make: Callable[[], Awaitable[Json]]) -> Json:
-        """As `Turns.observe`."""
         return await self._caller.observe(self.number, make)
-
-    @property
-    def num_left(self) -> int:
-        """As `Turns.num_left`."""
-        return self._most_sampled - self.trajectory.num_sampled
-
-    @property
-    def room(self) -> int:
-        """As `Turns.room`."""
-        return self._most - len(self.trajectory.token_ids)
 
 
 def _text(said: Mapping[str, Json]) -> str:

@@ -15,17 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 from onpolicy.agents.function import Function, load_agent, run_function
-from onpolicy.agents.messages import Message, Parser, from_worker
+from onpolicy.agents.messages import ERRORS, Message, Parser, from_worker
 from onpolicy.agents.remote_turns import RemoteTurns
 from onpolicy.errors import AgentError, ConfigError
-from onpolicy.rollout.episodes import ContextExceededError, Episode
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.turns import ContextExceededError
 from onpolicy.system.user_functions import describe
 from onpolicy.trajectory import Trajectory
 
 Json = Any
-
-ERRORS = {kind.__name__: kind for kind in (ContextExceededError, TypeError, ValueError)}
-"""What a branch raises for a mistake of the function's; anything else is an AgentError."""
 
 _BEATS = 4
 """In the time that counts as hanging."""
@@ -132,15 +130,16 @@ class Worker:
 
     async def _roll_out(self, message: Message) -> None:
         number, prompt = message["episode"], message["prompt"]
-        calls = Calls(self, number)
-        trajectory = Trajectory.begin(prompt.prompt_ids)
-        turns = RemoteTurns(calls, 0, trajectory, message["num_left"], message["room"])
+        calls, trajectory = Calls(self, number), Trajectory.begin(prompt.prompt_ids)
+        most = message["max_context_len"]
+        turns = RemoteTurns(calls, 0, message["request"], trajectory, (), most)
         assert self._function is not None
         try:
             episode = await run_function(self._function, turns, prompt)
             self._link.send(kind="ended", episode=number, **_said(episode))
         except AgentError as error:
-            self._fail(number, error.reason, str(error), error)
+            exceeds = isinstance(error.__cause__, ContextExceededError)
+            self._fail(number, "context" if exceeds else error.reason, str(error), error)
         except (TypeError, ValueError) as error:
             self._fail(number, "result", f"returned what JSON cannot say: {error}", error)
         finally:

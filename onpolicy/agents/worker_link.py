@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from onpolicy.agents.messages import Message, Parser, from_run
+from onpolicy.agents.messages import ERRORS, Message, Parser, from_run
 from onpolicy.agents.remote_episode import RemoteEpisode, failure, sample
 from onpolicy.errors import AgentError, ConfigError, in_one_line
 from onpolicy.rollout.episodes import Episode
@@ -181,14 +181,15 @@ class WorkerLink:
                     self._answer(number, episode.append(branch, **arguments))
                 case "fork":
                     self._answer(number, episode.fork(branch, **arguments))
-        except (AgentError, TypeError, ValueError) as error:
+        except Exception as error:
             self._refuse(number, error)
 
     def _answer(self, number: int, value: Any) -> None:
         self._send({"kind": "answer", "number": number, "value": value})
 
     def _refuse(self, number: int, error: Exception) -> None:
-        said = [type(error).__name__, str(error)]
+        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in ERRORS]
+        said = [*kinds, ""][0], str(error)
         self._send({"kind": "answer", "number": number, "error": said})
 
     def _answer_later(self, number: int, found: Awaitable[Any]) -> None:

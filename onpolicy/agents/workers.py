@@ -13,7 +13,8 @@ import threading
 from onpolicy.agents.remote_episode import RemoteEpisode
 from onpolicy.agents.worker_link import AgentFunction, WorkerLink
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episodes import Episode, Rollouter, Turns
+from onpolicy.rollout.episodes import Episode, Rollouter
+from onpolicy.rollout.turns import Turns
 from onpolicy.types import Prompt
 
 FEWEST, MOST = 1, 16

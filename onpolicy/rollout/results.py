@@ -9,6 +9,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
+from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode
 from onpolicy.rollout.statistics import COUNTED
 from onpolicy.trajectory import Trajectory
@@ -22,7 +23,7 @@ def with_learnt(
 
     whole: the same trajectories as the function knows them, to which its rewards belong. A token that
     counts as given in the one and was sampled in the other is rewarded where it is learnt, in an
-    earlier trajectory. Raises ValueError for rewards or metrics that do not fit or are no finite
+    earlier trajectory. Raises AgentError for rewards or metrics that do not fit or are no finite
     numbers, and for info that JSON cannot say.
     """
     _require_one_kind(episode)
@@ -48,18 +49,18 @@ def _require_one_kind(episode: Episode) -> None:
     kinds = ("reward", "rewards", "token_rewards")
     given = [kind for kind in kinds if getattr(episode, kind) is not None]
     if len(given) > 1:
-        raise ValueError(
+        raise _nonsense(
             f"{' and '.join(given)}: an episode says its rewards once. Give one of them; a reward of "
-            "the whole can be put on the last token."
+            "the whole can be put on the last token"
         )
 
 
 def _numbers(name: str, values: Sequence[Any], count: int, of: str) -> list[float]:
     if len(values) != count:
-        raise ValueError(f"{name}={len(values)} numbers: {of} are {count}. Give one for each.")
+        raise _nonsense(f"{name}={len(values)} numbers: {of} are {count}. Give one for each")
     for value in values:
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"{name}={value!r}: must be a finite number.")
+            raise _nonsense(f"{name}={value!r}: must be a finite number")
     return [float(value) for value in values]
 
 
@@ -69,9 +70,9 @@ def _of_learnt(
     learnt: Sequence[Trajectory],
 ) -> list[list[float]]:
     if len(token_rewards) != len(whole):
-        raise ValueError(
+        raise _nonsense(
             f"token_rewards={len(token_rewards)} lists: the episode has {len(whole)} trajectories. Give "
-            "one list for each."
+            "one list for each"
         )
     numbers = [
         _numbers(
@@ -85,7 +86,7 @@ def _of_learnt(
 
 def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     if taken := [name for name in metrics if name in COUNTED]:
-        raise ValueError(f"metrics={taken[0]!r}: the run counts this itself. Give it another name.")
+        raise _nonsense(f"metrics={taken[0]!r}: the run counts this itself. Give it another name")
     return {
         str(name): _numbers(f"metrics[{name!r}]", [value], 1, "the metric")[0]
         for name, value in metrics.items()
@@ -96,7 +97,11 @@ def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {**json.loads(json.dumps({**info}, allow_nan=False))}
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"info={str(info)[:60]}: must be what JSON can say ({error}).") from error
+        raise _nonsense(f"info={str(info)[:60]}: must be what JSON can say ({error})") from error
+
+
+def _nonsense(what: str) -> AgentError:
+    return AgentError(f"returned {what}", reason="result")
 
 
 def sample_of(

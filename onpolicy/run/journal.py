@@ -86,6 +86,12 @@ class Journal:
         numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
         logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
 
+    def on_training(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """A rollout is about to be trained on, which tells of the samples that are shown."""
+        if step % self._log_samples_interval == 0:
+            for sample in self._samples.shown(groups):
+                sample.is_shown = True
+
     def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """A rollout was trained on, or training on it failed."""
         if step % self._log_samples_interval == 0:

@@ -220,6 +220,7 @@ class Run:
             )
             return metrics
         self.engines.make_room()
+        self.journal.on_training(step, groups)
         samples = make_train_samples(kept, step if self.config.plan.may_lag else None)
         num_steps = min(self.config.steps_per_rollout, len({s.episode for s in samples}))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
@@ -230,6 +231,8 @@ class Run:
             self._note(error.findings, samples, groups, step)
             raise
         self._note(outcome.findings, samples, groups, step)
+        for number, learnt in outcome.learnt.items():
+            samples[number].sample.learnt = learnt
         return {**outcome.metrics, **metrics}
 
     def _note(

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 
 from onpolicy.agents.tools.calculator import Calculator
-from onpolicy.rollout.episodes import ContextExceededError, Episode
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.turns import ContextExceededError
 
 
 async def two_turns(turns, prompt):
@@ -21,6 +23,15 @@ async def two_turns(turns, prompt):
     return Episode(trajectories=[fork, turns], rewards=[0.25, 1.5], metrics={"own": 2.0}, info=info)
 
 
+async def forks(turns, prompt):
+    """Goes on in two branches, which take turns as they please."""
+    await turns.sample(max_tokens=4)
+    turns.append([9, 3])
+    fork = turns.fork()
+    await asyncio.gather(turns.sample(), fork.sample())
+    return Episode()
+
+
 async def observes(turns, prompt):
     """Looks at a clock."""
 
@@ -30,6 +41,7 @@ async def observes(turns, prompt):
     async def broken():
         raise KeyError("no clock")
 
+    await turns.sample()
     value = await turns.observe(clock)
     try:
         await turns.observe(broken)
@@ -59,6 +71,11 @@ async def mistakes(turns, prompt):
     return Episode(info={"told": told})
 
 
+async def exceeds(turns, prompt):
+    """Gives more than fits, and does not mind the error."""
+    turns.append([1] * 10_000)
+
+
 async def asks_for_much(turns, prompt):
     """Gives up an answer that takes too long, and samples another."""
     with contextlib.suppress(TimeoutError):
@@ -75,13 +92,17 @@ async def by_prompt(turns, prompt):
             raise RuntimeError("a bad day")
         case "exit":
             raise SystemExit(3)
-        case "nothing":
-            return None
+        case "nonsense":
+            return {"reward": 1}
+        case "branches":
+            return [turns.fork(), turns][1:]
         case "no JSON":
             return Episode(info={"object": object()})
         case "hang":
             while True:
                 time.sleep(0.05)
+        case "hold":
+            re.match("(a+)+$", "a" * 60 + "b")
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "wait":

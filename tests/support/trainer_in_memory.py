@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -123,11 +123,14 @@ class TrainerInMemory(Trainer):
     def close(self) -> None:
         self.outlet.close()
 
-    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
+    def weight_buckets(
+        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+    ) -> Iterator[WeightBucket]:
         for name, table in self.weights.items():
             if part in ("all", "frozen" if name in self.frozen else "trained"):
                 assert distributed.gather_data(name) == [name] * distributed.data_size()
-                yield [(name, table.clone())]
+                if distributed.rank() in ranks:
+                    yield [(name, table.clone())]
 
     def frozen_digest(self) -> str:
         digest = WeightDigest()

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, at_least
+from fallback_correction.ranges import ReadBy, at_least, at_most
 from onpolicy.config.kinds import Count, Seconds
-from onpolicy.config.rules import Against, Facts, Parsed
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
 from onpolicy.errors import ConfigError
 
 
@@ -38,6 +38,9 @@ def _require_object(text: str) -> None:
 
 _AGENTS = "--custom-generate-function-path, --custom-agent-function-path or --environment"
 BY_AGENT = ReadBy(_AGENTS, has_agent)
+BY_FUNCTION = ReadBy(
+    "--custom-generate-function-path", lambda run: run.custom_generate_function_path
+)
 BY_GATEWAY = ReadBy("--custom-agent-function-path or --environment verifiers:NAME", has_gateway)
 BY_ENVIRONMENT = ReadBy("--environment", lambda run: run.environment)
 BY_STEPS = ReadBy(
@@ -51,6 +54,14 @@ class AgentConfig:
     custom_generate_function_path: str = ""
     """Own function that rolls prompts out: package.module.function or path/to/file.py:function, an
     `async def function(turns, prompt)` (docs/agents.md)."""
+
+    agent_workers: Annotated[int | None, at_least(0), at_most(256), BY_FUNCTION, NO_RESULT] = None
+    """Processes that the function runs in, each with its part of the episodes; if not given, one for two
+    cores, at most 16. 0: in the run's own process, where a function that computes holds all up."""
+
+    agent_hang_limit: Annotated[Seconds, BY_FUNCTION, NO_RESULT] = 60.0
+    """Seconds that the function may compute without awaiting anything. After that its process is ended
+    and replaced, and the episodes in it have failed."""
 
     custom_agent_function_path: Annotated[
         str,

@@ -9,6 +9,8 @@ from onpolicy.agents.function import FLAG, FunctionRollouter, load_agent
 from onpolicy.agents.gateway import launch
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.worker_link import AgentFunction
+from onpolicy.agents.workers import WorkerRollouter, default_workers
 from onpolicy.config import TrainConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
@@ -19,7 +21,11 @@ from onpolicy.run.launch.stop_tokens import stop_token_ids
 def make_rollouter(config: TrainConfig) -> Rollouter:
     """Raises ConfigError for a function that cannot be used."""
     if path := config.agent.custom_generate_function_path:
-        return FunctionRollouter(load_agent(path, FLAG, {}))
+        function, workers = load_agent(path, FLAG, {}), config.agent.agent_workers
+        if workers == 0:
+            return FunctionRollouter(function)
+        own = AgentFunction(path=path, flag=FLAG)
+        return WorkerRollouter(own, workers or default_workers(), config.agent.agent_hang_limit)
     if path := config.agent.custom_agent_function_path:
         launch.require_parsers(config.agent)
         return AgentRollouter(partial(_gateway, config), in_thread(launch.load_agent(path)))

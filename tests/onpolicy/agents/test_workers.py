@@ -12,7 +12,8 @@ from onpolicy.agents.function import FunctionRollouter, load_agent
 from onpolicy.agents.worker_link import AgentFunction
 from onpolicy.agents.workers import WorkerRollouter
 from onpolicy.errors import AgentError, ConfigError
-from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.rollout.episode_rules import EpisodeRules
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.trajectory import Completion, FinishReason, Span
 from onpolicy.types import Prompt, Request, SamplingParams
@@ -143,6 +144,11 @@ def test_an_answer_that_is_given_up_is_withdrawn(workers):
     assert len(episode.trajectories[0].token_ids) == 3 + 8
 
 
+def test_a_function_may_return_some_of_its_turns(workers):
+    (kept,) = rolled_out(workers("by_prompt"), prompt_of("branches")).trajectories
+    assert kept.forks == ()
+
+
 def test_a_function_has_arguments_of_its_own(workers):
     assert rolled_out(workers("with_arguments", greeting="hello")).info == {"greeting": "hello"}
 
@@ -153,7 +159,7 @@ def test_a_function_has_arguments_of_its_own(workers):
     [
         ("raise", "raised", r"raised RuntimeError: a bad day \(agent_functions.py, line \d+\)"),
         ("exit", "raised", "raised SystemExit: 3"),
-        ("nothing", "result", "returned NoneType, and must return an Episode"),
+        ("nonsense", "result", "returned {'reward': 1}, and must return an Episode"),
     ],
 )
 def test_a_function_that_fails_fails_its_episode_alone(workers, make, label, reason, text):
@@ -162,6 +168,12 @@ def test_a_function_that_fails_fails_its_episode_alone(workers, make, label, rea
         rolled_out(rollouter, prompt_of(label))
     assert raised.value.reason == reason
     assert rolled_out(rollouter, prompt_of("fine")).info["worker"]
+
+
+def test_a_function_that_exceeds_the_context_says_so(workers):
+    with pytest.raises(AgentError, match="exceed") as raised:
+        rolled_out(workers("exceeds"))
+    assert raised.value.reason == "context"
 
 
 @pytest.mark.parametrize("label", ["no JSON", "forge"])
@@ -175,6 +187,7 @@ def test_a_worker_says_nothing_but_json_and_turns(workers, label):
     ("label", "reason", "text"),
     [
         ("hang", "hung", r"computes for longer than 1 seconds at .*agent_functions.py, line \d+"),
+        ("hold", "hung", "stands still: a function computes and lets no thread go on"),
         ("die", "died", "SIGKILL"),
     ],
 )
@@ -187,16 +200,16 @@ def test_a_worker_that_is_lost_is_replaced(workers, label, reason, text):
     assert raised.value.reason == reason
     assert answers.done.wait(60)
     assert isinstance(beside.error, AgentError)
-    assert beside.error.reason == "died"
+    assert beside.error.reason == ("hung" if label == "hold" else "died")
     assert rolled_out(rollouter, prompt_of("fine")).info["worker"] != first
     assert not psutil.pid_exists(first)
 
 
 def test_a_function_that_cannot_be_used_is_refused(workers):
-    with pytest.raises(ConfigError, match="not_async: is not async"):
-        rolled_out(workers("not_async"))
-    with pytest.raises(ConfigError, match="has no 'absent'"):
-        rolled_out(workers("absent"))
+    for name, text in (("not_async", "not_async: is not async"), ("absent", "has no 'absent'")):
+        with pytest.raises(AgentError, match=text) as raised:
+            rolled_out(workers(name))
+        assert isinstance(raised.value.__cause__, ConfigError)
 
 
 def test_many_episodes_are_open_at_once_in_two_workers(workers):

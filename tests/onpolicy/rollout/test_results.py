@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from onpolicy.errors import AgentError
 from onpolicy.rollout.branches import learnt_once
 from onpolicy.rollout.episodes import Episode
 from onpolicy.rollout.results import sample_of, with_learnt
@@ -73,5 +74,6 @@ def test_rewards_of_tokens_come_to_the_episodes_and_stay_with_the_tokens_that_ar
     ],
 )
 def test_a_result_that_does_not_fit_is_refused(more, fault):
-    with pytest.raises(ValueError, match=fault):
+    with pytest.raises(AgentError, match=f"^returned {fault}") as caught:
         samples(**more)
+    assert caught.value.reason == "result"

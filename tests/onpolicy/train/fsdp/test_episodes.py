@@ -89,7 +89,9 @@ def test_a_branch_that_is_trained_twice_is_another_loss(make, aggregation):
     )
     if aggregation != "seq-mean-token-mean":
         assert once[0] != twice[0]
-    assert any((once[1][name] - twice[1][name]).abs().max() > 1e-3 for name in once[1])
+    largest = max(gradient.abs().max() for gradient in once[1].values())
+    apart = max((once[1][name] - twice[1][name]).abs().max() for name in once[1])
+    assert apart > largest / 100
 
 
 def test_a_trajectory_that_counts_as_an_episode_weighs_more(make):
