@@ -39,7 +39,8 @@ def _require_object(text: str) -> None:
 _AGENTS = "--custom-generate-function-path, --custom-agent-function-path or --environment"
 BY_AGENT = ReadBy(_AGENTS, has_agent)
 BY_FUNCTION = ReadBy(
-    "--custom-generate-function-path", lambda run: run.custom_generate_function_path
+    "--custom-generate-function-path or --environment",
+    lambda run: run.custom_generate_function_path or run.environment,
 )
 BY_GATEWAY = ReadBy("--custom-agent-function-path or --environment verifiers:NAME", has_gateway)
 BY_ENVIRONMENT = ReadBy("--environment", lambda run: run.environment)
