@@ -152,11 +152,11 @@ async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _checked(reward: Any, rewards: Rewards, answer: Answer) -> Any:
-    """The reward of a step. Raises AgentError for one of another shape, or that is not finite."""
+    """The reward of a step. Raises AgentError for one of another shape."""
     each = [reward] if rewards != "token" else reward
     length = len(answer.token_ids) if rewards == "token" else 1
     fits = isinstance(each, Sequence) and len(each) == length
-    if not fits or not all(isinstance(r, int | float) and math.isfinite(r) for r in each):
+    if not fits or not all(isinstance(r, int | float) and not isinstance(r, bool) for r in each):
         shape = "a number" if rewards != "token" else f"{length} numbers, as many as tokens"
         raise AgentError(
             f"got reward={reward!r:.80} from a step: it must be {shape} with --environment-rewards "

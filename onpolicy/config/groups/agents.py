@@ -1,7 +1,5 @@
 """Who acts in an episode, and what becomes of one that fails."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,17 +10,17 @@ from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
 from onpolicy.errors import ConfigError
 
 
-def has_agent(run: Facts | AgentConfig) -> bool:
+def has_agent(run: "Facts | AgentConfig") -> bool:
     """Whether anybody but the policy decides what an episode is made of."""
     return bool(run.custom_generate_function_path or run.environment) or has_gateway(run)
 
 
-def has_gateway(run: Facts | AgentConfig) -> bool:
+def has_gateway(run: "Facts | AgentConfig") -> bool:
     """Whether agents act through the gateway."""
     return bool(run.custom_agent_function_path) or is_of_verifiers(run)
 
 
-def is_of_verifiers(run: Facts | AgentConfig) -> bool:
+def is_of_verifiers(run: "Facts | AgentConfig") -> bool:
     """Whether episodes are those of an environment of the verifiers package."""
     return bool(run.environment.startswith("verifiers:"))
 
@@ -41,7 +39,8 @@ def _require_object(text: str) -> None:
 _AGENTS = "--custom-generate-function-path, --custom-agent-function-path or --environment"
 BY_AGENT = ReadBy(_AGENTS, has_agent)
 BY_FUNCTION = ReadBy(
-    "--custom-generate-function-path", lambda run: run.custom_generate_function_path
+    "--custom-generate-function-path or --environment",
+    lambda run: run.custom_generate_function_path or run.environment,
 )
 BY_GATEWAY = ReadBy("--custom-agent-function-path or --environment verifiers:NAME", has_gateway)
 BY_ENVIRONMENT = ReadBy("--environment", lambda run: run.environment)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from onpolicy.agents.environments.launch import environment_rollouter
+from onpolicy.agents.environments.launch import environment_function
+from onpolicy.agents.environments.sessions import acts_by
 from onpolicy.agents.function import FLAG, FunctionRollouter, load_agent
 from onpolicy.agents.gateway import launch
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
@@ -12,6 +13,7 @@ from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.worker_link import AgentFunction
 from onpolicy.agents.workers import WorkerRollouter, default_workers
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.agents import AgentConfig, is_of_verifiers
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.episodes import Rollouter, SingleTurn
@@ -21,18 +23,25 @@ from onpolicy.run.launch.stop_tokens import stop_token_ids
 def make_rollouter(config: TrainConfig) -> Rollouter:
     """Raises ConfigError for a function that cannot be used."""
     if path := config.agent.custom_generate_function_path:
-        function, workers = load_agent(path, FLAG, {}), config.agent.agent_workers
-        if workers == 0:
-            return FunctionRollouter(function)
-        own = AgentFunction(path=path, flag=FLAG)
-        return WorkerRollouter(own, workers or default_workers(), config.agent.agent_hang_limit)
+        return _calling(AgentFunction(path=path, flag=FLAG), config.agent)
     if path := config.agent.custom_agent_function_path:
         launch.require_parsers(config.agent)
         return AgentRollouter(partial(_gateway, config), in_thread(launch.load_agent(path)))
     if config.agent.environment:
         launch.require_parsers(config.agent)
-        return environment_rollouter(config.agent, partial(_gateway, config))
+        acting = _calling(environment_function(config.agent), config.agent)
+        if is_of_verifiers(config.agent):
+            return AgentRollouter(partial(_gateway, config), acts_by(acting))
+        return acting
     return SingleTurn()
+
+
+def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
+    """Calls a function in worker processes, or in the run's own where there are to be none."""
+    function, workers = load_agent(own.path, own.flag, own.arguments), config.agent_workers
+    if workers == 0:
+        return FunctionRollouter(function)
+    return WorkerRollouter(own, workers or default_workers(), config.agent_hang_limit)
 
 
 def _gateway(config: TrainConfig) -> Gateway:

@@ -157,7 +157,8 @@ def test_an_episode_ends_with_the_most_tokens_that_may_be_sampled():
         (("", 1.0), "episode", "must be the tuple \\(observation, reward, done\\)"),
         (("", 1.0, "yes"), "episode", "done True or False"),
         (("", None, True), "episode", "must be a number"),
-        (("", float("nan"), True), "turn", "must be a number"),
+        (("", True, True), "turn", "must be a number"),
+        (("", float("nan"), True), "turn", "not JSON compliant"),  # it could not be journalled
         (("", [1.0] * 99, True), "token", "as many as tokens"),
         (("", 1.0, True), "token", "as many as tokens"),
     ],
