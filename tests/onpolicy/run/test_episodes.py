@@ -1,5 +1,7 @@
 """Runs whose episodes branch and say their rewards: what is asked, learnt and logged."""
 
+from statistics import fmean
+
 import pytest
 
 from onpolicy.rollout.episodes import Episode, Rollouter
@@ -148,3 +150,37 @@ def test_what_failed_is_missing_and_the_run_goes_on(tmp_path, caplog):
     assert "rollout 2: all groups have equal rewards or no episode" in caplog.text
     filtered = [record["rollout/num_filtered_groups"] for record in records_of(tmp_path)]
     assert filtered == [1.0, 1.0, 3.0, 1.0]
+
+
+class Fails(Branches):
+    """On one prompt always, and on others by chance."""
+
+    async def roll_out(self, prompt, turns):
+        found = await super().roll_out(prompt, turns)
+        if prompt.index == 1 or sum(turns.trajectory.response_ids) % 3 == 0:
+            raise RuntimeError("no luck")
+        return found
+
+
+class KeepsWhatIsLeft(Keeps):
+    def __init__(self, *args, **more):
+        Run.__init__(self, *args, rollouter=Fails(), **more)
+        self.groups = []
+        Keeps.last = self
+
+
+def test_a_failed_episode_is_dropped_and_no_reward_of_0(tmp_path):
+    values = {"make_run": KeepsWhatIsLeft, "episode_failures": "drop", "eval_sets": {}}
+    ran = run(tmp_path / "one", **values)
+    groups, records = Keeps.last.groups, records_of(tmp_path / "one")
+    left = [len(group.episodes) for group in groups]
+    assert {group.prompt.index for group in groups if not group.samples} == {1}
+    assert any(0 < count < 4 for count in left)
+    failed = sum(record["rollout/num_failed_episodes"] for record in records)
+    assert failed == 4 * len(groups) - sum(left) > 0
+    assert sum(record["episodes/num_empty_groups"] for record in records) == left.count(0)
+    for step, record in enumerate(records):
+        drawn = groups[3 * step : 3 * step + 3]
+        rewards = [reward for group in drawn for reward in group.rewards]
+        assert record["rollout/raw_reward"] == fmean(rewards)
+    assert run(tmp_path / "three", engines=3, **values).run_hash == ran.run_hash
