@@ -134,7 +134,7 @@ class SampleGroup:
     """Position of the prompt in the endless order of a run's prompts."""
 
     branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
-    """Of each episode, whatever became of it: what its branches sampled from which versions."""
+    """What the branches of each episode sampled from which versions, whatever became of it."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
