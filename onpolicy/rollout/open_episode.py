@@ -13,13 +13,12 @@ from onpolicy.rollout.branches import learnt_once, order_of, require_own, requir
 from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episode_rules import EpisodeRules as EpisodeRules
-from onpolicy.rollout.episode_rules import Listener
 from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.failures import RETRIES, EpisodeFailure
+from onpolicy.rollout.failures import RETRIES, EpisodeFailure, OtherTokensError
 from onpolicy.rollout.results import with_learnt
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.stop_strings import until_stop_string
-from onpolicy.rollout.turns import Ask, BranchRecord, OtherTokensError, Turns
+from onpolicy.rollout.turns import Ask, BranchRecord, Listener, Turns
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Request
 
@@ -48,10 +47,10 @@ class OpenEpisode:
         self._rollouter, self._request = rollouter, request
         self.past: Mapping[tuple[str, ...], BranchRecord] = {}
         self.failures: list[EpisodeFailure] = []
-        """Of the attempts that came to nothing."""
+        """Why attempts came to nothing."""
 
         self.episode: Episode | None = None
-        """Of a complete one; without trajectories if it has failed for good."""
+        """What became of it, once it is complete; without trajectories if it has failed for good."""
 
         self.error: BaseException | None = None
         """What ends the run."""
@@ -204,7 +203,7 @@ class OpenEpisode:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of a complete one: what is to be learnt, every sampled token once."""
+        """What is to be learnt, once it is complete: every sampled token once."""
         found = None if self.episode is None else self.episode.trajectories
         return [each for each in found or () if isinstance(each, Trajectory)]
 
