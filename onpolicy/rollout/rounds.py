@@ -46,7 +46,7 @@ class EpisodesJob(SamplingJob):
         with self._lock:
             if (ask := branch.ask) is not None:
                 self._asked.append((branch, ask))
-                self.requests.append(branch.episode.request(branch, most))
+                self.requests.append(branch.episode.request(branch, ask, most))
         self.on_news()
 
     def add(self, number: int, completion: Completion) -> None:

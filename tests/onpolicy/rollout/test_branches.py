@@ -169,6 +169,27 @@ def test_a_branch_that_is_returned_twice_is_a_failed_episode():
     assert ended.value.reason == "result"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: {"token_ids": [*t.token_ids[:-1], t.token_ids[-1] + 1]},  # tokenised again
+        lambda t: {"sampled": [*t.sampled[1:], t.sampled[0]]},  # a mask that is shifted by one
+        lambda t: {"rollout_log_probs": [x - 1e-7 for x in t.rollout_log_probs]},
+    ],
+)
+def test_what_a_function_makes_up_is_a_failed_episode(change):
+    class MakesUp(Rollouter):
+        async def roll_out(self, prompt, turns):
+            await turns.sample()
+            return Episode(
+                trajectories=[dataclasses.replace(turns.trajectory, **change(turns.trajectory))]
+            )
+
+    request = Request(prompt_ids=PROMPT.prompt_ids, sampling_seed=3, params=PARAMS)
+    with pytest.raises(AgentError, match="number 0, that is none of its turns'"):
+        drive(Round([OpenEpisode(MakesUp(), PROMPT, request)], None, 0), answer)
+
+
 def test_tokens_that_are_equal_by_chance_are_learnt_in_both():
     (trajectory,) = whole([])[0].trajectories
     one = dataclasses.replace(trajectory, forks=(("0", 2),))
