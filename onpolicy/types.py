@@ -150,6 +150,13 @@ class Sample:
         return self.trajectory.num_cached_tokens
 
 
+BranchKey = tuple[str, ...]
+"""The keys of the forks that lead to a branch of an episode; none for its first."""
+
+Spans = list[tuple[int, int]]
+"""(version, tokens) in their order."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SampleGroup:
     """All samples of one prompt in one rollout."""
@@ -159,6 +166,9 @@ class SampleGroup:
 
     number: int = 0
     """Position of the prompt in the endless order of a run's prompts."""
+
+    branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
+    """Of each episode, whatever became of it: what its branches sampled from which versions."""
 
     @property
     def episodes(self) -> list[list[Sample]]:

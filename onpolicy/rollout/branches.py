@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from onpolicy.errors import AgentError
+from onpolicy.rollout.turns import BranchRecord
 from onpolicy.trajectory import Trajectory
+from onpolicy.types import BranchKey, Spans
 
 
 def order_of(key: tuple[str, ...]) -> list[tuple[int, str]]:
@@ -30,6 +32,17 @@ def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
                 reason="result",
             )
         found.append(own)
+    return found
+
+
+def spans_of(branches: Iterable[BranchRecord]) -> dict[BranchKey, Spans]:
+    """What each branch has sampled itself from which versions; those that have not are left out."""
+    found = {}
+    for branch in branches:
+        forks = branch.trajectory.forks
+        own = branch.trajectory.as_given(forks[-1][1] if forks else 0)
+        if own.spans:
+            found[branch.key] = [(span.version, span.end - span.start) for span in own.spans]
     return found
 
 

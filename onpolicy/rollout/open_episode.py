@@ -110,7 +110,7 @@ class OpenEpisode:
             if (branch := self.branches.get(key)) is None:
                 raise self.differs(f"{self.name}: the rollouter makes no branch {key}, as before")
             branch.require_past(branch.trajectory)
-            if len(branch.answers) < len(past.answers):
+            if len(branch.trajectory.token_ids) < len(past.trajectory.token_ids):
                 raise branch.differs()
         if found.trajectories is None:
             branches = sorted(self.branches.values(), key=lambda branch: order_of(branch.key))
@@ -246,7 +246,9 @@ class OpenEpisode:
             end, reason = past.answers[number]
             branch.trajectory = replace(past.trajectory.until(end), finish_reason=reason)
         else:
-            branch.past, branch.trajectory = None, past.trajectory
+            branch.past = None
+            if begins < len(past.trajectory.token_ids):
+                branch.trajectory = past.trajectory
         if not all(branch.trajectory.sampled[begins:]):
             raise branch.differs()
         if branch.past is not None:

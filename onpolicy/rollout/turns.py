@@ -230,12 +230,15 @@ class Turns:
 
     def require_past(self, so_far: Trajectory) -> None:
         """Raise ValueError unless a branch that goes on begins as it did before."""
-        past, length = self.past, len(so_far.token_ids)
-        if past is not None:
-            before = past.trajectory
-            same = before.token_ids[:length] == so_far.token_ids and before.forks == so_far.forks
-            if not same or before.sampled[:length] != so_far.sampled:
-                raise self.differs()
+        if self.past is None:
+            return
+        before = self.past.trajectory
+        length = min(len(before.token_ids), len(so_far.token_ids))
+        same = before.token_ids[:length] == so_far.token_ids[:length]
+        if not (same and before.sampled[:length] == so_far.sampled[:length]):
+            raise self.differs()
+        if before.forks != so_far.forks:
+            raise self.differs()
 
     def differs(self) -> OtherTokensError:
         """What ends the run where the function of an episode that goes on is another than before."""

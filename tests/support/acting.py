@@ -6,6 +6,7 @@ import json
 import random
 import threading
 
+from onpolicy.agents.chat import Continuation
 from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
 from onpolicy.trajectory import Completion, FinishReason, Span
@@ -32,12 +33,11 @@ class SpelledOut:
         return self.encode(text + "".join(map(self._spelled, messages)) + "assistant:")
 
     def go_on(self, token_ids, known, messages, tools):
-        more = "".join(map(self._spelled, messages[len(known) :])) + "assistant:"
-        return len(token_ids), self.encode(
-            more if token_ids[-1] == STOP else f"|{more}", begins=False
-        )
+        more = "".join(map(self._spelled, messages)) + "assistant:"
+        more = self.encode(more if token_ids[-1] == STOP else f"|{more}")
+        return Continuation(kept=len(token_ids), token_ids=more)
 
-    def encode(self, text, *, begins):
+    def encode(self, text, *, begins=False):
         return [ord(character) for character in text]
 
     def _spelled(self, message):

@@ -7,10 +7,11 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from onpolicy.agents.gateway.server import Gateway, OpenSession
+from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode, Rollouter, Turns
 from onpolicy.types import Prompt
 
@@ -24,38 +25,30 @@ Act = Callable[[OpenSession, Prompt], Awaitable[Any]]
 class AgentRollouter(Rollouter):
     """Opens a session of the gateway for each episode, and has an agent act in it.
 
-    `act` says where the agent runs. It may return a reward, None if the run's reward function is to say
-    it, or an Episode with rewards, metrics and info, to which the session adds the trajectories.
+    `make_gateway` is called for the first of them. `act` says where the agent runs; it may return a
+    reward, None if the run's reward function is to say it, or an Episode with rewards, metrics and info,
+    to which the session adds the trajectories.
     """
 
-    def __init__(self, gateway: Gateway, act: Act):
-        self.gateway, self._act = gateway, act
+    def __init__(self, make_gateway: Callable[[], Gateway], act: Act):
+        self._make_gateway, self._act = cache(make_gateway), act
 
     async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
-        opened = await self.gateway.open(turns)
+        gateway = self._make_gateway()
+        opened = await gateway.open(turns)
         try:
-            found = await self._act(opened, prompt)
+            found = Episode.of(await self._act(opened, prompt))
         finally:
-            branches = await self.gateway.end(opened)
-        return replace(
-            _episode_of(found),
-            trajectories=branches,
-            metrics={**opened.session.metrics, **_episode_of(found).metrics},
-        )
-
-
-def _episode_of(found: Any) -> Episode:
-    if isinstance(found, Episode):
+            branches = await gateway.end(opened)
+        if (drift := opened.session.refused_drift) is not None:
+            raise AgentError(f"acted in a chat that drifts: {drift}", reason="drift") from drift
         if found.trajectories is not None:
-            raise ValueError("trajectories: those of an agent are its session's. Leave them out.")
-        return found
-    if found is None:
-        return Episode()
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise TypeError(
-            f"the agent returned {found!r:.80}: it must be a reward, an Episode, or None"
-        )
-    return Episode(reward=float(found))
+            raise AgentError(
+                "returned trajectories: those of an agent are its session's. Leave them out.",
+                reason="result",
+            )
+        metrics = {**opened.session.metrics, **found.metrics}
+        return replace(found, trajectories=branches, metrics=metrics)
 
 
 def in_thread(agent: Agent) -> Act:

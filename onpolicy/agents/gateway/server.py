@@ -159,13 +159,14 @@ class Gateway:
 
 async def _body(request: web.Request) -> Any:
     try:
-        return parse_json((await request.read()).decode())
+        body = parse_json((await request.read()).decode())
+        json.dumps(body, ensure_ascii=False).encode()  # no tokenizer takes half of a surrogate pair
     except web.HTTPRequestEntityTooLarge as error:
         raise RefusedError(413, f"The body has more than {MOST_BYTES} bytes.") from error
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(
-            400, f"The body is not valid JSON: {error}", code="invalid_json"
-        ) from error
+    except ValueError as error:
+        message = f"The body is not valid JSON: {error}"
+        raise RefusedError(400, message, code="invalid_json") from error
+    return body
 
 
 async def _send(
