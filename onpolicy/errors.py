@@ -49,7 +49,7 @@ class AgentError(OnPolicyError, RuntimeError):
     def __init__(self, message: str, *, reason: str):
         super().__init__(message)
         self.reason = reason
-        """In a word: 'raised', 'result' (no Episode), 'hung' or 'died' (its process), 'drift' (of its chat)."""
+        """In a word: 'raised', 'result' (no Episode), 'hung' or 'died' (its process), or 'drift'."""
 
 
 class CheckpointError(OnPolicyError, OSError):
