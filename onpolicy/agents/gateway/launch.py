@@ -58,7 +58,7 @@ def make_gateway(
 ) -> Gateway:
     """One that listens when the first session is opened."""
     rules = SessionRules(
-        template=ChatTemplate(tokenizer, stop_token_ids),
+        template=ChatTemplate(tokenizer, stop_token_ids, config.chat_drift),
         parser=AnswerParser(
             tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
         ),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onpolicy.agents.chat import ChatTemplate, loosely
+from onpolicy.agents.chat import ChatDriftError, ChatTemplate, loosely
 from onpolicy.agents.gateway.calls import Call, Message
 from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
@@ -70,6 +70,9 @@ class Session:
 
         self.num_given_up = 0
         """Answers that no client got, once it is closed."""
+
+        self.refused_drift: ChatDriftError | None = None
+        """Where the chat template wrote the past anew, if that is refused: the episode fails."""
 
         self.num_drifts = 0
         """Requests whose past the chat template writes anew."""
@@ -211,6 +214,10 @@ class Session:
             more = template.go_on(token_ids, known, call.messages[len(known) :], call.tools)
             self.num_drifts += more.drift is not None
             return before, more.kept, more.token_ids
+        except ChatDriftError as error:
+            self.num_drifts += 1
+            self.refused_drift = error
+            raise invalid("messages", str(error)) from error
         except ValueError as error:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
 

@@ -113,6 +113,11 @@ class AgentConfig:
     reasoning_parser: Annotated[str, BY_GATEWAY] = ""
     """Parser of SGLang's that finds reasoning in answers, by the name in its --reasoning-parser."""
 
+    chat_drift: Annotated[Literal["new", "keep", "refuse"], BY_GATEWAY] = "new"
+    """What becomes of a chat whose past the chat template writes anew. new: a new trajectory begins at
+    the first token that differs. keep: the tokens stay, and what is new follows them. refuse: the
+    episode fails (--episode-failures). All are counted (docs/agents.md)."""
+
     rollout_max_context_len: Annotated[
         int | None, at_least(2), BY_AGENT,
         Against(lambda run: run.rollout_max_context_len <= run.rollout_max_response_len,

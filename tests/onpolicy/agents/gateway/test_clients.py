@@ -5,8 +5,9 @@ import random
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
+from onpolicy.agents.chat import ChatDriftError
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
@@ -248,3 +249,26 @@ def test_an_agent_acts_in_a_thread_and_its_reward_is_the_episodes():
         assert each.episode.metrics["gateway/num_answers"] == 1.0
         (trajectory,) = each.trajectories
         assert decode(trajectory.response_ids) == "abc<stop>"
+
+
+class Refuses(SpelledOut):
+    """A template that writes the past anew, where that is refused."""
+
+    def go_on(self, token_ids, known, messages, tools):
+        raise ChatDriftError("--chat-drift refuse: token 5")
+
+
+def test_an_episode_whose_chat_drifts_fails_though_its_client_goes_on():
+    async def agent(base_url, api_key, prompt):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            answer = await client.chat.completions.create(**HI)
+            said = answer.choices[0].message.model_dump(exclude_none=True)
+            more = [*HI["messages"], said, {"role": "user", "content": "more"}]
+            with pytest.raises(BadRequestError, match="--chat-drift refuse: token 5"):
+                await client.chat.completions.create(model="policy", messages=more)
+        return 1.0
+
+    refusing = SessionRules(template=Refuses(), parser=AnswerParser())
+    with pytest.raises(AgentError, match="--chat-drift refuse: token 5") as failed:
+        roll_out(AgentRollouter(lambda: Gateway(refusing), in_thread(agent)))
+    assert failed.value.reason == "drift"
