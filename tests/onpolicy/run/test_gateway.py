@@ -31,7 +31,7 @@ def agent(base_url, api_key, prompt):
         messages = [{"role": "user", "content": "#$%&"[: 1 + prompt.index % 4]}]
         ask = partial(client.chat.completions.create, model="policy", max_tokens=4)
         message = ask(messages=messages).choices[0].message
-        messages += [message, {"role": "user", "content": "*" if message.content else "+"}]
+        messages += [message, {"role": "user", "content": "*" if message.content else ")"}]
         ask(messages=messages, n=2)
 
 
