@@ -42,7 +42,8 @@ def test_the_launcher_is_a_valid_run(launch, tmp_path):
     inputs = tmp_path / "work" / "inputs"
     model = make_checkpoint(inputs / "model")
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (inputs / "data.jsonl").write_text(json.dumps({"prompt": "12*3=", "label": "36"}) + "\n")
+    rows = [{"prompt": f"12*{n}=", "label": str(12 * n)} for n in range(16)]
+    (inputs / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = launch("openai_agent/run.sh", "--dry-run", WORK_DIR=str(tmp_path / "work"))
     assert done.returncode == 0, done.stderr
     assert '"custom_agent_function_path"' in done.stdout
