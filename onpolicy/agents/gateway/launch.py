@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -57,6 +58,8 @@ def make_gateway(
     config: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> Gateway:
     """One that listens when the first session is opened."""
+    for client in ("httpx", "httpx2"):  # they log a line for each request
+        logging.getLogger(client).setLevel(logging.WARNING)
     rules = SessionRules(
         template=ChatTemplate(tokenizer, stop_token_ids, config.chat_drift),
         parser=AnswerParser(
