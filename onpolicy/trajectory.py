@@ -63,6 +63,20 @@ class Completion:
     """The pushes that its tokens come from, in order and without gaps, as the engine says; empty if it
     does not say. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
 
+    def until(self, count: int, reason: FinishReason) -> Completion:
+        """Its first tokens, which ended for that reason."""
+        cut = len(self.response_ids) - count
+        spans = (replace(s, end=min(s.end, count)) for s in self.spans if s.start < count)
+        experts = self.routed_experts
+        return replace(
+            self,
+            response_ids=self.response_ids[:count],
+            rollout_log_probs=self.rollout_log_probs[:count],
+            finish_reason=reason,
+            routed_experts=None if experts is None else experts[: len(experts) - cut],
+            spans=tuple(spans),
+        )
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trajectory:
@@ -95,8 +109,8 @@ class Trajectory:
     """Tokens found in the prefix cache, by all requests together."""
 
     forks: tuple[tuple[str, int], ...] = ()
-    """Of a branch of an episode: (key of a fork, tokens at which it left the branch before), from the
-    first branch on. Example: (("0", 12), ("2", 40))"""
+    """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
+    before), from the first branch on. Example: (("0", 12), ("2", 40))"""
 
     @staticmethod
     def begin(prompt_ids: Sequence[int]) -> Trajectory:

@@ -132,6 +132,13 @@ class Sample:
         return self.trajectory.num_cached_tokens
 
 
+BranchKey = tuple[str, ...]
+"""The keys of the forks that lead to a branch of an episode; none for its first."""
+
+Spans = list[tuple[int, int]]
+"""(version, tokens) in their order."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SampleGroup:
     """All samples of one prompt in one rollout."""
@@ -141,6 +148,9 @@ class SampleGroup:
 
     number: int = 0
     """Position of the prompt in the endless order of a run's prompts."""
+
+    branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
+    """What the branches of each episode sampled from which versions, whatever became of it."""
 
     @property
     def episodes(self) -> list[list[Sample]]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from annotated_types import Len
 from pydantic import TypeAdapter, with_config
@@ -27,7 +28,7 @@ from onpolicy.outputs.trajectories import Count, digest
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, checked
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import SampleGroup
+from onpolicy.types import BranchKey, SampleGroup, Spans
 
 Record = dict[str, Any]
 
@@ -39,9 +40,17 @@ class _Drawn(TypedDict):
 
 
 @with_config(CLOSED)
+class _Branch(TypedDict):
+    key: list[str]
+    spans: list[Annotated[list[Count], Len(2, 2)]]
+
+
+@with_config(CLOSED)
 class _Group(TypedDict):
     number: Count
     samples: list[_Drawn]
+    branches: NotRequired[list[list[_Branch]]]
+    """Those of each episode; left out where each is its one sample."""
 
 
 @with_config(CLOSED)
@@ -60,9 +69,6 @@ class _Start(TypedDict):
 
 _STEP, _START = TypeAdapter(_Step), TypeAdapter(_Start)
 
-Spans = list[tuple[int, int]]
-"""(version, tokens), in their order."""
-
 
 def begin(file: Path, step: int, config: Mapping[str, Any], prompts: str) -> None:
     """The run starts, or goes on, with `step`: what a run before had of it and after it is dropped."""
@@ -77,10 +83,21 @@ def add(file: Path, record: Record) -> None:
 
 def record_of(step: int, weights: str, groups: Iterable[SampleGroup]) -> Record:
     """The record of a step that learns from `groups`, beginning from the weights with that digest."""
-    samples = [
-        {"number": g.number, "samples": [_drawn(s.trajectory) for s in g.samples]} for g in groups
-    ]
-    return {"step": step, "weights": weights, "groups": samples}
+    return {"step": step, "weights": weights, "groups": [_group(group) for group in groups]}
+
+
+def _group(group: SampleGroup) -> Record:
+    record: Record = {
+        "number": group.number,
+        "samples": [_drawn(sample.trajectory) for sample in group.samples],
+    }
+    are_plain = all([*episode] == [()] for episode in group.branches)
+    if not are_plain or len(group.samples) != len(group.branches):
+        record["branches"] = [
+            [{"key": [*key], "spans": [[*s] for s in spans]} for key, spans in episode.items()]
+            for episode in group.branches
+        ]
+    return record
 
 
 def _drawn(trajectory: Trajectory) -> Record:
@@ -99,14 +116,23 @@ class RolloutJournal:
 
     steps: Mapping[int, Record]
 
-    def spans(self) -> dict[tuple[int, int], Spans]:
-        """The spans of each response, by the number of its group and its place in it."""
+    def spans(self) -> dict[tuple[int, int], dict[BranchKey, Spans]]:
+        """The spans of each episode's branches, by the number of its group and its place in it."""
         return {
-            (group["number"], i): [(version, tokens) for version, tokens in sample["spans"]]
+            (group["number"], i): {
+                tuple(branch["key"]): [(version, tokens) for version, tokens in branch["spans"]]
+                for branch in branches
+            }
             for record in self.steps.values()
             for group in record["groups"]
-            for i, sample in enumerate(group["samples"])
+            for i, branches in enumerate(_branches_of(group))
         }
+
+
+def _branches_of(group: Record) -> list[list[Record]]:
+    plain = [[{"key": [], "spans": sample["spans"]}] for sample in group["samples"]]
+    branches: list[list[Record]] = group.get("branches", plain)
+    return branches
 
 
 def read(file: str) -> RolloutJournal:
@@ -149,7 +175,7 @@ def _require_possible(file: str, record: Record) -> None:
     wrong = [
         f"group {group['number']}, response {i}: spans={sample['spans']}"
         for group in record["groups"]
-        for i, sample in enumerate(group["samples"])
+        for i, sample in enumerate(chain(group["samples"], *_branches_of(group)))
         if not _is_possible(sample["spans"], step)
     ]
     if wrong:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from onpolicy.errors import AgentError
+from onpolicy.rollout.turns import BranchRecord
 from onpolicy.trajectory import Trajectory
+from onpolicy.types import BranchKey, Spans
 
 
 def order_of(key: tuple[str, ...]) -> list[tuple[int, str]]:
@@ -30,6 +32,44 @@ def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
                 reason="result",
             )
         found.append(own)
+    return found
+
+
+def require_own(returned: Iterable[Trajectory], branches: Sequence[Trajectory]) -> None:
+    """Raise AgentError unless each that was returned is one of the branches, or the beginning of one:
+    what nobody can prove to have been sampled is not learnt."""
+    for i, trajectory in enumerate(returned):
+        length = len(trajectory.token_ids)
+        known = (branch.until(length) for branch in branches if branch.forks == trajectory.forks)
+        if not any(
+            (each.token_ids, each.sampled, each.rollout_log_probs)
+            == (trajectory.token_ids, trajectory.sampled, trajectory.rollout_log_probs)
+            for each in known
+        ):
+            raise AgentError(
+                f"returned a trajectory, number {i}, that is none of its turns'", reason="result"
+            )
+
+
+def require_possible(past: Mapping[BranchKey, BranchRecord], prompt_ids: list[int]) -> None:
+    """Raise ValueError unless this can be what an episode with the prompt has come to."""
+    first = past.get(())
+    if first is None or first.trajectory.token_ids[: len(prompt_ids)] != prompt_ids:
+        raise ValueError("branches: none begins with the prompt")
+    for each in past.values():
+        ends = [end for end, _ in each.answers]
+        if sorted({*ends}) != ends or (ends and ends[-1] > len(each.trajectory.token_ids)):
+            raise ValueError(f"answers={ends}: must be ends of answers in their order")
+
+
+def spans_of(branches: Iterable[BranchRecord]) -> dict[BranchKey, Spans]:
+    """What each branch has sampled itself from which versions; those that have not are left out."""
+    found = {}
+    for branch in branches:
+        forks = branch.trajectory.forks
+        own = branch.trajectory.as_given(forks[-1][1] if forks else 0)
+        if own.spans:
+            found[branch.key] = [(span.version, span.end - span.start) for span in own.spans]
     return found
 
 

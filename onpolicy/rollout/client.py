@@ -7,7 +7,6 @@ import base64
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -238,27 +237,16 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
             for span in meta.get("weight_versions") or ()
         ),
     )
-    return _without_last(completion) if _was_aborted(answer) else completion
+    if not _was_aborted(answer):
+        return completion
+    # Whether the last token ends the response, an abort does not say.
+    return completion.until(max(len(response_ids) - 1, 0), completion.finish_reason)
 
 
 def _version(said: object) -> int:
     """The number of a push; SGLang keeps a text, and says `default` of weights that none brought."""
     text = str(said)
     return int(text) if text.isdecimal() else UNPUSHED
-
-
-def _without_last(part: Completion) -> Completion:
-    """What is known to go on: whether the last token ends the response, an abort does not say."""
-    count = max(len(part.response_ids) - 1, 0)
-    spans = [replace(span, end=min(span.end, count)) for span in part.spans if span.start < count]
-    experts = part.routed_experts
-    return replace(
-        part,
-        response_ids=part.response_ids[:count],
-        rollout_log_probs=part.rollout_log_probs[:count],
-        routed_experts=None if experts is None else experts[:-1],
-        spans=tuple(spans),
-    )
 
 
 def _routed_experts(meta: dict[str, Any], request: Request, url: str) -> NDArray[np.int32] | None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from onpolicy.errors import AgentError
-from onpolicy.rollout.turns import ContextExceededError
+from onpolicy.errors import AgentError, OnPolicyError
 from onpolicy.system.user_functions import describe
 
 OnFailure = Literal["drop", "retry", "stop"]
 
 RETRIES = 3
 """Attempts at an episode after the first, with `retry`."""
+
+
+class OtherTokensError(OnPolicyError, ValueError):
+    """The function of an episode that goes on is another than before."""
+
+
+class ContextExceededError(ValueError):
+    """A branch would hold more tokens than an episode may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onpolicy.errors import AgentError
-from onpolicy.rollout.branches import learnt_once, order_of
+from onpolicy.rollout.branches import learnt_once, order_of, require_own, require_possible
 from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episode_rules import EpisodeRules as EpisodeRules
-from onpolicy.rollout.episode_rules import Listener
 from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.failures import RETRIES, EpisodeFailure
+from onpolicy.rollout.failures import RETRIES, EpisodeFailure, OtherTokensError
 from onpolicy.rollout.results import with_learnt
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.rollout.turns import Ask, BranchRecord, OtherTokensError, Turns
+from onpolicy.rollout.stop_strings import until_stop_string
+from onpolicy.rollout.turns import Ask, BranchRecord, Listener, Turns
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Request
 
@@ -47,10 +47,10 @@ class OpenEpisode:
         self._rollouter, self._request = rollouter, request
         self.past: Mapping[tuple[str, ...], BranchRecord] = {}
         self.failures: list[EpisodeFailure] = []
-        """Of the attempts that came to nothing."""
+        """Why attempts came to nothing."""
 
         self.episode: Episode | None = None
-        """Of a complete one; without trajectories if it has failed for good."""
+        """What became of it, once it is complete; without trajectories if it has failed for good."""
 
         self.error: BaseException | None = None
         """What ends the run."""
@@ -110,7 +110,7 @@ class OpenEpisode:
             if (branch := self.branches.get(key)) is None:
                 raise self.differs(f"{self.name}: the rollouter makes no branch {key}, as before")
             branch.require_past(branch.trajectory)
-            if len(branch.answers) < len(past.answers):
+            if len(branch.trajectory.token_ids) < len(past.trajectory.token_ids):
                 raise branch.differs()
         if found.trajectories is None:
             branches = sorted(self.branches.values(), key=lambda branch: order_of(branch.key))
@@ -120,6 +120,7 @@ class OpenEpisode:
         if not kept:
             raise AgentError("ended without anything sampled", reason="result")
         whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
+        require_own(whole, [branch.trajectory for branch in self.branches.values()])
         self.episode = with_learnt(found, whole, learnt_once(whole))
 
     def differs(self, message: str) -> OtherTokensError:
@@ -193,16 +194,7 @@ class OpenEpisode:
         """
         self.failures = [*failures]
         self.past = {each.key: each for each in past}
-        prompt_ids = self.turns.trajectory.token_ids
-        if (
-            () not in self.past
-            or self.past[()].trajectory.token_ids[: len(prompt_ids)] != prompt_ids
-        ):
-            raise ValueError(f"tokens of another prompt than prompt {self.prompt.index}")
-        for each in past:
-            ends = [end for end, _ in each.answers]
-            if sorted({*ends}) != ends or (ends and ends[-1] > len(each.trajectory.token_ids)):
-                raise ValueError(f"answers={ends}: must be ends of answers in their order")
+        require_possible(self.past, self._request.prompt_ids)
         self._start_over()
 
     def finish(self, episode: Episode) -> None:
@@ -211,7 +203,7 @@ class OpenEpisode:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of a complete one: what is to be learnt, every sampled token once."""
+        """What is to be learnt, once it is complete: every sampled token once."""
         found = None if self.episode is None else self.episode.trajectories
         return [each for each in found or () if isinstance(each, Trajectory)]
 
@@ -246,7 +238,9 @@ class OpenEpisode:
             end, reason = past.answers[number]
             branch.trajectory = replace(past.trajectory.until(end), finish_reason=reason)
         else:
-            branch.past, branch.trajectory = None, past.trajectory
+            branch.past = None
+            if begins < len(past.trajectory.token_ids):
+                branch.trajectory = past.trajectory
         if not all(branch.trajectory.sampled[begins:]):
             raise branch.differs()
         if branch.past is not None:
@@ -260,14 +254,12 @@ class OpenEpisode:
                 branch.ask, branch.trajectory = None, ask.before
                 self._stopwatch.start()
 
-    def request(self, branch: Turns, most: int | None = None) -> Request:
-        """What the policy is to sample next in a branch that asks: at most so many tokens.
+    def request(self, branch: Turns, ask: Ask, most: int | None = None) -> Request:
+        """What the policy is to sample next for a call: at most so many tokens.
 
         The seed is that of the branch, and the sampler draws by the absolute position of a token, so
         that under the same weights tokens are the same in one stretch or in many.
         """
-        ask = branch.ask
-        assert ask is not None
         left = ask.params.max_new_tokens - (branch.trajectory.num_sampled - ask.before.num_sampled)
         params = replace(ask.params, max_new_tokens=left if most is None else min(left, most))
         return replace(branch.request, prompt_ids=branch.trajectory.token_ids, params=params)
@@ -277,6 +269,8 @@ class OpenEpisode:
         with self._lock:
             if branch.ask is not ask:
                 return True  # withdrawn
+            before = branch.trajectory.token_ids[len(ask.before.token_ids) :]
+            answer = until_stop_string(before, answer, ask.params.stop, self.rules)
             branch.trajectory = branch.trajectory.plus(answer, ask.params.temperature)
             sampled = branch.trajectory.num_sampled - ask.before.num_sampled
             has_stopped = answer.finish_reason == FinishReason.STOP

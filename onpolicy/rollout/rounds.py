@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.sampling import require_version
-from onpolicy.rollout.turns import Ask, Turns
+from onpolicy.rollout.turns import Ask, Turns, UnderWay
 from onpolicy.trajectory import Completion
+from onpolicy.types import BranchKey
 
 
 class EpisodesJob(SamplingJob):
@@ -23,7 +24,7 @@ class EpisodesJob(SamplingJob):
         super().__init__(takes_parts=takes_parts)
         self._version, self._by_token = version, by_token
         self._asked = list[tuple[Turns, Ask]]()
-        self._busy = set[OpenEpisode]()
+        self._busy = set[UnderWay]()
         self._lock = threading.Lock()
         self.num_tokens = 0
         """Tokens sampled so far."""
@@ -45,7 +46,7 @@ class EpisodesJob(SamplingJob):
         with self._lock:
             if (ask := branch.ask) is not None:
                 self._asked.append((branch, ask))
-                self.requests.append(branch.episode.request(branch, most))
+                self.requests.append(branch.episode.request(branch, ask, most))
         self.on_news()
 
     def add(self, number: int, completion: Completion) -> None:
@@ -68,12 +69,12 @@ class EpisodesJob(SamplingJob):
             self.error = episode.error
         self._leave(episode)
 
-    def _leave(self, episode: OpenEpisode) -> None:
+    def _leave(self, episode: UnderWay) -> None:
         with self._lock:
             self._busy.discard(episode)
         self.on_news()
 
-    def stays_with(self, number: int) -> OpenEpisode:
+    def stays_with(self, number: int) -> Hashable:
         return self._asked[number][0].episode
 
     @property
@@ -84,30 +85,28 @@ class EpisodesJob(SamplingJob):
 class Round(EpisodesJob):
     """What `episodes` ask for under the weights of `version`: at most so many tokens each.
 
-    `most`: one number for all, or one each; None: all that it asks for. An episode that has branches
-    is drawn to its end in the round in which it forks: while one of them waited for the next round, it
-    could not be seen whether another is about to ask, and the order of arrivals would decide.
+    `most`: None for all that they ask for. An episode that has branches is drawn to its end in the round
+    in which it forks: while one of them waited for the next round, it could not be seen whether another
+    is about to ask, and the order of arrivals would decide.
     """
 
     def __init__(
         self,
         episodes: Sequence[OpenEpisode],
-        most: Sequence[int | None] | int | None,
+        most: int | None,
         version: int,
         *,
         by_token: bool = False,
     ):
         super().__init__(version, by_token=by_token)
-        each = most if isinstance(most, Sequence) else [most] * len(episodes)
-        self._most = dict(zip(episodes, each, strict=True))
-        self._sampled_before: Mapping[OpenEpisode, int] = {
+        self._most = most
+        self._sampled_before: Mapping[UnderWay, int] = {
             episode: episode.record()[0].trajectory.num_sampled for episode in episodes
         }
         self.begin(episodes)
 
     def asked(self, branch: Turns) -> None:
-        episode = branch.episode
-        most = self._most[episode]
+        episode, most = branch.episode, self._most
         if most is None or len(episode.branches) > 1:
             self._ask(branch, None)
         else:
@@ -131,3 +130,36 @@ class FreeJob(EpisodesJob):
     def ended(self, episode: OpenEpisode) -> None:
         self.begin(self._on_end(episode))
         super().ended(episode)
+
+
+class ReplayedRound(EpisodesJob):
+    """What a run drew under the weights of `version`: so many tokens of each branch, by its key.
+
+    None: the episode came to its end under them.
+    """
+
+    def __init__(self, drawn: Mapping[OpenEpisode, Mapping[BranchKey, int] | None], version: int):
+        super().__init__(version, by_token=True)
+        self._left: Mapping[UnderWay, dict[BranchKey, int] | None] = {
+            episode: None if tokens is None else {**tokens} for episode, tokens in drawn.items()
+        }
+        self.begin(drawn)
+
+    def asked(self, branch: Turns) -> None:
+        left = self._left[branch.episode]
+        if left is None:
+            self._ask(branch, None)
+        elif most := left.get(branch.key, 0):
+            self._ask(branch, most)
+
+    def cut(self, branch: Turns) -> None:
+        self.asked(branch)
+
+    def add(self, number: int, completion: Completion) -> None:
+        branch, _ = self._asked[number]
+        left = self._left[branch.episode]
+        if left is not None:
+            left[branch.key] -= len(completion.response_ids)
+        super().add(number, completion)
+        if left is not None and not any(left.values()):
+            self._leave(branch.episode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from onpolicy.errors import EngineError
+from onpolicy.rollout.branches import spans_of
 from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
@@ -80,8 +81,17 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
         for i, episode in enumerate(group.episodes)
         for number in range(len(episode.trajectories))
     ]
-    texts = decode([each.trajectories[number].response_ids for _, _, each, number in drawn])
-    made = [SampleGroup(prompt=group.prompt, samples=[], number=group.number) for group in groups]
+    sampled = [each.trajectories[number].response_ids for _, _, each, number in drawn]
+    texts = decode(sampled) if drawn else []
+    made = [
+        SampleGroup(
+            prompt=group.prompt,
+            samples=[],
+            number=group.number,
+            branches=[spans_of(episode.record()) for episode in group.episodes],
+        )
+        for group in groups
+    ]
     of_number = {group.number: group for group in made}
     for (group, i, each, number), text in zip(drawn, texts, strict=True):
         assert each.episode is not None  # it has trajectories

@@ -11,18 +11,20 @@ from onpolicy.errors import ConfigError, ParityError
 from onpolicy.outputs.rollout_journal import Record, RolloutJournal, record_of
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup
-from onpolicy.rollout.rounds import FreeJob, Round
+from onpolicy.rollout.rounds import FreeJob, ReplayedRound
 from onpolicy.run.ahead import Drawing, Rollouts, Schedule
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.replay_checks import require_steps
 from onpolicy.run.sampler import Rollout, Sampler
+from onpolicy.types import BranchKey
 
 
 class Replayed(Drawing):
     """Draws what a journal says, and nothing else: each span under its version.
 
-    When a version was pushed, what it had drawn in the run is drawn: as many tokens of each response as
-    the journal says, continued from those of earlier versions. Every rollout is compared with its
+    When a version was pushed, what it had drawn in the run is drawn: as many tokens of each branch as
+    the journal says, continued from those of earlier versions. The functions of episodes are called
+    anew, and observe what is written beside the journal. Every rollout is compared with its
     record. It draws for rollouts beyond --num-rollout too, so that a checkpoint at its end holds what
     the run had drawn for them.
     """
@@ -59,20 +61,28 @@ class Replayed(Drawing):
 
     def _draw(self, version: int) -> int:
         """How many tokens were."""
-        drawn = list(self._drawn_under(version))
+        drawn = dict(self._drawn_under(version))
         self._sampler.on_requests(len(drawn))
-        most = [tokens for _, tokens in drawn]
-        job = Round([episode for episode, _ in drawn], most, version, by_token=True)
+        job = ReplayedRound(drawn, version)
         self._engines.work(job)
         return job.num_tokens
 
-    def _drawn_under(self, version: int) -> Iterator[tuple[OpenEpisode, int | None]]:
-        """What was, and by how many tokens it went on: with its last span it ends by itself."""
+    def _drawn_under(
+        self, version: int
+    ) -> Iterator[tuple[OpenEpisode, dict[BranchKey, int] | None]]:
+        """What was, and by how many tokens its branches went on: with its last span it ends itself."""
         for group in self._open.groups:
             for i, episode in enumerate(group.episodes):
-                spans = self._spans.get((group.number, i), [])
-                if (tokens := dict(spans).get(version)) is not None and not episode.is_complete:
-                    yield episode, None if version == spans[-1][0] else tokens
+                spans = self._spans.get((group.number, i), {})
+                tokens = {
+                    key: count
+                    for key, of_branch in spans.items()
+                    for drawn_under, count in of_branch
+                    if drawn_under == version
+                }
+                last = max((of_branch[-1][0] for of_branch in spans.values()), default=None)
+                if tokens and not episode.is_complete:
+                    yield episode, None if version == last else tokens
 
     def _require_weights(self, step: int, record: Record) -> None:
         if record["weights"] == self._engines.weight_digest:

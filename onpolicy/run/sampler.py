@@ -73,6 +73,8 @@ class Sampler:
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self.on_requests = scorer, on_requests
         self._rollouter, self.observations = rollouter, Observations(observations)
+        if inputs.replayed is not None:
+            self.observations.read(Path(inputs.replayed.file).with_name(observations.name))
         agent = config.agent
         self._rules = EpisodeRules(
             max_context_len=inputs.max_context_len(config),

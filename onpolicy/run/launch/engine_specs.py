@@ -16,6 +16,7 @@ from onpolicy.cluster.engine_places import Places, RequireRoom
 from onpolicy.cluster.placement import Placement
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineConfig, ServerConfig
+from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.secrets import reveal
 from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
@@ -81,6 +82,7 @@ def rollout_spec(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
+        serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )
     if not engine.colocate:
         return spec

@@ -1,0 +1,126 @@
+"""Whole runs whose prompts a function of the user's own rolls out."""
+
+import shutil
+
+import pytest
+
+from onpolicy.errors import AgentError, ConfigError
+from onpolicy.run.launch.rollouters import make_rollouter
+from onpolicy.run.run import Run
+from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
+from tests.support.engines_in_memory import Host
+from tests.support.run_in_memory import PROMPTS, even_tokens, make_config, records_of, run_in_memory
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+MODES = {
+    "lag 0": {},
+    "lag 1": {"rollout_lag": 1},
+    "segments": {"rollout_segment_tokens": 3},
+    "dynamic": {"dynamic_sampling": True, "over_sampling_batch_size": 2},
+}
+
+
+def path_of(name):
+    return f"tests.support.agents.{name}"
+
+
+def run(directory, name, host=None, make_run=Run, **more):
+    values = {"custom_generate_function_path": path_of(name), "rollout_max_response_len": 12}
+    return run_in_memory(
+        directory, host or Host(), even_tokens, make_run=make_run, **values, **more
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_of_episodes_that_branch_has_one_hash_whatever_engines_and_tools_take(tmp_path, mode):
+    values = MODES[mode]
+    ran = run(tmp_path / "one", "acts_by_tokens", **values)
+    assert ran.totals.num_mismatched_tokens == 0 < ran.totals.num_compared_tokens
+    dying = Host({9}, {14})
+    more = run(tmp_path / "two", "acts_by_tokens", dying, rollout_num_engines=2, **values)
+    assert more.run_hash == ran.run_hash and dying.num_restarts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_was_killed_observes_again_what_it_had_and_has_the_same_hash(tmp_path, mode):
+    """What came after its checkpoint too: that was written down before it was used."""
+    save, journal = tmp_path / "save", tmp_path / "run" / "observations.jsonl"
+    values = {"save": str(save), "load": str(save), "save_interval": 1, **MODES[mode]}
+    ran = run(tmp_path, "acts", **values)
+    for later in sorted(save.glob("step_*"))[1:]:
+        shutil.rmtree(later)
+    observed = journal.read_bytes()
+    assert run(tmp_path, "acts", **values).run_hash == ran.run_hash
+    assert journal.read_bytes() == observed
+    assert run(tmp_path / "other", "acts", **MODES[mode]).run_hash != ran.run_hash
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_free_run_of_branches_is_repeated_from_its_journal_on_another_clock(tmp_path, seed):
+    values = {
+        "custom_generate_function_path": path_of("acts"), "rollout_max_response_len": 12,
+        "max_staleness": 2,
+    }  # fmt: skip
+    ran = Clock(seed, engines=2).run(tmp_path / "ran", **values)
+    journal = journal_of(tmp_path / "ran")
+    assert any("branches" in group for line in steps_of(journal) for group in line["groups"])
+    again = Clock(seed + 99).run(tmp_path / "again", replay=str(journal), **values)
+    assert again.run_hash == ran.run_hash
+    assert steps_of(journal_of(tmp_path / "again")) == steps_of(journal)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "says"),
+    [
+        ("raises", "raised", r"raised KeyError: 'no such tool' \(agents.py, line \d+\)"),
+        ("never_ends", "deadline", "took more than --episode-time-limit=0.1 seconds"),
+        ("exceeds", "context", "exceed --rollout-max-context-len=20"),
+        ("samples_nothing", "result", "ended without anything sampled"),
+        ("returns_text", "result", "returned 'done', and must return an Episode"),
+    ],
+)
+def test_an_episode_that_fails_ends_the_run_and_says_why(tmp_path, name, reason, says):
+    values = {"episode_time_limit": 0.1, "rollout_max_context_len": 20}
+    with pytest.raises(AgentError, match=rf"--episode-failures=stop: prompt \d, .*{says}") as ended:
+        run(tmp_path, name, **values)
+    assert ended.value.reason == reason
+
+
+@pytest.mark.parametrize("name", ["raises", "never_ends", "exceeds"])
+def test_episodes_that_fail_are_dropped_and_counted(tmp_path, name):
+    values = {"episode_time_limit": 0.1, "rollout_max_context_len": 20}
+    run(tmp_path, name, episode_failures="drop", eval_sets={"": PROMPTS[:1]}, **values)
+    reason = {"raises": "raised", "never_ends": "deadline", "exceeds": "context"}[name]
+    records = records_of(tmp_path)
+    for record in records:
+        failed = record["rollout/num_failed_episodes"]
+        assert failed in (0, 4, 8) and failed == record.get(f"rollout/failed_episodes/{reason}", 0)
+    assert sum(record["rollout/num_failed_episodes"] for record in records) > 0
+
+
+def test_episodes_that_are_begun_anew_have_other_seeds_and_are_dropped_after_three(tmp_path):
+    run(tmp_path, "raises", episode_failures="retry", eval_sets={"": PROMPTS[:1]})
+    counts = {record["rollout/num_failed_episodes"] for record in records_of(tmp_path)}
+    assert counts <= {0, 16, 32} and len(counts) > 1
+
+
+def test_a_run_all_of_whose_episodes_fail_ends(tmp_path):
+    with pytest.raises(AgentError, match="all episodes of a rollout have failed"):
+        run(tmp_path, "returns_text", episode_failures="drop", eval_sets={})
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("tests.support.nowhere.acts", "cannot be imported: ModuleNotFoundError"),
+        (path_of("no_such_function"), "has no 'no_such_function'"),
+        (path_of("is_no_coroutine"), "is not async"),
+        (path_of("takes_one"), "too many positional arguments: it is called with two arguments"),
+        (path_of("GIVEN"), "is a list, not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_before_anything_starts(tmp_path, path, says):
+    config = make_config(tmp_path, custom_generate_function_path=path)
+    with pytest.raises(ConfigError, match=f"^--custom-generate-function-path={path}: .*{says}"):
+        make_rollouter(config)

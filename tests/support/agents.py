@@ -1,0 +1,78 @@
+"""Functions that roll prompts out, good and bad; named by their paths in tests of runs."""
+
+import asyncio
+import itertools
+import random
+
+GIVEN = [9, 3]
+
+chance, calls = random.Random(), itertools.count()
+
+
+async def acts(turns, prompt):
+    """Two turns and a fork, tools that take their time, and an observation that no two calls share."""
+    await turns.sample(max_tokens=4)
+    await asyncio.sleep(chance.random() * 0.003)
+    observed = await turns.observe(look)
+    turns.append([*GIVEN, 2 + observed % 8])
+    fork = turns.fork()
+    await asyncio.gather(turns.sample(max_tokens=3), after_a_tool(fork))
+
+
+async def after_a_tool(turns):
+    await asyncio.sleep(chance.random() * 0.003)
+    await turns.sample(temperature=1.5)
+
+
+async def look():
+    await asyncio.sleep(chance.random() * 0.003)
+    return next(calls)
+
+
+async def acts_by_tokens(turns, prompt):
+    """As `acts`, but what it gives is a function of what was sampled."""
+    answer = await turns.sample(max_tokens=4)
+    await asyncio.sleep(chance.random() * 0.003)
+    turns.append([*GIVEN, 2 + sum(answer.token_ids) % 8])
+    fork = turns.fork()
+    await asyncio.gather(turns.sample(max_tokens=3), after_a_tool(fork))
+
+
+async def raises(turns, prompt):
+    await turns.sample()
+    if prompt.index % 2:
+        raise KeyError("no such tool")
+
+
+async def never_ends(turns, prompt):
+    await turns.sample()
+    if prompt.index % 2:
+        await asyncio.Event().wait()
+
+
+async def exceeds(turns, prompt):
+    await turns.sample()
+    if prompt.index % 2:
+        turns.append([9] * 100)
+
+
+async def samples_nothing(turns, prompt):
+    turns.append([9])
+
+
+async def returns_text(turns, prompt):
+    await turns.sample()
+    return "done"
+
+
+async def says_its_reward(turns, prompt):
+    answer = await turns.sample()
+    return float(len(answer.token_ids))
+
+
+async def takes_one(turns):
+    await turns.sample()
+
+
+def is_no_coroutine(turns, prompt):
+    return None
