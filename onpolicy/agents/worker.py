@@ -19,7 +19,7 @@ from onpolicy.agents.messages import ERRORS, Message, Parser, from_worker
 from onpolicy.agents.remote_turns import RemoteTurns
 from onpolicy.errors import AgentError, ConfigError
 from onpolicy.rollout.episodes import Episode
-from onpolicy.rollout.turns import ContextExceededError
+from onpolicy.rollout.failures import ContextExceededError
 from onpolicy.system.user_functions import describe
 from onpolicy.trajectory import Trajectory
 
