@@ -75,6 +75,7 @@ def measure(num_samples: int) -> dict[str, float]:
                     trajectory=Trajectory.begin(prompt.prompt_ids, 1.0).plus(completion_of(answer)),
                 ),
                 group=0,
+                episode=i,
             )
             for i in range(num_samples)
         ]

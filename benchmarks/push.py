@@ -1,10 +1,12 @@
 """What a push to a real server costs, by its way; beside another commit's, if one is named.
 
     python -m benchmarks.push --hf-checkpoint DIR --json OUT.json [--ways tensor,disk] [--before COMMIT]
+        [--ranks 2 --engines 2]
 
-Both send the same tensors, in turns, each from a process of its own to a server of its own, which proves
-every push. Without a checkpoint only what needs none is measured: the seconds of CPU that go into names,
-shapes and places of the tensors of Qwen3-30B-A3B (`benchmarks/push_metadata.py`).
+Both send the same tensors, in turns, each from processes of its own to servers of its own, which prove
+every push. With several ranks each sends to servers of its own, beside rank 0 to all of them. Without a
+checkpoint only what needs none is measured: the seconds of CPU that go into names, shapes and places of
+the tensors of Qwen3-30B-A3B (`benchmarks/push_metadata.py`).
 """
 
 from __future__ import annotations
@@ -48,10 +50,11 @@ class Pusher:
         self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()
 
-    def push(self, way: str, bucket_mib: int) -> dict[str, Any]:
-        """Seconds and CPU seconds of the pusher. Raises RuntimeError if it failed."""
+    def push(self, way: str, bucket_mib: int, *, by_rank_0: bool = False) -> dict[str, Any]:
+        """Seconds and CPU seconds of the pusher, or of its rank 0. Raises RuntimeError if it failed."""
         self._versions += 1
-        self._tell({"way": way, "bucket_mib": bucket_mib, "version": str(self._versions)})
+        asked = {"way": way, "bucket_mib": bucket_mib, "by_rank_0": by_rank_0}
+        self._tell(asked | {"version": self._versions})
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -88,12 +91,17 @@ def pushers(args: argparse.Namespace, settings: dict[str, Any]) -> Iterator[dict
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Each way and size of bucket: medians, and the ratios of neighbours."""
     directory = args.json.with_suffix("").absolute()
-    settings = {"checkpoint": str(Path(args.hf_checkpoint).absolute()), "directory": str(directory)}
+    settings = {
+        "checkpoint": str(Path(args.hf_checkpoint).absolute()), "directory": str(directory),
+        "ranks": args.ranks, "engines": args.engines,
+    }  # fmt: skip
     cells = []
     with pushers(args, settings) as kinds:
         for way in args.ways.split(","):
             for mib in args.bucket_mib:
                 of = {kind: partial(pusher.push, way, mib) for kind, pusher in kinds.items()}
+                if args.ranks > 1:
+                    of["rank 0"] = partial(of["now"], by_rank_0=True)
                 runs = take_turns(of, 1, args.repetitions)
                 cells.append({"way": way, "bucket_mib": mib, **_compared(runs)})
                 print(json.dumps(cells[-1]), file=sys.stderr)
@@ -108,9 +116,10 @@ def _compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         compared[kind] = {
             name: median(run[name] for run in of_kind) for name in ("seconds", "cpu_seconds")
         } | {"runs": [run["seconds"] for run in of_kind]}
-    if "before" in runs:
-        pairs = zip(runs["before"], runs["now"], strict=True)
-        compared["times_as_fast"] = median(b["seconds"] / n["seconds"] for b, n in pairs)
+    for other in runs.keys() - {"now"}:
+        pairs = zip(runs[other], runs["now"], strict=True)
+        ratio = median(b["seconds"] / n["seconds"] for b, n in pairs)
+        compared[f"times_as_fast_as_{other.replace(' ', '_')}"] = ratio
     return compared
 
 
@@ -122,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", default=ways, help="commas between")
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512])
     parser.add_argument("--before", default="", help="a commit")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
     args = parser.parse_args(argv)
     record: dict[str, Any] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import mean
 from typing import Any
 
 from onpolicy.trajectory import FinishReason, Trajectory
@@ -62,14 +64,27 @@ class Request:
     params: SamplingParams
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LearntTokens:
+    """What the R sampled tokens of a trajectory counted for in training."""
+
+    advantages: list[float]
+    """[R]: after a penalty of a correction."""
+
+    weights: list[float]
+    """[R]: the corrections' factor of a token's policy loss: 1 without any, 0 where it was rejected. A
+    correction of the user's own is not part of it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """A prompt, a trajectory that answers it, and what became of it."""
+    """A prompt, a trajectory of an episode that answers it, and what became of it."""
 
     prompt: Prompt
 
     sample_index: int
-    """Position within the group: 0 .. n_samples_per_prompt - 1."""
+    """The episode's place among those of its prompt, 0 .. n_samples_per_prompt - 1; all trajectories of
+    the episode have it."""
 
     trajectory: Trajectory
 
@@ -80,8 +95,27 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers a reward function returned; logged under their names."""
 
+    is_rewarded: bool = False
+    """Whether the episode said its reward itself, so that no reward function is asked."""
+
+    token_rewards: list[float] | None = None
+    """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is then the sum of
+    those of the whole episode."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the episode said of itself; all its trajectories have them."""
+
+    info: dict[str, Any] = field(default_factory=dict)
+    """What is to be seen of the episode later, as JSON can say it; all its trajectories have it."""
+
     mismatched_tokens: int | None = None
     """Tokens with another log-probability in training; None while they were not compared."""
+
+    is_shown: bool = False
+    """Whether it is one of those that people are shown, so that training is to tell of its tokens."""
+
+    learnt: LearntTokens | None = None
+    """What its tokens counted for in training, if it is shown and was trained on."""
 
     @property
     def name(self) -> str:
@@ -136,6 +170,16 @@ class SampleGroup:
     branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
     """What the branches of each episode sampled from which versions, whatever became of it."""
 
+    @property
+    def episodes(self) -> list[list[Sample]]:
+        """The samples of each episode that is there; one that failed may be missing."""
+        return [list(each) for _, each in groupby(self.samples, key=lambda s: s.sample_index)]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each episode: the mean of its trajectories' rewards, rounded once."""
+        return [mean(sample.reward for sample in episode) for episode in self.episodes]
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainSample:
@@ -145,6 +189,9 @@ class TrainSample:
 
     group: int
     """The samples of one prompt have one number, and stand together."""
+
+    episode: int
+    """The trajectories of one episode have one number in the rollout, and stand together."""
 
     policy_version: int | None = None
     """The version of the policy that learns from it; None: the one that it was sampled from."""
@@ -180,6 +227,9 @@ class TrainOutcome:
 
     findings: ParityFindings
 
+    learnt: Mapping[int, LearntTokens] = field(default_factory=dict)
+    """Of the samples that are shown, by their numbers in the rollout."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RunTotals:
@@ -192,7 +242,7 @@ class RunTotals:
 
     def plus(self, metrics: Mapping[str, float], is_first: bool) -> RunTotals:
         """With one more rollout."""
-        reward = metrics.get("rollout/raw_reward", 0.0)
+        reward = metrics.get("rollout/raw_reward", self.last_reward)
         compared, mismatched = parity_of(metrics)
         return RunTotals(
             first_reward=reward if is_first else self.first_reward,

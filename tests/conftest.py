@@ -12,6 +12,7 @@ import logging
 import multiprocessing.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.system.garbage import collect_rarely
 
 collect_rarely()  # thousands of tests are objects that stay
+
+# Where a shell has started the tests behind its back, commands that they interrupt would not notice.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Deterministic, and never a failure because a shared machine is slow.
 settings.register_profile("onpolicy", deadline=None, derandomize=True, max_examples=80)
@@ -48,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long, as servers do, comes first, so that all workers end together."""
-    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("engine", "long"))))
+    longest = ("engine", "long", "runs")
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, longest)))
 
 
 @pytest.fixture(autouse=True)

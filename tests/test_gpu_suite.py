@@ -53,13 +53,23 @@ class Finder(PathFinder):
             return super().find_spec(name, path, target)
 sys.meta_path = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
 """
-SUITE = f"{WITHOUT}\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+SUITE = "import pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+A_POLICY = """
+import benchmarks.gpu_ops.__main__
+from transformers import Qwen3Config
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.policy import PolicyModel
+sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=99)
+model = empty_causal_lm(Qwen3Config(**sizes), trust_remote_code=False)
+print(*{parameter.device.type for parameter in model.parameters()}, flush=True)
+"""
 
 
-def run_suite(*arguments, seconds=300):
-    """The suite as `make gpu-test` starts it, without the packages of ABSENT."""
+def run_suite(*arguments, before="", seconds=300):
+    """The suite as `make gpu-test` starts it, without the packages of ABSENT, after other code."""
+    code = "\n".join([WITHOUT, before, SUITE])
     return subprocess.run(
-        [sys.executable, "-c", SUITE, "tests/gpu", "--confcutdir=tests/gpu", *arguments],
+        [sys.executable, "-c", code, "tests/gpu", "--confcutdir=tests/gpu", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -81,28 +91,25 @@ def rehearsal(tmp_path_factory):
     return outcomes(file)
 
 
-def test_benchmark_and_policy_need_torch_triton_and_transformers_alone():
-    script = f"""{WITHOUT}
-import benchmarks.gpu_ops.__main__
-from transformers import Qwen3Config
-from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.policy import PolicyModel
-sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=99)
-model = empty_causal_lm(Qwen3Config(**sizes), trust_remote_code=False)
-print(*{{parameter.device.type for parameter in model.parameters()}})
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["meta"], done.stderr[-2000:]
+@pytest.fixture(scope="module")
+def without_a_gpu(tmp_path_factory):
+    """(what a process prints that makes a policy, then runs the suite; the suite's file)."""
+    file = tmp_path_factory.mktemp("skipped") / "gpu_test.json"
+    done = run_suite("-rs", "-vv", "--gpu-json", str(file), before=A_POLICY)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout, file
 
 
-def test_without_a_gpu_every_test_is_skipped_by_name(tmp_path):
-    file = tmp_path / "gpu_test.json"
-    done = run_suite("-rs", "-vv", "--gpu-json", str(file))
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "needs a GPU: torch.cuda.is_available() is False" in done.stdout
-    assert " passed" not in done.stdout and " skipped" in done.stdout
+def test_benchmark_and_policy_need_torch_triton_and_transformers_alone(without_a_gpu):
+    assert without_a_gpu[0].splitlines()[0] == "meta"
+
+
+def test_without_a_gpu_every_test_is_skipped_by_name(without_a_gpu):
+    printed, file = without_a_gpu
+    assert "needs a GPU: torch.cuda.is_available() is False" in printed
+    assert " passed" not in printed and " skipped" in printed
     for name in ("triton-Qwen3-4B", "hopper-Qwen3-30B-A3B", "test_cublas_rows"):
-        assert name in done.stdout
+        assert name in printed
     assert not file.exists()
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from benchmarks.bench.work import fit_bench
 from onpolicy.config.sglang_flags import max_total_tokens
 from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.rollout.engine_args import CACHE_MARGIN, CONTEXT_MARGIN
 from onpolicy.run.launch.duration import Work
-from onpolicy.run.launch.lengths import fit_bench
 
 CONTEXT_LENS = (1024, 8192, 32768)
 

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from benchmarks.bench.cells import decode_work, fit_decode, require_cells
 from benchmarks.bench.schedules import schedules
 from benchmarks.bench.setting import backends, kinds, make_train_config, setting
+from benchmarks.bench.work import bench_work, fit_bench
 from onpolicy.config.tools import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -14,10 +15,9 @@ from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.run.launch.duration import Work, bench_work, say_how_long
+from onpolicy.run.launch.duration import Work, say_how_long
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import check_layout
-from onpolicy.run.launch.lengths import fit_bench
 from onpolicy.run.launch.memory_checks import require_cache, require_memory
 from onpolicy.run.launch.memory_model import ProcessMemory, RunMemory
 
@@ -42,6 +42,11 @@ def check_inputs(config: BenchConfig) -> BenchConfig:
             f"--num-tokens={' '.join(map(str, config.num_tokens))}: a sequence has --prompt-len + "
             f"--max-new-tokens = {length} tokens, and at least one must fit. Give larger numbers."
         )
+    if config.what == "agents" and config.max_new_tokens < config.num_turns:
+        raise ConfigError(
+            f"--max-new-tokens={config.max_new_tokens}, --num-turns={config.num_turns}: a turn has at "
+            "least one token. Give fewer turns, or more tokens."
+        )
     if config.what == "loop" and config.n_samples_per_prompt < 2:
         raise ConfigError(
             f"--n-samples-per-prompt={config.n_samples_per_prompt}: an advantage is what a response is "
@@ -59,7 +64,7 @@ def check_inputs(config: BenchConfig) -> BenchConfig:
         require_fit(config.model.hf_checkpoint, hf_config)
         if config.what != "step":
             require_cache(spec)
-        ranks = 0 if config.what in ("rollout", "decode") else config.cluster.num_ranks
+        ranks = 0 if config.what in ("rollout", "decode", "agents") else config.cluster.num_ranks
         servers = 0 if config.what == "step" else config.engines.rollout_num_engines
         size = ModelSize.of(hf_config)
         memory = RunMemory(train_config, hf_config, spec, size)

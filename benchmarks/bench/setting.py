@@ -91,7 +91,7 @@ def _batch(config: BenchConfig) -> tuple[int, int]:
     """Prompts of a rollout, and samples of each."""
     if config.what == "loop":
         return config.num_prompts, config.n_samples_per_prompt
-    if config.what in ("rollout", "decode"):
+    if config.what in ("rollout", "decode", "agents"):
         return config.num_prompts, 1
     return max(1, max(config.num_tokens) // (config.prompt_len + config.max_new_tokens)), 1
 

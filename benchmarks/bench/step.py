@@ -93,6 +93,7 @@ def step_measure(
         TrainSample(
             sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config, rng),
             group=number,
+            episode=number,
         )
         for number in range(num_tokens // length)
     ]

@@ -35,9 +35,9 @@ STEPS = 600
 BATCH = 128
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """One token per character."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -49,21 +49,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(vocab_size: int) -> torch.nn.Module:
-    """A Qwen3 of 1.6 million parameters."""
+def make_model(vocab_size: int, **sizes: int) -> torch.nn.Module:
+    """A Qwen3 of 1.6 million parameters, or of other sizes."""
+    usual = {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=128,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
+        **{**usual, **sizes},
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

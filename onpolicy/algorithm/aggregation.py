@@ -22,6 +22,7 @@ def token_shares(
     gather: Gather = alone,
     *,
     scale_length: float | None = None,
+    episodes: Tensor | None = None,
 ) -> Tensor:
     """The factor of each token's loss such that the sum over all ranks is the aggregate: [N].
 
@@ -29,19 +30,35 @@ def token_shares(
     sequences of their token mean or sum. seq-mean-token-sum-norm: that sum over the constant
     `scale_length`, as Dr. GRPO has it (arXiv 2503.20783). Sequences without a counting token are no
     sequences here. float32, 0 outside the mask.
+
+    episodes: int64 [S], the number of the episode that each sequence of the batch is a trajectory of. An
+    episode is one sequence here, with the tokens of all its trajectories, whichever ranks hold them:
+    otherwise one that branches would weigh more than one that does not. None: each is one of its own.
     """
     require_choice("aggregation", aggregation, LossAggregation)
     counts = batch.counts
     if aggregation == "token-mean":
         share = torch.full_like(counts, 1 / max(exact_sum(gather(counts)), 1))
     else:
-        num_sequences = max(exact_sum(gather((counts > 0).double())), 1)
-        share = torch.full_like(counts, 1 / num_sequences)
+        if episodes is None:
+            num_sequences = exact_sum(gather((counts > 0).double()))
+        else:
+            counts, num_sequences = _tokens_of_episodes(counts, episodes, gather)
+        share = torch.full_like(counts, 1 / max(num_sequences, 1))
         if aggregation == "seq-mean-token-mean":
             share = share / counts.clamp(min=1)
         elif aggregation == "seq-mean-token-sum-norm":
             share = share / _require_length(scale_length)
     return torch.where(batch.mask, batch.spread(share.float()), 0)
+
+
+def _tokens_of_episodes(counts: Tensor, episodes: Tensor, gather: Gather) -> tuple[Tensor, float]:
+    """The counting tokens of each sequence's episode, float64 [S], and how many episodes have any."""
+    numbers, places = gather(episodes.double()).unique(return_inverse=True)
+    everyones = gather(counts)
+    totals = torch.zeros_like(numbers).index_add_(0, places, everyones)
+    ours = totals[torch.searchsorted(numbers, episodes.to(numbers))]
+    return ours.to(counts.device), float((totals > 0).sum())
 
 
 def _require_length(scale_length: float | None) -> float:

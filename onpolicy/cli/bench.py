@@ -1,4 +1,4 @@
-"""`onpolicy bench rollout | decode | step | loop`."""
+"""`onpolicy bench rollout | decode | agents | step | loop`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, and print or write the JSON."""
     config = begin(BenchConfig, argv, "onpolicy bench")
 
+    from benchmarks.bench.agents import bench_agents
     from benchmarks.bench.decode import bench_decode
     from benchmarks.bench.input_checks import check_inputs
     from benchmarks.bench.loop import bench_loop
@@ -25,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     benches = {
         "rollout": bench_rollout,
         "decode": bench_decode,
+        "agents": bench_agents,
         "step": bench_step,
         "loop": bench_loop if config.longest_response is None else bench_schedules,
     }

@@ -1,4 +1,4 @@
-"""`onpolicy train | verify | explain | bench | serve | report`. Parses first, then imports torch."""
+"""`onpolicy COMMAND`. Parses first, then imports torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": "aligned and stock operators side by side: `bench rollout`, `decode`, `step`, `loop`",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "report": "one HTML page with the curves of several runs over each other",
+    "episodes": "one HTML page with the episodes of a run: turns, tool calls, tokens and branches",
 }
 
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8}{help_line}" for name, help_line in COMMANDS.items()]
+    lines = [f"  {name:<9}{help_line}" for name, help_line in COMMANDS.items()]
     return (
         "usage: onpolicy COMMAND [flags]\n\n"
         + "\n".join(lines)

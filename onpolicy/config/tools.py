@@ -11,7 +11,7 @@ import tyro
 from fallback_correction.ranges import ReadBy, at_least, at_most
 from onpolicy.config import groups
 from onpolicy.config.flags import also
-from onpolicy.config.kinds import Count, Directory, Seed, Temperature, Unasked
+from onpolicy.config.kinds import Count, Directory, Seconds, Seed, Temperature, Unasked
 from onpolicy.config.plan import RunPlan, tool_plan
 from onpolicy.config.rules import Against, Facts, Together
 from onpolicy.config.sglang_flags import tensor_parallel_size
@@ -161,8 +161,8 @@ def of_bench(*names: str) -> ReadBy:
 
 @also(
     align=[ReadBy("a command other than bench", lambda run: False)],
-    rollout_num_engines=[of_bench("rollout", "loop")],
-    ray_address=[of_bench("rollout", "loop")],
+    rollout_num_engines=[of_bench("rollout", "agents", "loop")],
+    ray_address=[of_bench("rollout", "agents", "loop")],
     actor_num_nodes=[of_bench("loop")],
     actor_num_gpus_per_node=[of_bench("loop")],
     actor_num_ranks_per_node=[of_bench("loop")],
@@ -172,12 +172,13 @@ class BenchConfig:
     """Aligned and stock operators side by side in one run, alternating; medians of repetitions.
 
     `bench rollout` measures an SGLang server of each kind; `bench decode` its prefill and decoding, by
-    batch size and context, on a GPU beside SGLang's deterministic inference too; `bench step` an
-    optimizer step; `bench loop` whole steps: rollout, rewards, training, push. There stock operators
-    come with what they need, the trainer's log-probabilities of all samples and --use-tis.
+    batch size and context, on a GPU beside SGLang's deterministic inference too; `bench agents` episodes
+    of several turns whose tools take their time, free and turn by turn; `bench step` an optimizer step;
+    `bench loop` whole steps: rollout, rewards, training, push. There stock operators come with what they
+    need, the trainer's log-probabilities of all samples and --use-tis.
     """
 
-    what: Annotated[Literal["rollout", "decode", "step", "loop"], tyro.conf.Positional]
+    what: Annotated[Literal["rollout", "decode", "agents", "step", "loop"], tyro.conf.Positional]
     """What to measure."""
 
     model: groups.CheckpointConfig = field(default_factory=groups.CheckpointConfig)
@@ -189,9 +190,9 @@ class BenchConfig:
     repetitions: Count = 5
     """Measurements of each kind, after one that is thrown away."""
 
-    num_prompts: Annotated[Count, of_bench("rollout", "loop")] = 64
-    """rollout: prompts sampled at once. loop: prompts of a step, each sampled --n-samples-per-prompt
-    times."""
+    num_prompts: Annotated[Count, of_bench("rollout", "agents", "loop")] = 64
+    """rollout: prompts sampled at once. agents: episodes at once. loop: prompts of a step, each sampled
+    --n-samples-per-prompt times."""
 
     n_samples_per_prompt: Annotated[Count, of_bench("loop")] = 4
     """loop: responses to each prompt."""
@@ -215,6 +216,16 @@ class BenchConfig:
     """decode: tokens of each sequence before the first that is sampled; if not given 1,024, 8,192 and
     32,768, or --prompt-len where the model's context holds none of these. What exceeds it, or with a
     batch a server's cache, is not measured, and the result says so."""
+
+    num_turns: Annotated[Count, of_bench("agents")] = 8
+    """agents: turns of an episode, each with its part of --max-new-tokens: three quarters of it sampled,
+    and the others a tool's answer."""
+
+    tool_latency: Annotated[Seconds, of_bench("agents")] = 0.2
+    """agents: seconds that a tool takes at least; they are Pareto-distributed with the shape 1.2."""
+
+    tool_time_limit: Annotated[Seconds, of_bench("agents")] = 20.0
+    """agents: seconds that a tool takes at most."""
 
     longest_response: Annotated[int | None, at_least(1), of_bench("loop")] = None
     """loop: measure schedules (lag 0, lag 1, segments, both, free) on aligned operators, instead of

@@ -1,21 +1,21 @@
 """Names and meanings of everything a run logs.
 
-A reward function of the user's may add `rollout/reward/<name>`, a correction of the user's
-`tis/<name>`. Evaluation sets that have names log `eval/<set>/<metric>` instead of `eval/<metric>`, and
-tokens of a lag `lag/<lag>/<metric>`.
+A reward function of the user's may add `rollout/reward/<name>`, a function that rolls out
+`episodes/<name>`, a correction of the user's `tis/<name>`. Evaluation sets that have names log
+`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`.
 """
 
 MEANINGS = {
-    "rollout/raw_reward": "mean reward of the rollout's samples",
+    "rollout/raw_reward": "mean reward of the rollout's episodes",
     "rollout/reward_std": "standard deviation of those rewards",
     "rollout/reward_timeouts": "samples that the reward rule did not finish in time; they score 0",
     "rollout/reward_errors": "samples that the reward rule failed on, by error or crash; they score 0",
-    "rollout/response_length": "mean length of the responses, in tokens",
-    "rollout/response_length_max": "length of the longest response",
-    "rollout/truncated_ratio": "share of responses that reached the length limit",
+    "rollout/response_length": "mean number of tokens that were sampled in an episode",
+    "rollout/response_length_max": "the largest such number",
+    "rollout/truncated_ratio": "share of episodes of which an answer reached the length limit",
     "rollout/log_probs": "mean log-probability of the sampled tokens, from the rollout engine",
     "rollout/num_cached_tokens": "prompt tokens that were found in the engines' prefix caches",
-    "rollout/num_filtered_groups": "groups left out because all their rewards are equal",
+    "rollout/num_filtered_groups": "groups left out: all rewards are equal, or no episode is there",
     "rollout/num_resampled_groups": "groups with equal rewards that others were drawn in the place of",
     "rollout/num_surplus_groups": "complete groups that were more than the rollout needed, and dropped",
     "rollout/num_failed_episodes": "attempts at episodes that failed: dropped, or begun anew",
@@ -25,6 +25,12 @@ MEANINGS = {
     "rollout/failed_episodes/deadline": "those that took longer than --episode-time-limit",
     "rollout/failed_episodes/hung": "those that computed for too long without waiting for anything",
     "rollout/failed_episodes/died": "those whose process died",
+    "rollout/failed_episodes/drift": "those whose chat template wrote the past anew, if that is refused",
+    "episodes/num_turns": "mean number of answers of the policy in an episode, those shared once",
+    "episodes/num_trajectories": "mean number of trajectories of an episode",
+    "episodes/num_rewarded": "episodes that said their reward, so that no reward function was asked",
+    "episodes/num_token_rewarded": "episodes among them that said it token by token",
+    "episodes/num_empty_groups": "prompts without an episode, since all that were begun failed",
     "parity/num_compared_tokens": "tokens of the first optimizer step, all of lag 0 compared bit by bit",
     "parity/num_mismatched_tokens": "tokens among them with another log-probability in training",
     "parity/max_ulp": "largest distance between two such values, in representable numbers",

@@ -63,7 +63,8 @@ class Progress:
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A rollout has been trained on."""
         spent, left = self._times(step + 1)
-        reward = f"reward {metrics['rollout/raw_reward']:.3f}"
+        mean = metrics.get("rollout/raw_reward")
+        reward = "no episode" if mean is None else f"reward {mean:.3f}"
         compared, mismatched = parity_of(metrics)
         speed = f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
         self._bar.update(

@@ -23,11 +23,16 @@ class RunHash:
         `with_spans`: and which weights each token was sampled from.
         """
         digest = hashlib.sha256(self.value.encode())
-        for sample in (sample for group in groups for sample in group.samples):
+        episodes = [episode for group in groups for episode in group.episodes]
+        for number, sample in (pair for episode in episodes for pair in enumerate(episode)):
             trajectory, length = sample.trajectory, sample.trajectory.num_sampled
             digest.update(struct.pack(f"<{length}q", *trajectory.response_ids))
             digest.update(struct.pack(f"<{length}f", *trajectory.rollout_log_probs))
             digest.update(struct.pack("<d", sample.reward))
+            if number:
+                digest.update(b"the same episode")
+            if sample.token_rewards is not None:
+                digest.update(struct.pack(f"<{length}d", *sample.token_rewards))
             for span in trajectory.spans if with_spans else ():
                 digest.update(f"{span.version}:{span.start}-{span.end};".encode())
         digest.update(struct.pack("<d", loss))

@@ -3,15 +3,17 @@
 samples/rollout_000003.jsonl  samples/eval_000010.jsonl  samples/eval_NAME_000010.jsonl
 
 One file a rollout, so that a resumed run replaces what it repeats. A line is a sample: its prompt and
-response as the model saw and sampled them, special tokens included.
+response as the model saw and sampled them, special tokens included; and where its episode has several
+turns or trajectories, all that was given and sampled, one after the other.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from onpolicy.system import files
 from onpolicy.types import Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4
-"""Samples of one prompt that are written at most, so that several prompts are seen."""
+"""Episodes of one prompt that are written at most, so that several prompts are seen."""
 
 MOST_CHARACTERS = 600
 """Longest text of a prompt or a response on the console."""
@@ -42,12 +44,20 @@ class SampleLog:
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         """Write some samples of rollout or evaluation `name`, replacing what there is of this step."""
-        samples = islice((s for g in groups for s in g.samples[:MOST_OF_A_PROMPT]), self._count)
-        lines = [_line(self._record(step, sample)) for sample in samples]
+        lines = [_line(self._record(step, e, i)) for e, i in self._chosen(groups)]
         if lines:
             self._directory.mkdir(exist_ok=True)
             file = self._directory / f"{name}_{step:06d}.jsonl"
             files.write(file, "".join(lines).encode("utf-8", "backslashreplace"))
+
+    def shown(self, groups: Sequence[SampleGroup]) -> list[Sample]:
+        """The samples that `write` would write."""
+        return [episode[number] for episode, number in self._chosen(groups)]
+
+    def _chosen(self, groups: Sequence[SampleGroup]) -> list[tuple[list[Sample], int]]:
+        """(episode, the place of a trajectory in it) of each."""
+        episodes = (e for group in groups for e in group.episodes[:MOST_OF_A_PROMPT])
+        return list(islice(((e, i) for e in episodes for i in range(len(e))), self._count))
 
     def describe(self, sample: Sample) -> str:
         """A sample for the console, in a few lines: what is asked, and what is made of it."""
@@ -59,11 +69,13 @@ class SampleLog:
             f"  reward    {sample.reward:g}"
         )
 
-    def _record(self, step: int, sample: Sample) -> dict[str, Any]:
+    def _record(self, step: int, episode: Sequence[Sample], number: int) -> dict[str, Any]:
+        sample = episode[number]
         return {
             "step": step,
             "prompt_index": sample.prompt.index,
             "sample": sample.sample_index,
+            "trajectory": number,
             "prompt": self._decode(sample.prompt.prompt_ids),
             "response": self._decode(sample.response_ids),
             "label": sample.prompt.label,
@@ -72,7 +84,44 @@ class SampleLog:
             "finish_reason": str(sample.finish_reason),
             "num_tokens": sample.trajectory.num_sampled,
             "mismatched_tokens": sample.mismatched_tokens,
+            **self._of_the_episode(sample, len(episode)),
+            "tokens": self._tokens(sample),
         }
+
+    def _tokens(self, sample: Sample) -> dict[str, Any]:
+        """Of the R sampled tokens: their texts and numbers; one number where all are the same."""
+        trajectory, learnt = sample.trajectory, sample.learnt
+        columns = {"log_probs": trajectory.rollout_log_probs}
+        if learnt is not None:
+            columns |= {"advantages": learnt.advantages, "weights": learnt.weights}
+        texts = [self._decode([token]) for token in trajectory.response_ids]
+        return {"texts": texts} | {name: _short(values) for name, values in columns.items()}
+
+    def _of_the_episode(self, sample: Sample, num_trajectories: int) -> dict[str, Any]:
+        """What a single answer has not."""
+        trajectory = sample.trajectory
+        begins_at = trajectory.forks[-1][1] if trajectory.forks else 0
+        is_own = [i >= begins_at for i in range(len(trajectory.token_ids))]
+        tokens = zip(trajectory.sampled, is_own, trajectory.token_ids, strict=True)
+        turns = [
+            {"sampled": is_sampled, "text": self._decode(ids), "num_tokens": len(ids)}
+            for (is_sampled, _), stretch in groupby(tokens, key=lambda token: token[:2])
+            for ids in [[token for *_, token in stretch]]
+        ]
+        found = {
+            "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
+            "forks": trajectory.forks or None,
+            "token_rewards": sample.token_rewards,
+            "metrics": sample.metrics or None,
+            "info": sample.info or None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _short(values: Sequence[float]) -> float | list[float | None] | None:
+    """Four digits of each; None for what is not finite, which JSON cannot say."""
+    short = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
+    return short[0] if len({*short}) == 1 else short
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -1,5 +1,3 @@
-"use strict";
-// Text of the data reaches the page only as textContent or attribute values, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const hidden = new Set(); // positions of runs
 const logarithmic = new Set(); // titles of panels
@@ -10,16 +8,7 @@ const STRIPE = 7; // pixels of a colour where curves of several groups lie on ea
 const MOST_NAMES = 8;
 const tip = document.getElementById("tip");
 
-// ---- making elements
-
-function make(tag, attributes = {}, text = null) {
-  const inSvg = ["svg", "path", "line", "text", "g"].includes(tag);
-  const node = inSvg
-    ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== null) node.textContent = text;
-  return node;
-}
+// ---- colours
 
 function color(group) {
   return group < 8 ? `var(--c${group})` : `hsl(${(group * 137.5) % 360} 65% 52%)`;
@@ -29,23 +18,7 @@ function swatch(group) {
   return make("span", { class: "swatch", style: `--color: ${color(group)}` });
 }
 
-function format(value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "string" || !Number.isFinite(value)) return String(value);
-  if (value === 0) return "0";
-  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
-  const size = Math.abs(value);
-  return size < 1e-3 || size >= 1e6
-    ? value.toExponential(2).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
-}
-
 // ---- tables and legend
-
-function addTable(table, titles, rows) {
-  const head = make("tr");
-  titles.forEach(([title, kind]) => head.append(make("th", { class: kind }, title)));
-  table.append(head, ...rows);
-}
 
 function nameCell(run) {
   const cell = make("td", { class: "name" }), { name } = data.runs[run];

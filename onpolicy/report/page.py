@@ -41,6 +41,7 @@ PANELS = (
     Panel("Gradient norm", ("train/grad_norm",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
     Panel("Truncated responses", ("rollout/truncated_ratio",)),
+    Panel("Turns and trajectories of an episode", ("episodes/num_turns", "episodes/num_trajectories")),
     Panel("Learning rate", ("train/lr",)),
     Panel("Learning-rate decay", ("lr_decay/scale",)),
     Panel("Lambda", ("dc/lambda",)),
@@ -58,11 +59,16 @@ PANELS = (
 
 
 def render(runs: Sequence[LoggedRun]) -> str:
-    """The page as HTML: the template with style, script and the runs' data in it."""
-    page = _part("page.html")
-    page = page.replace("__STYLE__", _part("page.css"), 1)
-    page = page.replace("__SCRIPT__", _part("page.js"), 1)
-    return page.replace("__DATA__", _script_safe(page_data(runs)), 1)
+    """The page as HTML."""
+    return page_of("page.html", ["page.css"], ["elements.js", "page.js"], page_data(runs))
+
+
+def page_of(template: str, styles: Sequence[str], scripts: Sequence[str], data: Any) -> str:
+    """A page of this folder's files: the template with styles, scripts and data in it."""
+    page = _part(template)
+    page = page.replace("__STYLE__", "".join(map(_part, styles)), 1)
+    page = page.replace("__SCRIPT__", "".join(map(_part, scripts)), 1)
+    return page.replace("__DATA__", _script_safe(data), 1)
 
 
 def _part(name: str) -> str:

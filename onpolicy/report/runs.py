@@ -123,15 +123,16 @@ def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return
-            raise _malformed(file, number, f"not JSON ({error})") from error
+            raise malformed(file, number, f"not JSON ({error})") from error
         if record is None:
             continue
         if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise _malformed(file, number, 'must be an object with a whole number as "step"')
+            raise malformed(file, number, 'must be an object with a whole number as "step"')
         yield record["step"], record
 
 
-def _malformed(file: Path, number: int, rule: str) -> ConfigError:
+def malformed(file: Path, number: int, rule: str) -> ConfigError:
+    """The error of a line that cannot be read."""
     return ConfigError(f"{file}:{number}: {rule}. Mend or delete the line.")
 
 

@@ -43,7 +43,7 @@ class Scorer:
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
         """Raise ConfigError for the first label that the rule cannot read; `name`: flag and file."""
-        if self.config.custom_rm_path:
+        if not self.config.rm_type:
             return
         rule = load_rule(self.config.rm_type)
         for prompt in prompts:

@@ -75,6 +75,9 @@ class Rollouter(ABC):
         observes alone.
         """
 
+    async def ready(self) -> None:
+        """Wait until an episode can begin. Raises ConfigError if none ever can."""
+
     def close(self) -> None:
         """The run has ended."""
 

@@ -28,7 +28,7 @@ class EpisodeFailure:
 
     reason: str
     """raised, context (more tokens than fit), result (returned nonsense, or sampled nothing), deadline,
-    hung or died (its process)."""
+    hung or died (its process), drift (--chat-drift refuse)."""
 
     message: str
     """With the last line of a traceback, if there is one."""

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from onpolicy.errors import AgentError
+from onpolicy.errors import AgentError, ConfigError
 from onpolicy.rollout.branches import learnt_once, order_of, require_own, require_possible
 from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episode_rules import EpisodeRules as EpisodeRules
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.failures import RETRIES, EpisodeFailure, OtherTokensError
+from onpolicy.rollout.results import with_learnt
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.stop_strings import until_stop_string
 from onpolicy.rollout.turns import Ask, BranchRecord, Listener, Turns
@@ -87,6 +88,7 @@ class OpenEpisode:
         self._task = asyncio.current_task()
         while not self.is_complete:
             try:
+                await self._be_ready()
                 work = self._rollouter.roll_out(self.prompt, self.turns)
                 found = await within(self.rules.time_limit, self._stopwatch, work)
                 self._complete(Episode.of(found))
@@ -98,6 +100,15 @@ class OpenEpisode:
             listener = self._listener
         assert listener is not None
         listener.ended(self)
+
+    async def _be_ready(self) -> None:
+        """Wait until the rollouter can begin, which is none of the episode's time."""
+        try:
+            await self._rollouter.ready()
+        except ConfigError as error:
+            self.error = error
+            raise
+        self._stopwatch = Stopwatch()
 
     def end(self) -> None:
         """The run has ended: have the function clean up, and do not wait for it."""
@@ -120,7 +131,7 @@ class OpenEpisode:
             raise AgentError("ended without anything sampled", reason="result")
         whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
         require_own(whole, [branch.trajectory for branch in self.branches.values()])
-        self.episode = replace(found, trajectories=learnt_once(whole))
+        self.episode = with_learnt(found, whole, learnt_once(whole))
 
     def differs(self, message: str) -> OtherTokensError:
         """What ends the run, whatever the function makes of it."""
@@ -133,6 +144,8 @@ class OpenEpisode:
         failure = EpisodeFailure.of(error)
         if self._mismatch is not None:
             self.error = self._mismatch
+        elif self.error is not None:
+            return
         elif on_failure == "stop":
             self.error = AgentError(
                 f"--episode-failures=stop: {self.name}: the episode {failure.message}. Mend its "

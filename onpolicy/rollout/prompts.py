@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,17 +29,29 @@ def load_prompts(
     vocab_size: int | None = None,
     flag: str = "--prompt-data",
 ) -> list[Prompt]:
-    """Read all prompts of a file, in its order, without duplicates.
+    """Read all prompts of a file, as `make_prompts` does; `flag` is for messages."""
+    rows = _read_rows(Path(path), f"{flag}={path}")
+    return make_prompts(rows, config, tokenizer, max_prompt_len, vocab_size, f"{flag}={path}")
+
+
+def make_prompts(
+    rows: Iterable[Row],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_len: int,
+    vocab_size: int | None,
+    name: str,
+) -> list[Prompt]:
+    """The prompts in rows that `name` has, in their order, without duplicates.
 
     Takes rows of `{prompt, label}` and the columns of verl's data sets (`prompt` as chat messages,
     `reward_model.ground_truth`). A row that repeats an earlier prompt and label is dropped
     (DAPO-Math-17k on the hub holds every problem about a hundred times). Raises ConfigError with
-    `flag`, the file and the line of the first row that cannot be used, be it for a token beyond the
-    model's `vocab_size`.
+    where the first row stands that cannot be used, be it for a token beyond the model's `vocab_size`.
     """
     prompts: list[Prompt] = []
     seen: set[tuple[str, str]] = set()
-    for where, row in _read_rows(Path(path), f"{flag}={path}"):
+    for where, row in rows:
         content = _field(row, config.input_key, where)
         _require_prompt(content, config.apply_chat_template, where)
         label = _label(row, config.label_key, where)
@@ -65,7 +77,7 @@ def load_prompts(
             )
         )
     if not prompts:
-        raise ConfigError(f"{flag}={path}: no rows. Give a file with at least one prompt.")
+        raise ConfigError(f"{name}: no rows. Give one with at least one prompt.")
     return prompts
 
 

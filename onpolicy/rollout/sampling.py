@@ -9,9 +9,10 @@ from onpolicy.rollout.branches import spans_of
 from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
+from onpolicy.rollout.results import sample_of
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.trajectory import Completion, Span, Trajectory
-from onpolicy.types import Prompt, Request, Sample, SampleGroup, SamplingParams
+from onpolicy.types import Prompt, Request, SampleGroup, SamplingParams
 
 Decode = Callable[[Sequence[list[int]]], Sequence[str]]
 """Token ids of each into text of each."""
@@ -75,12 +76,13 @@ def trajectories_of(
 def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGroup]:
     """Complete groups as samples; `decode` makes text of what was sampled."""
     drawn = [
-        (group, i, trajectory)
+        (group, i, episode, number)
         for group in groups
-        for i, open_episode in enumerate(group.episodes)
-        for trajectory in open_episode.trajectories
+        for i, episode in enumerate(group.episodes)
+        for number in range(len(episode.trajectories))
     ]
-    texts = decode([trajectory.response_ids for _, _, trajectory in drawn]) if drawn else []
+    answers = [each.trajectories[number].response_ids for _, _, each, number in drawn]
+    texts = decode(answers) if drawn else []
     made = [
         SampleGroup(
             prompt=group.prompt,
@@ -91,8 +93,9 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
         for group in groups
     ]
     of_number = {group.number: group for group in made}
-    for (group, i, trajectory), text in zip(drawn, texts, strict=True):
-        sample = Sample(prompt=group.prompt, sample_index=i, trajectory=trajectory, response=text)
+    for (group, i, each, number), text in zip(drawn, texts, strict=True):
+        assert each.episode is not None  # it has trajectories
+        sample = sample_of(group.prompt, i, each.episode, each.trajectories, number, text)
         of_number[group.number].samples.append(sample)
     return made
 

@@ -1,58 +1,117 @@
-"""Metrics of a rollout's samples."""
+"""Metrics of a rollout's episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 from onpolicy.trajectory import FinishReason
-from onpolicy.types import SampleGroup
+from onpolicy.types import Sample, SampleGroup
+
+Episode = Sequence[Sample]
+"""The samples of its trajectories."""
+
+COUNTED = (
+    "num_empty_groups",
+    "num_rewarded",
+    "num_token_rewarded",
+    "num_trajectories",
+    "num_turns",
+)
+"""What `episodes/*` says of every run, so that no episode may say it of itself."""
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Rewards, lengths and log-probabilities of a training rollout."""
-    samples = [sample for group in groups for sample in group.samples]
-    rewards = [sample.reward for sample in samples]
-    lengths = [sample.trajectory.num_sampled for sample in samples]
-    log_probs = [x for sample in samples for x in sample.rollout_log_probs]
-    metrics = {
+    """Rewards, lengths and log-probabilities of a training rollout; of one without any episode, what
+    was lost alone."""
+    metrics = {"episodes/num_empty_groups": float(sum(not group.samples for group in groups))}
+    episodes = _episodes(groups)
+    if not episodes:
+        return metrics
+    samples = [sample for episode in episodes for sample in episode]
+    rewards = [reward for group in groups for reward in group.rewards]
+    return {
         "rollout/raw_reward": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
         "rollout/response_length": mean_response_length(groups),
-        "rollout/response_length_max": float(max(lengths)),
+        "rollout/response_length_max": float(max(map(_length, episodes))),
         "rollout/truncated_ratio": truncated_ratio(groups),
-        "rollout/log_probs": fmean(log_probs),
+        "rollout/log_probs": fmean(x for sample in samples for x in sample.rollout_log_probs),
         "rollout/num_cached_tokens": float(sum(sample.num_cached_tokens for sample in samples)),
+        **_means("rollout/reward", [_mean_parts(episode) for episode in episodes]),
+        **metrics,
+        **_episode_metrics(episodes),
     }
-    for name in sorted({name for sample in samples for name in sample.reward_parts}):
-        parts = [sample.reward_parts[name] for sample in samples if name in sample.reward_parts]
-        metrics[f"rollout/reward/{name}"] = fmean(parts)
-    return metrics
+
+
+def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """What became of the episodes themselves, and what they say."""
+    return {
+        "episodes/num_turns": fmean(sum(map(_num_turns, episode)) for episode in episodes),
+        "episodes/num_trajectories": fmean(map(len, episodes)),
+        "episodes/num_rewarded": float(sum(episode[0].is_rewarded for episode in episodes)),
+        "episodes/num_token_rewarded": float(
+            sum(episode[0].token_rewards is not None for episode in episodes)
+        ),
+        **_means("episodes", [episode[0].metrics for episode in episodes]),
+    }
+
+
+def _num_turns(sample: Sample) -> int:
+    """Stretches of sampled tokens."""
+    return sum(then and not here for here, then in pairwise(sample.trajectory.sampled))
+
+
+def _mean_parts(episode: Episode) -> dict[str, float]:
+    """The further numbers of a reward function, on average over the trajectories that have them."""
+    return _means("", [sample.reward_parts for sample in episode])
+
+
+def _means(prefix: str, each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every name over those that have it."""
+    names = sorted({name for one in each for name in one})
+    slash = prefix and f"{prefix}/"
+    return {slash + name: fmean(one[name] for one in each if name in one) for name in names}
 
 
 def eval_metrics(groups: Sequence[SampleGroup], eval_set: str = "") -> dict[str, float]:
-    """avg@k and pass@k of an evaluation; a sample passes if its reward is positive.
+    """avg@k and pass@k of an evaluation; an episode passes if its reward is positive.
 
-    The names are `eval/avg@k` and so on; those of a set with a name are `eval/NAME/avg@k`.
+    The names are `eval/avg@k` and so on; those of a set with a name are `eval/NAME/avg@k`. A prompt
+    without an episode counts in none of them, and where no prompt has one, there are none.
     """
     prefix = f"eval/{eval_set}/" if eval_set else "eval/"
-    samples = [sample for group in groups for sample in group.samples]
+    rewards = [group.rewards for group in groups if group.samples]
+    if not rewards:
+        return {}
     return {
-        f"{prefix}avg@k": fmean(sample.reward for sample in samples),
-        f"{prefix}pass@k": fmean(any(s.reward > 0 for s in group.samples) for group in groups),
+        f"{prefix}avg@k": fmean(reward for each in rewards for reward in each),
+        f"{prefix}pass@k": fmean(any(reward > 0 for reward in each) for each in rewards),
         f"{prefix}truncated_ratio": truncated_ratio(groups),
         f"{prefix}response_length": mean_response_length(groups),
     }
 
 
 def mean_response_length(groups: Sequence[SampleGroup]) -> float:
-    """Mean sampled tokens of all responses, cut off or not."""
-    return fmean(s.trajectory.num_sampled for group in groups for s in group.samples)
+    """Mean sampled tokens of all episodes, cut off or not; there must be one."""
+    return fmean(map(_length, _episodes(groups)))
 
 
 def truncated_ratio(groups: Sequence[SampleGroup]) -> float:
-    """Share of the responses that were cut off at the length limit."""
-    return fmean(s.finish_reason == FinishReason.LENGTH for g in groups for s in g.samples)
+    """Share of the episodes with a trajectory that was cut off at the length limit."""
+    return fmean(
+        any(s.finish_reason == FinishReason.LENGTH for s in episode)
+        for episode in _episodes(groups)
+    )
+
+
+def _episodes(groups: Iterable[SampleGroup]) -> list[Episode]:
+    return [episode for group in groups for episode in group.episodes]
+
+
+def _length(episode: Episode) -> int:
+    return sum(sample.trajectory.num_sampled for sample in episode)
 
 
 def idle_shares(metrics: Mapping[str, float]) -> dict[str, float]:

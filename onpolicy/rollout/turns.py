@@ -30,11 +30,13 @@ class Answer:
     """STOP, or LENGTH where as many tokens were sampled as may be: `sample` may go on from there."""
 
     decode: Callable[[list[int]], str] = field(repr=False, compare=False)
+    stop_token_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def text(self) -> str:
-        """The tokens as text, special ones included."""
-        return self.decode(self.token_ids)
+        """The tokens as text, special ones included, without the stop token that ended it."""
+        has_stopped = self.token_ids and self.token_ids[-1] in self.stop_token_ids
+        return self.decode(self.token_ids[:-1] if has_stopped else self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +179,7 @@ class Turns:
             log_probs=self.trajectory.rollout_log_probs[before.num_sampled :],
             finish_reason=reason,
             decode=self.episode.rules.decode,
+            stop_token_ids=self.request.params.stop_token_ids,
         )
 
     def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:
@@ -204,9 +207,9 @@ class Turns:
             self._require_quiet()
         known = self.trajectory if self.ask is None else self.ask.before
         length = len(known.token_ids) if length is None else length
-        if not 0 < length <= len(known.token_ids):
+        if not 0 <= length <= len(known.token_ids):
             raise ValueError(
-                f"length={length}: a fork holds at least one token, and at most the "
+                f"length={length}: a fork holds at most the "
                 f"{len(known.token_ids)} that the branch has, answers that are complete."
             )
         key = str(self._num_forks) if key is None else key

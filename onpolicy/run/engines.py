@@ -113,12 +113,16 @@ class EnginePair:
         self._through_deaths(lambda: self._push(way), what)
 
     def _push(self, way: Callable[[Sequence[Engine], int], str]) -> None:
-        if self.config.engine.colocate:
+        colocate = self.config.engine.colocate
+        if colocate:
             self.trainer.release_memory("state")
-        self.rollout.resume_memory("weights")
-        self.weight_digest = way(self.rollout.clients, self.weight_version)
-        if self.config.engine.colocate:
-            self.trainer.release_memory("weights")
+            self.rollout.release_memory()  # of those that were started again since
+        try:
+            self.rollout.resume_memory("weights")
+            self.weight_digest = way(self.rollout.clients, self.weight_version)
+        finally:
+            if colocate:  # also for a server that died, which measures what is free when it starts
+                self.trainer.release_memory("weights")
         self.rollout.resume_memory("kv_cache")
 
     @contextmanager

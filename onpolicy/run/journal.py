@@ -73,8 +73,9 @@ class Journal:
             with self._directory.writing():
                 record = rollout_journal.record_of(step, weights, groups)
                 rollout_journal.add(self._directory.rollouts, record)
-        if step == self._first_step:
-            logger.info("%s", self._samples.describe(groups[0].samples[0]))
+        first = next((sample for group in groups for sample in group.samples), None)
+        if step == self._first_step and first is not None:
+            logger.info("%s", self._samples.describe(first))
 
     def on_evaluation(
         self, step: int, name: str, groups: Sequence[SampleGroup], metrics: Metrics
@@ -84,6 +85,12 @@ class Journal:
         self._write_samples(f"eval_{name}" if name else "eval", step, groups)
         numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
         logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
+
+    def on_training(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """A rollout is about to be trained on, which tells of the samples that are shown."""
+        if step % self._log_samples_interval == 0:
+            for sample in self._samples.shown(groups):
+                sample.is_shown = True
 
     def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """A rollout was trained on, or training on it failed."""

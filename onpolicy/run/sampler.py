@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onpolicy.agents.chat import ChatTemplate
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.errors import AgentError, TrainingError
@@ -97,9 +98,17 @@ class Sampler:
         if isinstance(more, str):
             encode = self.inputs.tokenizer.encode
             return list(encode(more, add_special_tokens=False))
-        if not all(isinstance(token, int) for token in more):
-            raise ValueError(f"append({more!r:.80}): must be a text or a list of token ids")
-        return [*more]
+        if all(isinstance(token, int) for token in more):
+            return [*more]
+        if not all(isinstance(message, Mapping) for message in more):
+            raise ValueError(f"append({more!r:.80}): must be a text, token ids or chat messages")
+        if not so_far.sampled[-1]:
+            raise ValueError(
+                "append: chat messages come after an answer, all at once; append text or token ids here"
+            )
+        inputs = self.inputs
+        template = ChatTemplate(inputs.tokenizer, inputs.stop_token_ids)
+        return template.after_answer(so_far.token_ids, more)
 
     def _open_groups(self) -> OpenGroups:
         rollout = self.config.rollout
@@ -160,9 +169,11 @@ class Sampler:
     def _scored(self, complete: Sequence[OpenGroup]) -> tuple[list[SampleGroup], Metrics]:
         decode = partial(self.inputs.tokenizer.batch_decode, skip_special_tokens=True)
         groups = sample_groups(complete, decode)
-        metrics = self._scorer.score([sample for group in groups for sample in group.samples])
+        samples = [sample for group in groups for sample in group.samples]
+        metrics = self._scorer.score([sample for sample in samples if not sample.is_rewarded])
         for group in groups:
-            self._rollouter.finish_group(group)
+            if group.samples:
+                self._rollouter.finish_group(group)
         if not isinstance(self._rollouter, SingleTurn):
             metrics |= _failures_of(complete)
         self.observations.forget(group.number for group in groups)
@@ -255,15 +266,15 @@ def _end(groups: Sequence[OpenGroup]) -> None:
 def worth_training(
     groups: Sequence[SampleGroup], algorithm: AlgorithmConfig
 ) -> Sequence[SampleGroup]:
-    """All groups, or with --filter-equal-rewards those whose rewards differ."""
+    """The groups that have an episode, or with --filter-equal-rewards those whose rewards differ."""
     if not algorithm.filter_equal_rewards:
-        return groups
+        return [group for group in groups if group.samples]
     return [group for group in groups if has_signal(group)]
 
 
 def has_signal(group: SampleGroup) -> bool:
-    """Whether the rewards of a group differ."""
-    return len({sample.reward for sample in group.samples}) > 1
+    """Whether the rewards of a group's episodes differ."""
+    return len(set(group.rewards)) > 1
 
 
 def make_train_samples(
@@ -273,8 +284,11 @@ def make_train_samples(
 
     `policy_version`: of the policy that is to learn from them, if that may be a later one.
     """
+    episodes = [
+        (number, episode) for number, group in enumerate(groups) for episode in group.episodes
+    ]
     return [
-        TrainSample(sample=sample, group=number, policy_version=policy_version)
-        for number, group in enumerate(groups)
-        for sample in group.samples
+        TrainSample(sample=sample, group=group, episode=number, policy_version=policy_version)
+        for number, (group, episode) in enumerate(episodes)
+        for sample in episode
     ]

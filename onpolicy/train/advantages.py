@@ -7,14 +7,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
 
-from onpolicy.algorithm.advantages import AdvantageEstimator, group_advantages
+from onpolicy.algorithm.advantages import (
+    AdvantageEstimator,
+    group_advantages,
+    returns,
+    whitening,
+)
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train.batch import PackedBatch
+from onpolicy.train.distributed import gather_vectors
 from onpolicy.train.engine import Role
 from onpolicy.train.shares import Outcomes
 from onpolicy.trajectory import Trajectory
@@ -31,6 +37,9 @@ class ScoredTrajectory:
 
     scores: Mapping[Role, Scores]
     """What each model that was asked says of the R sampled tokens; at least the estimator's `roles`."""
+
+    token_rewards: Sequence[float] | None = None
+    """[R]: the rewards of its sampled tokens, if its episode said them."""
 
 
 class Estimator(ABC):
@@ -53,7 +62,11 @@ class Estimator(ABC):
 
 
 class RewardEstimator(Estimator):
-    """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`)."""
+    """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`).
+
+    Where tokens have rewards, reinforce gives each those from it to the end of its trajectory, and
+    reinforce_plus_plus these whitened. The others compare episodes, by what comes to one in all.
+    """
 
     def __init__(self, kind: AdvantageEstimator):
         self.kind = kind
@@ -61,12 +74,30 @@ class RewardEstimator(Estimator):
     def advantages(
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
     ) -> dict[int, Tensor]:
-        groups = group_advantages(outcomes.rewards, self.kind, outcomes.lengths)
+        if outcomes.has_token_rewards and self.kind in ("reinforce", "reinforce_plus_plus"):
+            return self._of_returns(outcomes, ours)
+        groups = group_advantages(outcomes.rewards, self.kind, outcomes.lengths, outcomes.episodes)
         values = list(chain.from_iterable(groups))
         return {
             number: torch.full((scored.trajectory.num_sampled,), values[number])
             for number, scored in ours.items()
         }
+
+    def _of_returns(
+        self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
+    ) -> dict[int, Tensor]:
+        rewards = list(chain.from_iterable(outcomes.rewards))
+        found = {
+            number: [rewards[number]] * scored.trajectory.num_sampled
+            if scored.token_rewards is None
+            else returns(scored.token_rewards)
+            for number, scored in ours.items()
+        }
+        if self.kind == "reinforce_plus_plus":
+            runs = [[(len([*same]), a) for a, same in groupby(each)] for each in found.values()]
+            whitened = whitening(runs, gather_vectors)
+            found = {number: [whitened(a) for a in each] for number, each in found.items()}
+        return {number: torch.tensor(each, dtype=torch.float32) for number, each in found.items()}
 
 
 def token_advantages(
@@ -108,6 +139,7 @@ def _scored_trajectories(
         number: ScoredTrajectory(
             trajectory=batch.samples[i].sample.trajectory,
             scores={role: each[i] for role, each in parts.items()},
+            token_rewards=batch.samples[i].sample.token_rewards,
         )
         for i, number in enumerate(batch.numbers)
     }

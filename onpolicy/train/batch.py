@@ -32,6 +32,7 @@ _FILLER = TrainSample(
         ),
     ),
     group=-1,
+    episode=-1,
 )
 """Stands in an empty micro-batch, masked out."""
 
@@ -63,6 +64,11 @@ class PackedBatch:
     def sampled(self) -> Tensor:
         """bool [R]: the tokens of samples, whether they are finite or not."""
         return torch.full_like(self.mask, not self.is_filler)
+
+    @property
+    def episodes(self) -> list[int]:
+        """The episode of each sample; -1 of a filler."""
+        return [s.episode for s in self.samples]
 
     @property
     def response_lens(self) -> list[int]:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 _data_group: dist.ProcessGroup | None = None
 
 _TIMEOUT = timedelta(hours=2)
-"""Other ranks wait for rank 0 while it sends the weights."""
+"""Ranks wait for those that send weights to engines."""
 
 
 def init_process_group() -> None:
@@ -57,21 +57,28 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
+def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
+    """Call `function` on every rank, which is no collective; what each returned, on every rank.
+
+    Raises the error of the first rank that had one, on every rank and after all have ended.
+    """
+    outcome: tuple[T | None, Exception | None]
+    try:
+        outcome = function(), None
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        outcome = None, error
+    outcomes = gather(outcome, None)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in outcomes]  # type: ignore[misc]
+
+
 def run_on_rank_zero(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 and return its result, or raise its error, on every rank."""
-    outcome: list[T | Exception | None] = [None, None]
-    if rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-            if world_size() == 1:
-                raise
-    if world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[1], Exception):
-        raise outcome[1]
-    return outcome[0]  # type: ignore[return-value]
+    return run_on_all_ranks(lambda: function() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def device(kind: str) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -70,8 +70,10 @@ class ShardedModel(ABC):
         """Take the optimizer step at this learning rate, and clear the gradients."""
 
     @abstractmethod
-    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
-        """A part of the weights on rank 0, gathered `max_bytes` at a time, in a fixed order.
+    def weight_buckets(
+        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+    ) -> Iterator[WeightBucket]:
+        """A part of the weights on some ranks, gathered `max_bytes` at a time, in a fixed order.
 
         Every rank has to take all of them.
         """

@@ -25,10 +25,11 @@ from onpolicy.train.batch import (
 )
 from onpolicy.train.correction import Corrections
 from onpolicy.train.engine import Role, ShardedModel
+from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.shares import Outcomes, Share
-from onpolicy.types import ParityFindings
+from onpolicy.types import LearntTokens, TrainOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,10 @@ class Learner:
 
     def learn(
         self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
-    ) -> tuple[dict[str, float], ParityFindings]:
+    ) -> TrainOutcome:
         """Take one optimizer step at each of these rates, on what was sampled under this contract.
 
-        Returns metrics, and what the parity check found, which a ParityError carries too.
+        What the parity check found is also in a ParityError.
         """
         steps = [
             [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
@@ -61,7 +62,9 @@ class Learner:
         corrected = not contract.is_aligned or any(share.lags)
         scored, perf = self._scored(steps, share.outcomes, corrected=corrected)
         try:
-            metrics = self._train_on(scored, rates, gate, corrected=corrected, lags=share.lags)
+            metrics, learnt = self._train_on(
+                scored, rates, gate, corrected=corrected, lags=share.lags
+            )
             apart = None
         except ParityError as error:
             apart = gate.first_apart()
@@ -71,9 +74,10 @@ class Learner:
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, "measure")
             scored, perf = self._scored(steps, share.outcomes, corrected=True)
-            metrics = self._train_on(scored, rates, gate, corrected=True)
+            metrics, learnt = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
-        return metrics | perf, gate.findings(share.outcomes.num_samples, apart)
+        findings = gate.findings(share.outcomes.num_samples, apart)
+        return TrainOutcome(metrics=metrics | perf, findings=findings, learnt=learnt)
 
     def _train_on(
         self,
@@ -83,8 +87,11 @@ class Learner:
         *,
         corrected: bool,
         lags: Sequence[int] = (),
-    ) -> dict[str, float]:
-        """The optimizer steps of a rollout; `corrected`: as one that is not on-policy."""
+    ) -> tuple[dict[str, float], dict[int, LearntTokens]]:
+        """The optimizer steps of a rollout; `corrected`: as one that is not on-policy.
+
+        Returns metrics, and what is told of the samples that are shown.
+        """
         metrics = self._own_routing(steps[0])
         weighed, found = self.corrections.weigh(steps, active=corrected)
         updates = [
@@ -94,13 +101,12 @@ class Learner:
         metrics |= found | {
             name: fmean(update[name] for update, _ in updates) for name in updates[0][0]
         }
+        trained = list(zip(weighed, [log_probs for _, log_probs in updates], strict=True))
         if corrected:
-            train_log_probs = [log_probs for _, log_probs in updates]
-            trained = list(zip(weighed, train_log_probs, strict=True))
             metrics |= self.corrections.measure(trained) | self.corrections.measure_lags(
                 trained, lags
             )
-        return {**metrics, **gate.reduce().metrics()}
+        return {**metrics, **gate.reduce().metrics()}, learnt_tokens(trained)
 
     def _optimizer_step(
         self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,7 +99,7 @@ class PolicyTrainer(Trainer):
         start = time.perf_counter()
         self._bring_back("weights", "state")
         try:
-            metrics, findings = self.learner.learn(share, rates, step, self.contract)
+            outcome = self.learner.learn(share, rates, step, self.contract)
         except NonfiniteError as error:
             how = self.learner.corrections.flags.tis_nonfinite
             raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
@@ -107,7 +108,7 @@ class PolicyTrainer(Trainer):
             "perf/train_time": seconds,
             "perf/train_tokens_per_second": share.num_tokens / seconds,
         }
-        return TrainOutcome(metrics={**metrics, **speed}, findings=findings)
+        return replace(outcome, metrics={**outcome.metrics, **speed})
 
     def release_memory(self, kind: TrainerMemory) -> None:
         others = [model for role, model in self.models.items() if role != "policy"]

@@ -21,12 +21,20 @@ class Outcomes:
     lengths: list[list[int]]
     """Sampled tokens."""
 
+    episodes: list[list[int]]
+    """The episode that each belongs to."""
+
+    has_token_rewards: bool = False
+    """Whether any sample has rewards of its tokens."""
+
     @staticmethod
     def of(samples: Sequence[TrainSample]) -> Outcomes:
         groups = [list(group) for _, group in groupby(samples, key=lambda s: s.group)]
         return Outcomes(
             rewards=[[s.sample.reward for s in group] for group in groups],
             lengths=[[s.sample.trajectory.num_sampled for s in group] for group in groups],
+            episodes=[[s.episode for s in group] for group in groups],
+            has_token_rewards=any(s.sample.token_rewards is not None for s in samples),
         )
 
     @property
@@ -65,7 +73,7 @@ def make_shares(
     lens = [len(s.sample.token_ids) for s in samples]
     plans = [
         _numbered(pack([lens[i] for i in part], num_ranks, max_tokens), part.start)
-        for part in split_evenly(len(samples), num_steps)
+        for part in split_into_steps(samples, num_steps)
     ]
     lags = tuple(sorted({lag for s in samples for lag in s.lags}))
     outcomes = Outcomes.of(samples)
@@ -84,6 +92,14 @@ def make_shares(
 def _numbered(plan: list[list[list[int]]], start: int) -> list[list[list[int]]]:
     """A step's plan, by rank and micro-batch, with the numbers that its samples have in the rollout."""
     return [[[start + i for i in part] for part in rank] for rank in plan]
+
+
+def split_into_steps(samples: Sequence[TrainSample], num_steps: int) -> list[range]:
+    """The samples of each optimizer step, which has whole episodes: as many as any, or one more."""
+    numbers = [s.episode for s in samples]
+    starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
+    edges = [*starts, len(samples)]
+    return [range(edges[p.start], edges[p.stop]) for p in split_evenly(len(starts), num_steps)]
 
 
 def pack(lens: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:

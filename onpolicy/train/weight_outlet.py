@@ -1,13 +1,16 @@
 """Where a trainer's weights leave it: to the engines, or into a checkpoint for others.
 
-The ranks gather them together, a bucket at a time, and rank 0 hands them on: no other process sees them.
-Those that are not trained go to engines that do not hold them yet.
+The ranks gather them together, a bucket at a time. Each sends them to engines of its own
+(`weights/senders.py`) and has those prove it; then all ranks compare what was proved. Those that are not
+trained go to engines that do not hold them yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +24,7 @@ from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 from onpolicy.weights.kept import KeptWeights
 from onpolicy.weights.push import Engine, push_weights
 from onpolicy.weights.rounding import rounded
+from onpolicy.weights.senders import share_out
 from onpolicy.weights.transports import make_transport, shares_gpus
 
 MIB = 1 << 20
@@ -29,7 +33,9 @@ MIB = 1 << 20
 class WeightSource(Protocol):
     """The part of a `ShardedModel` that weights come from."""
 
-    def weight_buckets(self, max_bytes: int, part: WeightPart = ...) -> Iterator[WeightBucket]: ...
+    def weight_buckets(
+        self, max_bytes: int, part: WeightPart = ..., ranks: Collection[int] = ...
+    ) -> Iterator[WeightBucket]: ...
     def frozen_digest(self) -> str: ...
 
 
@@ -44,6 +50,7 @@ class WeightOutlet:
         self._kept: dict[WeightPart, KeptWeights] = {
             "frozen": KeptWeights(directory), "trained": KeptWeights(directory)
         }  # fmt: skip
+        self._keepers = {0} if config.plan.may_lag else set()
         self._frozen: list[str] | None = None
         """Digests of what is not trained, of each rank, since the first push."""
         self._pushed, self._digest = WeightDigest(), ""
@@ -51,20 +58,35 @@ class WeightOutlet:
     def push(self, engines: Sequence[Engine], version: int, contract: NumericsContract) -> str:
         """`Trainer.push`, under the contract that the trainer and the engines are under."""
         has_frozen = self._require_unchanged()
-        carries = has_frozen and distributed.run_on_rank_zero(
-            lambda: not self._hold_the_last_push(engines, contract)
-        )
-        with self._gathered("frozen", "trained") if carries else self._gathered("trained") as parts:
-            if distributed.rank() != 0:
-                return ""
-            sent = [self._outgoing(part, x, version, contract) for part, x in parts.items()]
-            known = self._pushed if has_frozen and not carries else WeightDigest()
-            return self._send(chain(*sent), engines, version, known)
+        senders = self._senders(engines)
+        ours = [e for e, rank in zip(engines, senders, strict=True) if rank == distributed.rank()]
+        hold = partial(self._hold_the_last_push, ours, contract)
+        carries = has_frozen and not all(distributed.run_on_all_ranks(hold))
+        which: tuple[WeightPart, ...] = ("frozen", "trained") if carries else ("trained",)
+        known = self._pushed if has_frozen and not carries else WeightDigest()
+
+        def push_ours() -> dict[str, str]:
+            with self._gathered(*which, ranks=self._keepers | {*senders}) as parts:
+                outgoing = (self._outgoing(part, x, version, contract) for part, x in parts.items())
+                sent = chain.from_iterable(outgoing)
+                if ours:
+                    digest = self._send(sent, ours, version, known)
+                else:
+                    deque(sent, maxlen=0)
+            return {engine.url: digest for engine in ours}
+
+        self._digest = _the_same(distributed.run_on_all_ranks(push_ours), engines)
+        return self._digest
+
+    def _senders(self, engines: Sequence[Engine]) -> list[int]:
+        """The rank that sends to each engine."""
+        near = distributed.gather([self.transport.is_near(engine) for engine in engines], None)
+        return share_out(near, one_copy=self.transport.one_copy)
 
     def push_again(
         self, engines: Sequence[Engine], version: int, contract: NumericsContract
     ) -> str:
-        """`Trainer.push_again`."""
+        """`Trainer.push_again`; rank 0 alone has what was kept."""
         if not self.config.plan.may_lag:
             return self.push(engines, version, contract)
         if distributed.rank() != 0:
@@ -101,9 +123,11 @@ class WeightOutlet:
         return any(found)
 
     def _hold_the_last_push(self, engines: Sequence[Engine], contract: NumericsContract) -> bool:
-        """Whether all engines have what is not trained, and prove it (`sglang_patches/weights.py`): they
-        hold the last push, are aligned, and do not give its memory back."""
+        """Whether engines have what is not trained, and prove it (`sglang_patches/weights.py`): they
+        hold the last push, which this rank knows, are aligned, and do not give its memory back."""
         if self.config.engine.colocate or not contract.is_aligned:
+            return False
+        if engines and self._pushed.hexdigest() != self._digest:
             return False
         return all(engine.report()["weights"] == self._digest for engine in engines)
 
@@ -114,13 +138,14 @@ class WeightOutlet:
         version: int,
         contract: NumericsContract,
     ) -> Iterator[WeightBucket]:
-        """The buckets of a part as engines get them, kept for those that are started again."""
+        """The buckets of a part as engines get them; rank 0 keeps them for those started again."""
         sent = rounded(buckets, self._weight_format(contract))
-        return self._kept[part].keep(sent, version) if self.config.plan.may_lag else sent
+        keeps = distributed.rank() in self._keepers
+        return self._kept[part].keep(sent, version) if keeps else sent
 
     def export(self, directory: Path, dtype: str) -> None:
         """`Trainer.export`, in a dtype."""
-        with self._gathered("all") as parts:
+        with self._gathered("all", ranks={0}) as parts:
             if distributed.rank() == 0:
                 source = Path(self.config.model.hf_checkpoint)
                 export_checkpoint(parts["all"], directory, source, dtype)
@@ -136,13 +161,28 @@ class WeightOutlet:
         return "" if by_sglang or contract.is_aligned else asked
 
     @contextmanager
-    def _gathered(self, *parts: WeightPart) -> Iterator[dict[WeightPart, Iterator[WeightBucket]]]:
+    def _gathered(
+        self, *parts: WeightPart, ranks: Collection[int]
+    ) -> Iterator[dict[WeightPart, Iterator[WeightBucket]]]:
         """The buckets of each part, to be taken in this order; what nobody has taken is gathered in the
         end, since the other ranks take part."""
         max_bytes = self.config.sync.update_weight_buffer_size * MIB
-        gathered = {part: self._source.weight_buckets(max_bytes, part) for part in parts}
+        gathered = {part: self._source.weight_buckets(max_bytes, part, ranks) for part in parts}
         try:
             yield gathered
         finally:
             for _ in chain(*gathered.values()):
                 pass
+
+
+def _the_same(proved: Sequence[dict[str, str]], engines: Sequence[Engine]) -> str:
+    """The digest that the engines of all ranks proved. Raises WeightSyncError if there are several, or
+    if not each engine was sent to by one rank."""
+    sent = sorted(url for of_rank in proved for url in of_rank)
+    digests = {digest for of_rank in proved for digest in of_rank.values()}
+    if sent != sorted(engine.url for engine in engines) or len(digests) != 1:
+        raise WeightSyncError(
+            f"weights={sorted(digests)} were proved by engines={sent}: each engine gets one push, and "
+            "all the same weights. The trainer's ranks do not agree; resume with --load."
+        )
+    return digests.pop()

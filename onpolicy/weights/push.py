@@ -8,8 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from onpolicy.errors import EngineError, WeightSyncError
+from onpolicy.system.network import is_of_this_host
 from onpolicy.weights.digest import WeightBucket, WeightDigest
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,12 @@ class Transport(ABC):
 
     in_session = True
     """Whether newer SGLang wants begin_weight_update and end_weight_update around it."""
+    one_copy = False
+    """Whether all engines near a rank look at what it lays out once (`weights/senders.py`)."""
+
+    def is_near(self, engine: Engine) -> bool:
+        """Whether a rank on this host is to send to the engine rather than one elsewhere."""
+        return is_of_this_host(urlsplit(engine.url).hostname or "")
 
     def open(self, engines: Sequence[Engine]) -> None:
         """Prepare a push."""

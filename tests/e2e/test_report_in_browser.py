@@ -12,8 +12,9 @@ from PIL import Image, ImageColor
 from onpolicy.cli.main import main
 from onpolicy.explain.text import told
 from onpolicy.report.explanation import render
+from tests.onpolicy.report.test_episodes import given, sample, sampled
 from tests.support.explained import RESULT
-from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run
+from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run, write_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REMEDY = "On Debian: apt-get install chromium chromium-driver"
@@ -256,4 +257,57 @@ def test_the_page_of_explain_is_seen(browser, tmp_path):
     assert [token.text for token in tokens] == ["5", "9", "7"]
     assert shades[0] == same and shades[1] == shades[2] != same
     assert "first in sequence" not in browser.page_source
+    assert browser.get_log("browser") == []
+
+
+def test_the_page_of_episodes_lists_them_and_colours_their_tokens(browser, tmp_path):
+    """By reward and by fault; one that is chosen shows its turns, its branch, and its tokens."""
+    directory = write_run(tmp_path / "run", [])
+    tokens = {"texts": ["2", HOSTILE], "log_probs": [-3.0, 0.0], "advantages": [-1.0, 1.0]}
+    turns = [given("1+1=", 4), sampled(f"2{HOSTILE}", 2)]
+    told = {"turns": turns, "tokens": {**tokens, "weights": [0.0, 1.0]}, "forks": [["0", 4]]}
+    lines = [sample(**told, info={"calls": ["add"]}), sample(sample=1, reward=0.0)]
+    lines += [sample(sample=2, reward=0.5, finish_reason="length")]
+    (tmp_path / "run" / "samples").mkdir()
+    file = tmp_path / "run" / "samples" / "rollout_000003.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["episodes", directory, "--output", str(tmp_path / "page.html")]) == 0
+    browser.get((tmp_path / "page.html").as_uri())
+
+    def listed():
+        rows = browser.find_elements("css selector", "tr[data-episode]")
+        return [row.get_attribute("data-episode")[-1] for row in rows]
+
+    def set_to(control, value):
+        script = "const [c, v] = arguments; c.value = v; (c.oninput || c.onchange)();"
+        place = browser.find_element("css selector", f"#filters {control}")
+        browser.execute_script(script, place, value)
+
+    assert listed() == ["0", "1", "2"]
+    set_to('[data-name="reward"][data-side="-1"]', "0.5")
+    assert listed() == ["0", "2"]
+    set_to('[data-name="faults"]', "= truncated")
+    assert listed() == ["2"]
+    set_to('[data-name="faults"]', "none")
+    assert listed() == ["0"]
+    browser.find_element("css selector", "tr[data-episode]").click()
+    shown = browser.find_element("id", "shown")
+    assert "branch 0 begins here, after 4 tokens" in shown.text
+    assert "calls" in shown.text and "ended by stop" in shown.text
+
+    def spans():
+        return shown.find_elements("css selector", ".token")
+
+    def colours():
+        return [span.value_of_css_property("background-color") for span in spans()]
+
+    assert [span.text for span in spans()] == ["2", HOSTILE]
+    assert spans()[0].get_attribute("title").startswith("probability 0.04979, log-probability -3")
+    assert "rejected" in spans()[0].get_attribute("class")
+    unlikely, sure = colours()
+    assert unlikely != sure
+    button = next(b for b in shown.find_elements("css selector", "button") if b.text == "advantage")
+    button.click()
+    below, above = colours()
+    assert len({unlikely, below, above}) == 3
     assert browser.get_log("browser") == []

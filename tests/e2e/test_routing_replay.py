@@ -77,6 +77,7 @@ def train_samples(requests, completions):
                 reward=(-1.0) ** i,
             ),
             group=0,
+            episode=i,
         )
         for i, (request, trajectory) in enumerate(
             zip(requests, trajectories_of(requests, completions), strict=True)

@@ -72,7 +72,7 @@ def samples(engines):
 
 def train_samples(samples):
     return [
-        TrainSample(sample=dataclasses.replace(s, reward=(-1.0) ** i), group=0)
+        TrainSample(sample=dataclasses.replace(s, reward=(-1.0) ** i), group=0, episode=i)
         for i, s in enumerate(samples)
     ]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onpolicy.errors import EngineError, WeightSyncError
+from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
@@ -25,9 +26,9 @@ def client(engines):
 
 
 def perturb(trainer):
-    """New weights, as different in every parameter as a real update would make them."""
+    """New weights, as different in every trained parameter as a real update would make them."""
     with torch.no_grad():
-        for parameter in trainer.policy.module.parameters():
+        for parameter in filter(lambda p: p.requires_grad, trainer.policy.module.parameters()):
             parameter.mul_(1 + 0.01 * torch.rand(()).item())
 
 
@@ -70,6 +71,43 @@ def test_new_weights_arrive_bit_for_bit(engines, client, way, tmp_path):
     assert wrong == 0
     assert [c.rollout_log_probs for c in after] != [c.rollout_log_probs for c in before]
     assert list(tmp_path.iterdir()) == []
+
+
+class Named(SharedMemoryTransport):
+    """Writes down the names of what it sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def send(self, bucket, engines, version):
+        self.names += [name for name, _ in bucket]
+        super().send(bucket, engines, version)
+
+
+def test_frozen_weights_travel_once_and_stay_what_the_server_computes_with(
+    engines, client, monkeypatch
+):
+    policy = engines.trainer.policy
+    first_layer = list(policy.module.layers[0].parameters())
+    for parameter in first_layer:
+        monkeypatch.setattr(parameter, "requires_grad", False)
+    outlet = WeightOutlet(engines.config, engines.contract, policy)
+    sent = []
+    for _ in range(3):
+        perturb(engines.trainer)
+        version, outlet.transport = next(versions), Named()
+        digest = outlet.push([client], version, engines.contract)
+        sent.append(outlet.transport.names)
+        wrong, _ = mismatches(engines, version)
+        assert (wrong, client.report()["weights"]) == (0, digest)
+    everything = {name for bucket in policy.weight_buckets(BUCKET_BYTES) for name, _ in bucket}
+    assert set(sent[0]) == everything
+    assert set(sent[1]) == set(sent[2]) == {n for n in everything if ".layers.0." not in n}
+    with torch.no_grad():
+        first_layer[0].mul_(1.01)
+    with pytest.raises(WeightSyncError, match="weights that are not trained have changed"):
+        outlet.push([client], next(versions), engines.contract)
 
 
 class Calls:

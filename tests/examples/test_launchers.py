@@ -13,6 +13,8 @@ from tests.support.forked_commands import forked_commands
 from tests.support.forked_processes import forked_processes
 from tests.support.tiny import make_checkpoint
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

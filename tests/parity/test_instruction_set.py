@@ -1,4 +1,7 @@
-"""Engine and trainer run under one instruction set, whatever chose it."""
+"""Engine and trainer run under one instruction set, whatever chose it.
+
+`make test-cpus` runs this under each of its settings.
+"""
 
 import os
 
@@ -8,7 +11,7 @@ import pytest
 from onpolicy.contract import CONTRACT_VARIABLE
 from tests.support.engines_fixture import make_engines, running
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",

@@ -13,6 +13,8 @@ from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.run.launch.contracts import contract_for
 from tests.support.forked_processes import forked_processes
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def spec(checkpoint):

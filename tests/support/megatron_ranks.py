@@ -442,7 +442,7 @@ def export_weights(model):
     return {name: tensor for bucket in export_buckets(model, 1 << 20) for name, tensor in bucket}
 
 
-def export(job, max_bytes, part="all", frozen=()):
+def export(job, max_bytes, part="all", frozen=(), ranks=(0,)):
     """Names of the tensors in every bucket and all tensors, on every rank; of a model that does not
     train parameters whose names end so."""
     from onpolicy.train.megatron.weights import export_buckets
@@ -450,7 +450,7 @@ def export(job, max_bytes, part="all", frozen=()):
     model = make_model(job)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen))
-    buckets = list(export_buckets(model, max_bytes, part))
+    buckets = list(export_buckets(model, max_bytes, part, ranks))
     names = [[name for name, _ in bucket] for bucket in buckets]
     return names, {name: tensor for bucket in buckets for name, tensor in bucket}
 

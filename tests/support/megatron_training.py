@@ -87,10 +87,11 @@ def weights(trainer):
     }
 
 
-def train(job, steps=2, save=None, load=None, updates=1):
+def train(job, steps=2, save=None, load=None, updates=1, leaves=False):
     """(log_probs of the samples of every step, its metrics, weights after the last).
 
-    A step is of one rollout, and of so many updates.
+    A step is of one rollout, and of so many updates. `leaves`: the trainer's memory leaves its device
+    after each.
     """
     trainer = make(job)
     if load is not None:
@@ -100,9 +101,64 @@ def train(job, steps=2, save=None, load=None, updates=1):
         samples = make_samples(trainer, seed=step)
         log_probs.append([s.sample.rollout_log_probs for s in samples])
         metrics.append(trainer.train(samples, step, [RATES[step]] * updates).metrics)
+        if leaves:
+            leave_the_device(trainer)
         if save is not None and step == 0:
             trainer.save(save)
+    trainer._bring_back("weights")
     return log_probs, metrics, weights(trainer)
+
+
+def leave_the_device(trainer):
+    """Memory of the optimizer and of gradients, then also of the weights, is none."""
+    policy = trainer.policy
+    state = [*policy.optimizer_tensors(), *policy.gradient_buffers()]
+    own = [*policy.module.parameters()]
+    own = [x.to_local() if hasattr(x, "to_local") else x for x in own]
+    trainer.release_memory("state")
+    assert state and not any(x.untyped_storage().nbytes() for x in state)
+    assert all(x.untyped_storage().nbytes() for x in own)
+    trainer.release_memory("weights")
+    assert not any(x.untyped_storage().nbytes() for x in own)
+
+
+FROZEN = {
+    "megatron": ("word_embeddings.weight", "layers.0.mlp.linear_fc1.weight"),
+    "fsdp": ("embed_tokens.weight", "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"),
+}
+"""How the parameters of the same weights end."""
+
+
+def train_with_frozen(job):
+    """What `train` returns of a model whose FROZEN parameters ask for no gradient; and the digests of
+    those of this rank before and after."""
+    import onpolicy.train.fsdp.sharded_model
+    import onpolicy.train.megatron.sharded_model as megatron
+    from onpolicy.train.megatron.weights import first_layer, global_name
+
+    of_backend = {
+        "megatron": megatron.MegatronModel,
+        "fsdp": onpolicy.train.fsdp.sharded_model.FsdpModel,
+    }[job.backend]
+    load_whole, digests = of_backend._load, []
+
+    def load_and_freeze(self, *args):
+        module = load_whole(self, *args)
+        first = first_layer(module) if job.backend == "megatron" else 0
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not global_name(name, first).endswith(FROZEN[job.backend]))
+        return module
+
+    def digest_after(self, rate):
+        digests.append(self.frozen_digest())
+        take_step(self, rate)
+        digests.append(self.frozen_digest())
+
+    take_step = of_backend.take_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_backend, "_load", load_and_freeze)
+        patch.setattr(of_backend, "take_step", digest_after)
+        return *train(job), digests
 
 
 def train_on_a_wrong_one(job):

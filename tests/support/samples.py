@@ -43,7 +43,7 @@ def make_train_sample(
     completion = make_completion(token_ids[prompt_len:], log_probs)
     trajectory = answered(prompt, completion)
     sample = Sample(prompt=prompt, sample_index=0, trajectory=trajectory, reward=reward)
-    return TrainSample(sample=sample, group=index)
+    return TrainSample(sample=sample, group=index, episode=index)
 
 
 def with_log_probs(sample: TrainSample, log_probs: Sequence[float]) -> TrainSample:

@@ -13,6 +13,8 @@ import tests.support.forked_processes as forked_processes_module
 from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import wait_for
 
+pytestmark = pytest.mark.long
+
 LOOKS = """
 import json, os, sys, threading
 import onpolicy.run.loop, torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.train import Trainer, distributed
 from onpolicy.train.base import TrainerMemory
-from onpolicy.train.shares import Outcomes, split_evenly
+from onpolicy.train.shares import Outcomes, split_into_steps
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
@@ -63,7 +63,7 @@ class TrainerInMemory(Trainer):
             error.findings = ParityFindings(mismatched_tokens=counts, apart=apart)
             raise error
         advantages = self._advantages(samples)
-        for part, rate in zip(split_evenly(len(samples), len(rates)), rates, strict=True):
+        for part, rate in zip(split_into_steps(samples, len(rates)), rates, strict=True):
             for i in part:
                 self._learn(samples[i].sample, rate * advantages[i])
         gains = [
@@ -76,7 +76,7 @@ class TrainerInMemory(Trainer):
 
     def _advantages(self, samples: Sequence[TrainSample]) -> list[float]:
         outcomes, kind = Outcomes.of(samples), self.config.algorithm.advantage_estimator
-        groups = group_advantages(outcomes.rewards, kind, outcomes.lengths)
+        groups = group_advantages(outcomes.rewards, kind, outcomes.lengths, outcomes.episodes)
         return [advantage for group in groups for advantage in group]
 
     def _score(self, sample: Sample) -> Tensor:
@@ -123,11 +123,14 @@ class TrainerInMemory(Trainer):
     def close(self) -> None:
         self.outlet.close()
 
-    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
+    def weight_buckets(
+        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+    ) -> Iterator[WeightBucket]:
         for name, table in self.weights.items():
             if part in ("all", "frozen" if name in self.frozen else "trained"):
                 assert distributed.gather_data(name) == [name] * distributed.data_size()
-                yield [(name, table.clone())]
+                if distributed.rank() in ranks:
+                    yield [(name, table.clone())]
 
     def frozen_digest(self) -> str:
         digest = WeightDigest()

@@ -1,20 +1,53 @@
 """Who acts in an episode, and what becomes of one that fails."""
 
-from __future__ import annotations
-
+import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy, above, at_least, at_most
-from onpolicy.config.rules import Against, Facts
+from onpolicy.config.kinds import Count, Seconds
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
+from onpolicy.errors import ConfigError
 
 
-def has_agent(run: Facts | AgentConfig) -> bool:
+def has_agent(run: "Facts | AgentConfig") -> bool:
     """Whether anybody but the policy decides what an episode is made of."""
-    return bool(run.custom_generate_function_path)
+    return bool(run.custom_generate_function_path or run.environment) or has_gateway(run)
 
 
-BY_AGENT = ReadBy("--custom-generate-function-path", has_agent)
+def has_gateway(run: "Facts | AgentConfig") -> bool:
+    """Whether agents act through the gateway."""
+    return bool(run.custom_agent_function_path) or is_of_verifiers(run)
+
+
+def is_of_verifiers(run: "Facts | AgentConfig") -> bool:
+    """Whether episodes are those of an environment of the verifiers package."""
+    return bool(run.environment.startswith("verifiers:"))
+
+
+def _require_object(text: str) -> None:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise ConfigError(
+            f"--environment-args={text!r:.60}: must be a JSON object, such as '{{\"max_turns\": 3}}'."
+        )
+
+
+_AGENTS = "--custom-generate-function-path, --custom-agent-function-path or --environment"
+BY_AGENT = ReadBy(_AGENTS, has_agent)
+BY_FUNCTION = ReadBy(
+    "--custom-generate-function-path or --environment",
+    lambda run: run.custom_generate_function_path or run.environment,
+)
+BY_GATEWAY = ReadBy("--custom-agent-function-path or --environment verifiers:NAME", has_gateway)
+BY_ENVIRONMENT = ReadBy("--environment", lambda run: run.environment)
+BY_STEPS = ReadBy(
+    "--environment with a class or openenv:URL",
+    lambda run: run.environment and not is_of_verifiers(run),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +55,68 @@ class AgentConfig:
     custom_generate_function_path: str = ""
     """Own function that rolls prompts out: package.module.function or path/to/file.py:function, an
     `async def function(turns, prompt)` (docs/agents.md)."""
+
+    agent_workers: Annotated[int | None, at_least(0), at_most(256), BY_FUNCTION, NO_RESULT] = None
+    """Processes that the function runs in, each with its part of the episodes; if not given, one for two
+    cores, at most 16. 0: in the run's own process, where a function that computes holds all up."""
+
+    agent_hang_limit: Annotated[Seconds, BY_FUNCTION, NO_RESULT] = 60.0
+    """Seconds that the function may compute without awaiting anything. After that its process is ended
+    and replaced, and the episodes in it have failed."""
+
+    custom_agent_function_path: Annotated[
+        str,
+        Against(lambda run: bool(run.custom_generate_function_path),
+            "each of the two rolls all prompts out",
+            "Give one of them."),
+    ] = ""  # fmt: skip
+    """Own agent that rolls prompts out: package.module.function or path/to/file.py:function, a
+    `def function(base_url, api_key, prompt)`, async or not, which acts through a client of OpenAI's or
+    Anthropic's and returns a reward, or nothing (docs/agents.md)."""
+
+    environment: Annotated[
+        str,
+        Against(lambda run: run.custom_generate_function_path or run.custom_agent_function_path,
+            "each of it and {found} rolls all prompts out", "Give one of them."),
+        Against(lambda run: run.rm_type or run.custom_rm_path,
+            "the environment says the rewards, and {found} would", "Leave out the latter."),
+        Against(lambda run: is_of_verifiers(run) and (run.prompt_data or run.eval_prompt_data),
+            "the prompts are those of its dataset, and not those of {found}",
+            "Leave --prompt-data and --eval-prompt-data out."),
+    ] = ""  # fmt: skip
+    """What episodes are acted in: a class with reset and step (package.module.Class or
+    path/to/file.py:Class), verifiers:NAME for an environment of that package, whose dataset are the
+    prompts, or openenv:URL for an OpenEnv server (docs/agents.md)."""
+
+    environment_args: Annotated[str, Parsed(_require_object), BY_ENVIRONMENT] = "{}"
+    """What the environment is made with: a JSON object of arguments by name."""
+
+    environment_rewards: Annotated[Literal["episode", "turn", "token"], BY_STEPS] = "episode"
+    """What the rewards of steps are for. episode: their sum, for all that was sampled. turn: each, for
+    the last token of its action. token: each step returns a number for each token of its action."""
+
+    gateway_host: Annotated[str, BY_GATEWAY] = "127.0.0.1"
+    """Address that the gateway listens at, for agents that run elsewhere; whoever reaches it needs the
+    key of a session."""
+
+    gateway_model_name: Annotated[str, BY_GATEWAY] = "policy"
+    """What agents call the model."""
+
+    gateway_parallel_answers: Annotated[Count, BY_GATEWAY] = 64
+    """Most answers of one episode that are sampled at the same time; an agent that asks for more gets
+    the error 429."""
+
+    tool_call_parser: Annotated[str, BY_GATEWAY] = ""
+    """Parser of SGLang's that finds tool calls in answers, by the name that its --tool-call-parser has.
+    Without one a request with tools is refused."""
+
+    reasoning_parser: Annotated[str, BY_GATEWAY] = ""
+    """Parser of SGLang's that finds reasoning in answers, by the name in its --reasoning-parser."""
+
+    chat_drift: Annotated[Literal["new", "keep", "refuse"], BY_GATEWAY] = "new"
+    """What becomes of a chat whose past the chat template writes anew. new: a new trajectory begins at
+    the first token that differs. keep: the tokens stay, and what is new follows them. refuse: the
+    episode fails (--episode-failures). All are counted (docs/agents.md)."""
 
     rollout_max_context_len: Annotated[
         int | None, at_least(2), BY_AGENT,

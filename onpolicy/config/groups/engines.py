@@ -177,9 +177,9 @@ class EngineConfig(ServersConfig, ServerConfig):
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
     weight_sync: WeightSync = "auto"
-    """Way of new weights to the servers: tensor (shared memory on the host of the trainer's first rank,
-    torch.distributed to other hosts), ipc (CUDA IPC: servers on GPUs of that host read the trainer's
-    memory), distributed (torch.distributed to all), or disk (safetensors files in a directory that all
+    """Way of new weights to the servers: tensor (shared memory on hosts with ranks of the trainer,
+    torch.distributed to others), ipc (CUDA IPC: servers read the memory of the trainer's GPUs on their
+    host), distributed (torch.distributed to all), or disk (safetensors files in a directory that all
     hosts share). auto is tensor; on GPUs, for servers that the run starts, with ipc in the place of
     shared memory."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from onpolicy.config.groups.agents import is_of_verifiers
 from onpolicy.config.rules import NO_RESULT, Together
 
 
@@ -25,10 +26,10 @@ class ModelConfig(CheckpointConfig):
 class DataConfig:
     prompt_data: Annotated[
         str,
-        Together(lambda run: not run.prompt_data,
+        Together(lambda run: not run.prompt_data and not is_of_verifiers(run),
             "--prompt-data is missing: a run needs it. Give a path."),
     ] = ""  # fmt: skip
-    """Training prompts: a .jsonl or .parquet file. Required."""
+    """Training prompts: a .jsonl or .parquet file. Required, but with --environment verifiers:NAME."""
 
     input_key: str = "prompt"
     """Field with the prompt: a string, or a list of chat messages."""

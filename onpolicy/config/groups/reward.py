@@ -12,7 +12,7 @@ from onpolicy.config.rules import NO_RESULT, Together
 class RewardConfig:
     rm_type: Annotated[
         Literal["", "math", "dapo", "exact"],
-        Together(lambda run: bool(run.rm_type) == bool(run.custom_rm_path),
+        Together(lambda run: bool(run.rm_type) == bool(run.custom_rm_path) and not run.environment,
             "--rm-type={run.rm_type!r}, --custom-rm-path={run.custom_rm_path!r}: a run needs exactly "
             "one of them. Give --rm-type math, dapo or exact, or a function of your own."),
     ] = ""  # fmt: skip

@@ -66,7 +66,7 @@ class RolloutConfig:
     """Prompts per rollout."""
 
     n_samples_per_prompt: Annotated[Count, GROUPS_OF_TWO] = 8
-    """Responses sampled for every prompt; they form one group."""
+    """Responses sampled for every prompt, or episodes begun; they form one group."""
 
     rollout_max_response_len: Count = Unasked(1024)
     """Longest response, in tokens; if not given, at most half of the model's context."""

@@ -45,7 +45,8 @@ class TrainerConfig:
             "global_batch_size x a whole number of optimizer steps",
             "Divisors of {run.config.samples_per_rollout}: {found}."),
     ] = None  # fmt: skip
-    """Samples per optimizer step; all samples of a rollout if not given."""
+    """Samples per optimizer step; all samples of a rollout if not given. An episode is one sample, with
+    all its trajectories."""
 
     max_tokens_per_gpu: Count = 8192
     """Tokens that one rank packs into a micro-batch; a longer sequence gets one of its own."""

@@ -153,6 +153,6 @@ def _score(
 
 def _train_samples(samples: Sequence[Sample]) -> list[TrainSample]:
     return [
-        TrainSample(sample=replace(sample, reward=(-1.0) ** i), group=i)
+        TrainSample(sample=replace(sample, reward=(-1.0) ** i), group=i, episode=i)
         for i, sample in enumerate(samples)
     ]

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from onpolicy.config.tools import BenchConfig
 from onpolicy.models.size import ModelSize
 from onpolicy.outputs.console import duration
-from onpolicy.rollout.engine_args import MAX_CONCURRENCY
 
 logger = logging.getLogger(__name__)
 
@@ -71,27 +69,6 @@ def verify_work(
         trained=sum(lens[:trained]),
         decode_steps=2 * waves * max_new_tokens,
         sampled=2 * len(lens) * max_new_tokens,
-    )
-
-
-def bench_work(config: BenchConfig, num_measured: int, at_once: int) -> Work:
-    """The work of all repetitions of `num_measured` things that are measured, and one more of each.
-
-    A step of stock operators, every other of `bench loop`, scores its samples as well.
-    """
-    times = num_measured * (1 + config.repetitions)
-    if config.what == "step":
-        return Work(scored=0, trained=times * sum(config.num_tokens), decode_steps=0, sampled=0)
-    loops = config.what == "loop"
-    samples = config.num_prompts * (config.n_samples_per_prompt if loops else 1)
-    trained = samples * (config.prompt_len + config.max_new_tokens) if loops else 0
-    scored_again = trained // 2 if config.longest_response is None else 0
-    waves = -(-samples // max(1, min(at_once, MAX_CONCURRENCY)))
-    return Work(
-        scored=times * (config.num_prompts * config.prompt_len + scored_again),
-        trained=times * trained,
-        decode_steps=times * waves * (config.longest_response or config.max_new_tokens),
-        sampled=times * samples * config.max_new_tokens // config.engines.rollout_num_engines,
     )
 
 

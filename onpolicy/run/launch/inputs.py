@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from onpolicy.agents.environments.launch import environment_rows
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups.agents import has_agent
+from onpolicy.config.groups import DataConfig
+from onpolicy.config.groups.agents import has_agent, is_of_verifiers
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -19,7 +21,7 @@ from onpolicy.outputs.rollout_journal import RolloutJournal
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.rollout.prompts import PromptSource, load_prompts
+from onpolicy.rollout.prompts import PromptSource, load_prompts, make_prompts
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.contracts import contract_for
@@ -102,7 +104,13 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
     ladder = make_ladder(config, hf_config)
     with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
-        prompts = read(config.data.prompt_data, "--prompt-data")
+        if is_of_verifiers(config.agent):
+            rows, data = environment_rows(config.agent), DataConfig(apply_chat_template=True)
+            name = f"--environment={config.agent.environment}"
+            vocab_size = hf_config.vocab_size
+            prompts = make_prompts(rows, data, tokenizer, longest_prompt, vocab_size, name)
+        else:
+            prompts = read(config.data.prompt_data, "--prompt-data")
         require_full_batch(config, len(prompts))
         scorer.try_out(prompts[0])
         inputs = Inputs(

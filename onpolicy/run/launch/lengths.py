@@ -10,9 +10,8 @@ from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.kinds import Unasked
-from onpolicy.config.tools import BenchConfig, VerifyConfig
+from onpolicy.config.tools import VerifyConfig
 from onpolicy.models.hf_config import load_config
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 
 Verify = TypeVar("Verify", bound=VerifyConfig)
 
@@ -23,7 +22,7 @@ def fit_run(config: TrainConfig) -> TrainConfig:
     """A run whose longest response, if nobody asked for one, leaves half of the context to prompts."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     flag, asked = "--rollout-max-response-len", config.rollout.rollout_max_response_len
-    length = _fit(flag, asked, hf_config.max_position_embeddings // 2, hf_config)
+    length = fit_length(flag, asked, hf_config.max_position_embeddings // 2, hf_config)
     return replace(config, rollout=replace(config.rollout, rollout_max_response_len=length))
 
 
@@ -32,26 +31,13 @@ def fit_verify(config: Verify) -> Verify:
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     most = hf_config.max_position_embeddings // 2
     return replace(
-        config, max_new_tokens=_fit("--max-new-tokens", config.max_new_tokens, most, hf_config)
-    )
-
-
-def fit_bench(config: BenchConfig, hf_config: PretrainedConfig) -> BenchConfig:
-    """A benchmark whose prompt and response fit the context together, unless they were asked for."""
-    room = hf_config.max_position_embeddings - CONTEXT_MARGIN
-    sampled = config.longest_response or config.max_new_tokens
-    beside = room // 3 if isinstance(sampled, Unasked) else room - sampled
-    prompt_len = _fit("--prompt-len", config.prompt_len, beside, hf_config)
-    most = room - prompt_len
-    return replace(
         config,
-        prompt_len=prompt_len,
-        max_new_tokens=_fit("--max-new-tokens", config.max_new_tokens, most, hf_config),
+        max_new_tokens=fit_length("--max-new-tokens", config.max_new_tokens, most, hf_config),
     )
 
 
-def _fit(flag: str, length: int, most: int, hf_config: PretrainedConfig) -> int:
-    """`length`; if nobody asked for it, at most `most` tokens, and at least one."""
+def fit_length(flag: str, length: int, most: int, hf_config: PretrainedConfig) -> int:
+    """The length of a flag; one that nobody asked for is at least 1 and at most `most` tokens."""
     if not isinstance(length, Unasked) or length <= most:
         return int(length)
     logger.info(

@@ -203,14 +203,15 @@ class RunMemory:
         """Some of its servers."""
         return server_memory(self.spec, self.size, self.hf_config, count)
 
-    def push(self) -> ProcessMemory:
-        """Weights on their way: gathered, in shared memory or a file, and in the server; and those that
-        are gathered meanwhile."""
+    def push(self, senders: int = 1) -> ProcessMemory:
+        """Weights on their way from each rank that sends: gathered, in shared memory or a file, and in
+        the server; and those that are gathered meanwhile."""
         itemsize = getattr(torch, self.config.model.dtype).itemsize
         weights = itemsize * self.size.parameters
         bucket = min(self.config.sync.update_weight_buffer_size * MIB, weights)
         largest = itemsize * self.size.largest_parameter
-        return ProcessMemory("a push", {"4 copies of a bucket": 4 * max(bucket, largest)})
+        parts = {"4 copies of a bucket": 4 * max(bucket, largest)}
+        return ProcessMemory("a push", parts, senders)
 
     def controller(self) -> ProcessMemory:
         """The process that asks, whose libraries are in memory already: a rollout's samples."""
@@ -225,9 +226,11 @@ class RunMemory:
         return trainer + ([self.server(servers)] if servers else [])
 
     def with_push(self, ranks: int, servers: int) -> list[ProcessMemory]:
-        """These processes, and a push between them."""
+        """These processes, and a push between them, from several ranks to groups of servers."""
         is_elsewhere = bool(self.config.engine.rollout_server_url)
-        return self.sides(ranks, servers) + ([] if is_elsewhere else [self.push()])
+        spreads = self.config.sync.weight_sync == "distributed"
+        senders = max(min(ranks, servers), 1) if spreads else 1
+        return self.sides(ranks, servers) + ([] if is_elsewhere else [self.push(senders)])
 
     @property
     def is_colocated(self) -> bool:

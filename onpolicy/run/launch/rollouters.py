@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from onpolicy.agents.environments.launch import environment_function
+from onpolicy.agents.environments.sessions import acts_by
 from onpolicy.agents.function import FLAG, FunctionRollouter, load_agent
+from onpolicy.agents.gateway import launch
+from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
+from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.worker_link import AgentFunction
+from onpolicy.agents.workers import WorkerRollouter, default_workers
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.agents import AgentConfig, is_of_verifiers
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.episodes import Rollouter, SingleTurn
+from onpolicy.run.launch.stop_tokens import stop_token_ids
 
 
 def make_rollouter(config: TrainConfig) -> Rollouter:
     """Raises ConfigError for a function that cannot be used."""
     if path := config.agent.custom_generate_function_path:
-        return FunctionRollouter(load_agent(path, FLAG, {}))
+        return _calling(AgentFunction(path=path, flag=FLAG), config.agent)
+    if path := config.agent.custom_agent_function_path:
+        launch.require_parsers(config.agent)
+        return AgentRollouter(partial(_gateway, config), in_thread(launch.load_agent(path)))
+    if config.agent.environment:
+        launch.require_parsers(config.agent)
+        acting = _calling(environment_function(config.agent), config.agent)
+        if is_of_verifiers(config.agent):
+            return AgentRollouter(partial(_gateway, config), acts_by(acting))
+        return acting
     return SingleTurn()
+
+
+def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
+    """Calls a function in worker processes, or in the run's own where there are to be none."""
+    function, workers = load_agent(own.path, own.flag, own.arguments), config.agent_workers
+    if workers == 0:
+        return FunctionRollouter(function)
+    return WorkerRollouter(own, workers or default_workers(), config.agent_hang_limit)
+
+
+def _gateway(config: TrainConfig) -> Gateway:
+    path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    stops = stop_token_ids(path, load_config(path, trust), config.rollout.rollout_stop_token_ids)
+    return launch.make_gateway(config.agent, load_tokenizer(path, trust), stops)

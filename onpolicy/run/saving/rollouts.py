@@ -38,10 +38,15 @@ FILE = "rollouts.json"
 
 @with_config(CLOSED)
 class _Sample(TypedDict):
+    index: Count
     trajectory: TrajectoryRecord
     response: str
     reward: float
     reward_parts: dict[str, float]
+    is_rewarded: bool
+    token_rewards: list[float] | None
+    metrics: dict[str, float]
+    info: dict[str, Any]
 
 
 @with_config(CLOSED)
@@ -235,10 +240,15 @@ def _read_branch(record: _Branch) -> BranchRecord:
 def _group(group: SampleGroup) -> dict[str, Any]:
     samples = [
         {
+            "index": sample.sample_index,
             "trajectory": write(sample.trajectory),
             "response": sample.response,
             "reward": sample.reward,
             "reward_parts": sample.reward_parts,
+            "is_rewarded": sample.is_rewarded,
+            "token_rewards": sample.token_rewards,
+            "metrics": sample.metrics,
+            "info": sample.info,
         }
         for sample in group.samples
     ]
@@ -249,15 +259,23 @@ def _read_group(prompts: Sequence[Prompt], record: _Group) -> SampleGroup:
     if record["prompt"] >= len(prompts):
         raise ValueError(f"prompt={record['prompt']}: there are {len(prompts)}")
     prompt = prompts[record["prompt"]]
+    for each in record["samples"]:
+        rewards, count = each["token_rewards"], len(each["trajectory"]["rollout_log_probs"])
+        if rewards is not None and len(rewards) != count:
+            raise ValueError(f"token_rewards={len(rewards)} numbers: {count} tokens are sampled")
     samples = [
         Sample(
             prompt=prompt,
-            sample_index=i,
+            sample_index=each["index"],
             trajectory=read(each["trajectory"]),
             response=each["response"],
             reward=each["reward"],
             reward_parts=each["reward_parts"],
+            is_rewarded=each["is_rewarded"],
+            token_rewards=each["token_rewards"],
+            metrics=each["metrics"],
+            info=each["info"],
         )
-        for i, each in enumerate(record["samples"])
+        for each in record["samples"]
     ]
     return SampleGroup(prompt=prompt, samples=samples, number=record["number"])

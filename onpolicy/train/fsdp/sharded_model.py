@@ -4,7 +4,7 @@ writes for any number of ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -128,8 +128,10 @@ class FsdpModel(ShardedModel):
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()
 
-    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
-        return gather_buckets(self.module, self.dtype, max_bytes, part)
+    def weight_buckets(
+        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+    ) -> Iterator[WeightBucket]:
+        return gather_buckets(self.module, self.dtype, max_bytes, part, ranks)
 
     def optimizer_tensors(self) -> list[Tensor]:
         states = self.optimizer.state.values() if self.optimizer is not None else ()

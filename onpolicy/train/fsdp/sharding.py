@@ -7,7 +7,7 @@ parameter, on the meta device, and reads those of its rows that are its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,17 +82,21 @@ def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_buckets(
-    model: PolicyModel, dtype: torch.dtype, max_bytes: int, part: WeightPart = "all"
+    model: PolicyModel,
+    dtype: torch.dtype,
+    max_bytes: int,
+    part: WeightPart = "all",
+    ranks: Collection[int] = (0,),
 ) -> Iterator[WeightBucket]:
     """Whole tensors of a part under the names a checkpoint has for them, `max_bytes` at a time.
 
     Parameters are cast to `dtype`, buffers are what they are. Collective: every rank has to take all
-    of them. They are full on rank 0; the others keep nothing of what they help to gather.
+    of them. They are full on `ranks`; the others keep nothing of what they help to gather.
     """
     bucket: WeightBucket = []
     size = 0
     for name, tensor in _checkpoint_tensors(model, dtype, part):
-        if distributed.rank() != 0:
+        if distributed.rank() not in ranks:
             continue
         if bucket and size + tensor.nbytes > max_bytes:
             yield bucket

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -134,8 +134,10 @@ class MegatronModel(ShardedModel):
         self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()
 
-    def weight_buckets(self, max_bytes: int, part: WeightPart = "all") -> Iterator[WeightBucket]:
-        return export_buckets(self.module, max_bytes, part)
+    def weight_buckets(
+        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+    ) -> Iterator[WeightBucket]:
+        return export_buckets(self.module, max_bytes, part, ranks)
 
     def optimizer_tensors(self) -> list[Tensor]:
         parts = self.optimizer.chained_optimizers if self.optimizer is not None else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,11 +61,11 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def export_buckets(
-    model: nn.Module, max_bytes: int, part: WeightPart = "all"
+    model: nn.Module, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
 ) -> Iterator[WeightBucket]:
     """Whole tensors of a part under their Hugging Face names, `max_bytes` at a time, in fixed order.
 
-    Collective: every rank has to take all buckets. They are full on rank 0 and empty elsewhere;
+    Collective: every rank has to take all buckets. They are full on `ranks` and empty elsewhere;
     a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters' dtype,
     buffers (a router's correction of its scores) their own, in buckets of one dtype each.
     """
@@ -84,11 +84,11 @@ def export_buckets(
     device = next(iter(parameters.values())).device
     for names in _plan(shapes, dtypes, max_bytes):
         bucket: dict[str, Tensor] = {}
-        if distributed.rank() == 0:
+        if distributed.rank() in ranks:
             bucket = {
                 name: torch.empty(shapes[name], dtype=dtypes[name], device=device) for name in names
             }
-        _collect(bucket, [held for name in names for held in holders[name]], parameters)
+        _collect(bucket, [held for name in names for held in holders[name]], parameters, ranks)
         yield list(bucket.items())
 
 
@@ -154,25 +154,31 @@ def _plan(
     return plan
 
 
-def _collect(bucket: dict[str, Tensor], held: list[_Held], parameters: dict[str, Tensor]) -> None:
-    """Copy every part into rank 0's bucket; a rank sends all its parts in one message."""
+def _collect(
+    bucket: dict[str, Tensor],
+    held: list[_Held],
+    parameters: dict[str, Tensor],
+    ranks: Collection[int],
+) -> None:
+    """Copy every part into the buckets of `ranks`; a rank sends all its parts in one message."""
     me = distributed.rank()
-    for rank in sorted({part.rank for part in held}):
+    for rank in sorted({part.rank for part in held}):  # so that no two wait for each other
         parts = [h for h in held if h.rank == rank]
+        targets = [bucket[h.part.name][h.part.source] for h in parts] if me in ranks else []
+        blocks: Sequence[Tensor] = ()
         if me == rank:
             blocks = [parameters[h.parameter][h.part.target].detach() for h in parts]
-            if me == 0:
-                for h, block in zip(parts, blocks, strict=True):
-                    bucket[h.part.name][h.part.source].copy_(block)
-            else:
-                dist.send(torch.cat([block.reshape(-1) for block in blocks]), 0)
-        elif me == 0:
-            targets = [bucket[h.part.name][h.part.source] for h in parts]
+            if others := sorted(set(ranks) - {me}):
+                message = torch.cat([block.reshape(-1) for block in blocks])
+                for other in others:
+                    dist.send(message, other)
+        elif me in ranks:
             sizes = [target.numel() for target in targets]
             message = targets[0].new_empty(sum(sizes))
             dist.recv(message, rank)
-            for target, block in zip(targets, message.split(sizes), strict=True):
-                target.copy_(block.view(target.shape))
+            blocks = message.split(sizes)
+        for target, block in zip(targets, blocks if targets else (), strict=True):
+            target.copy_(block.view(target.shape))
 
 
 def _unwrap(model: nn.Module) -> PolicyGptModel:

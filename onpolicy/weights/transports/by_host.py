@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from urllib.parse import urlsplit
+from collections.abc import Iterator, Sequence
 
-from onpolicy.system.network import is_of_this_host
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.push import Engine, Transport
 from onpolicy.weights.transports.distributed import DistributedTransport
 
 
-def is_near(engine: Engine) -> bool:
-    """Whether the engine is on this host."""
-    return is_of_this_host(urlsplit(engine.url).hostname or "")
-
-
 class ByHostTransport(Transport):
     """`near` to the engines that share a host with the trainer; the others take part in one group."""
 
-    def __init__(self, near: Transport, is_near: Callable[[Engine], bool] = is_near):
-        self._is_near = is_near
+    def __init__(self, near: Transport):
         self._near, self._far = near, DistributedTransport()
+        self.one_copy = near.one_copy
 
     def open(self, engines: Sequence[Engine]) -> None:
         for way, theirs in self._ways(engines):
@@ -45,7 +38,7 @@ class ByHostTransport(Transport):
 
     def _ways(self, engines: Sequence[Engine]) -> Iterator[tuple[Transport, list[Engine]]]:
         """The ways that some engines take, each with those engines."""
-        near = [engine for engine in engines if self._is_near(engine)]
+        near = [engine for engine in engines if self.is_near(engine)]
         far = [engine for engine in engines if engine not in near]
         ways: tuple[tuple[Transport, list[Engine]], ...] = ((self._near, near), (self._far, far))
         return ((way, theirs) for way, theirs in ways if theirs)

@@ -24,6 +24,8 @@ from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 class CudaIpcTransport(SharedMemoryTransport):
     """SGLang's update_weights_from_tensor. Every rank of an engine opens the same memory."""
 
+    one_copy = False  # an engine that opens its own GPU's memory copies nothing between GPUs
+
     def share(self, bucket: WeightBucket) -> Tensor:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 

@@ -1,4 +1,4 @@
-"""torch.distributed broadcast: the trainer's rank 0 and all engines form a group.
+"""torch.distributed broadcast: a rank of the trainer and its engines form a group.
 
 For engines on other hosts and for GPUs (NCCL). The group is kept from push to push, for as long as its
 engines are the same processes: one that was started again could not join an old group, so there is a new

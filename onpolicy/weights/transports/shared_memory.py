@@ -23,6 +23,8 @@ from onpolicy.weights.push import Engine, Transport, on_all, size_of
 class SharedMemoryTransport(Transport):
     """SGLang's update_weights_from_tensor. Every rank of an engine opens the same memory."""
 
+    one_copy = True
+
     def __init__(self) -> None:
         self._buffer = flat.Buffer(_make_shared)
         self._ranks: dict[str, int] = {}

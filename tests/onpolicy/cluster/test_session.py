@@ -18,6 +18,8 @@ from onpolicy.errors import ConfigError, EngineError
 from tests.support.footprint import Footprint
 from tests.support.processes import listening_addresses
 
+pytestmark = pytest.mark.long
+
 OWNER = """
 import subprocess, sys
 from onpolicy.cluster.session import session

@@ -16,6 +16,8 @@ from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.checks.probe import require_equal
 
+pytestmark = pytest.mark.long
+
 PRODUCT = """
 from onpolicy.compat.process import prepare_process
 prepare_process()

@@ -152,15 +152,19 @@ def test_tensorboard_and_wandb_write_only_if_asked_for_and_without_network(tmp_p
     assert list((directory.path / "wandb").glob("offline-run-*"))
 
 
-def group(tokens=(5, 6), log_probs=(-0.5, -0.25), reward=1.0):
+def group(tokens=(5, 6), log_probs=(-0.5, -0.25), reward=1.0, episodes=(0,), **more):
     prompt = Prompt(index=0, prompt_ids=[1], label="", text="")
-    sample = Sample(
-        prompt=prompt,
-        sample_index=0,
-        trajectory=answered(prompt, make_completion(tokens, log_probs)),
-        reward=reward,
-    )
-    return SampleGroup(prompt=prompt, samples=[sample])
+    samples = [
+        Sample(
+            prompt=prompt,
+            sample_index=episode,
+            trajectory=answered(prompt, make_completion(tokens, log_probs)),
+            reward=reward,
+            **more,
+        )
+        for episode in episodes
+    ]
+    return SampleGroup(prompt=prompt, samples=samples)
 
 
 def run_hash(*steps, start=""):
@@ -178,6 +182,10 @@ def test_the_run_hash_depends_on_samples_log_probs_rewards_losses_and_weights():
         ([group(reward=0.0)], 0.5, "w"),
         ([group()], 0.5000000001, "w"),
         ([group()], 0.5, "v"),
+        ([group(episodes=(0, 1))], 0.5, "w"),
+        ([group(episodes=(0, 0))], 0.5, "w"),
+        ([group(token_rewards=[0.5, 0.5])], 0.5, "w"),
+        ([group(token_rewards=[0.0, 1.0])], 0.5, "w"),
     ]
     assert len({run_hash(step) for step in [base, *others]}) == len(others) + 1
     assert run_hash(base) == run_hash(base)

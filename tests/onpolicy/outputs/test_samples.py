@@ -1,11 +1,12 @@
 """Samples to read: which ones, what stands in them, and that a resumed run repeats none."""
 
+import dataclasses
 import json
 
 import pytest
 
 from onpolicy.outputs.samples import MOST_CHARACTERS, MOST_OF_A_PROMPT, SampleLog
-from onpolicy.types import Prompt, Sample, SampleGroup
+from onpolicy.types import LearntTokens, Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion
 
 
@@ -48,12 +49,62 @@ def test_a_line_tells_what_was_asked_answered_and_made_of_it(log, files):
     assert files() == {
         "rollout_000007.jsonl": [
             {
-                "step": 7, "prompt_index": 12, "sample": 0, "prompt": "1+1=", "response": "2<eos>",
-                "label": "2", "reward": 1.0, "reward_parts": {"answered": 1.0},
+                "step": 7, "prompt_index": 12, "sample": 0, "trajectory": 0, "prompt": "1+1=",
+                "response": "2<eos>", "label": "2", "reward": 1.0, "reward_parts": {"answered": 1.0},
                 "finish_reason": "stop", "num_tokens": 2, "mismatched_tokens": 3,
+                "tokens": {"texts": ["2", "<eos>"], "log_probs": -0.5},
             }
         ]
     }  # fmt: skip
+
+
+def turn(sampled, text, num_tokens):
+    return {"sampled": sampled, "text": text, "num_tokens": num_tokens}
+
+
+def test_of_the_tokens_is_told_what_they_counted_for(log, files):
+    learnt = LearntTokens(advantages=[0.5, 0.5], weights=[1.0, float("inf")])
+    rollout = group(0, 6, learnt=learnt)
+    shown = log(count=5).shown([rollout])
+    assert [sample.sample_index for sample in shown] == [0, 1, 2, 3]
+    log(count=1).write("rollout", 0, [rollout])
+    (((record),),) = files().values()
+    numbers = {"log_probs": -0.5, "advantages": 0.5, "weights": [1.0, None]}
+    assert record["tokens"] == {"texts": ["2", "<eos>"], **numbers}
+
+
+def test_a_branch_begins_a_turn_of_its_own(log, files):
+    (first,) = group(0, 1).samples
+    trajectory = first.trajectory.as_given(6).forked(6, "again").given([ord("?")])
+    trajectory = trajectory.plus(make_completion([ord("3"), 1], [-1.0] * 2), 1.0)
+    sample = dataclasses.replace(first, trajectory=trajectory)
+    log().write("rollout", 0, [SampleGroup(prompt=first.prompt, samples=[sample])])
+    ((record,),) = files().values()
+    assert record["forks"] == [["again", 6]]
+    own = [turn(False, "?", 1), turn(True, "3<eos>", 2)]
+    assert record["turns"] == [turn(False, "1+1=2<eos>", 6), *own]
+
+
+def test_of_an_episode_all_is_told_that_was_given_and_sampled(log, files):
+    (first,) = group(0, 1).samples
+    more = first.trajectory.given([ord("?")]).plus(make_completion([ord("3"), 1], [-1.0] * 2), 1.0)
+    said = {"metrics": {"num_calls": 1.0}, "info": {"calls": ["add"]}}
+    episode = [
+        dataclasses.replace(first, trajectory=more, **said),
+        dataclasses.replace(first, token_rewards=[0.0, 1.0], **said),
+    ]
+    alone = dataclasses.replace(first, sample_index=1)
+    log().write("rollout", 0, [SampleGroup(prompt=first.prompt, samples=[*episode, alone])])
+    ((one, two, three),) = files().values()
+    assert [(x["sample"], x["trajectory"]) for x in (one, two, three)] == [(0, 0), (0, 1), (1, 0)]
+    given, answer = turn(False, "1+1=", 4), turn(True, "2<eos>", 2)
+    again = [turn(False, "?", 1), turn(True, "3<eos>", 2)]
+    assert one["turns"] == [given, answer, *again] and two["turns"] == [given, answer]
+    assert one["response"] == "2<eos>3<eos>"
+    assert "token_rewards" not in one and two["token_rewards"] == [0.0, 1.0]
+    assert one["metrics"] == two["metrics"] == {"num_calls": 1.0}
+    assert one["info"] == two["info"] == {"calls": ["add"]}
+    assert not {"turns", "metrics", "info", "token_rewards"} & three.keys()
 
 
 def test_no_more_are_written_than_asked_for_and_of_several_prompts(log, files):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onpolicy.errors import ContractError, EngineError, WeightSyncError
 from onpolicy.train import distributed
 from onpolicy.trajectory import UNPUSHED
-from tests.support.engines_in_memory import Host, make_requests
+from tests.support.engines_in_memory import Engine, Host, make_requests
 from tests.support.tiny_policy import ALIGNED, STOCK, make_weights
 from tests.support.trainer_in_memory import make_pair
 
@@ -133,6 +133,39 @@ def test_servers_that_share_gpus_start_alone_there_and_have_room_made_for_what_i
         seen.append(set(engine.memory.given_back))
     assert seen == [{"weights", "kv_cache"}] * 2 and not engine.memory.given_back
     assert engine.report()["weights"] == digest and engine.memory.version == 1
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_a_server_that_dies_in_a_push_starts_alone_on_its_gpu_and_has_no_cache_beside_the_trainer(
+    directory, monkeypatch, call
+):
+    host = Host()
+    pair = make_pair(host, directory, colocate=True, rollout_num_engines=2)
+    pair.start()
+    pair.push_weights(1)
+    pair.make_room()
+    engine, seen, start, push = host.engines[0], [], Engine.start, pair.trainer.push
+
+    def started(engine):
+        seen.append(("started beside", pair.trainer.released[-1]))
+        start(engine)
+
+    def pushed(engines, version):
+        pair.trainer.released.append("nothing")
+        seen.extend(
+            ("pushed to one with", *sorted(e.memory.given_back)) for e in engines if e.memory
+        )
+        return push(engines, version)
+
+    monkeypatch.setattr(Engine, "start", started)
+    monkeypatch.setattr(pair.trainer, "push", pushed)
+    engine.dies_at = {engine.calls + call}
+    pair.push_weights(2)
+    assert ("started beside", "weights") in seen and ("started beside", "nothing") not in seen
+    assert {each for each in seen if each[0] == "pushed to one with"} == {
+        ("pushed to one with", "kv_cache")
+    }
+    assert not any(each.memory.given_back for each in host.engines)
 
 
 CALLS_OF_A_PUSH = {"disk": 3, "tensor": 7}

@@ -3,13 +3,13 @@
 import pytest
 
 from onpolicy.config.groups import AlgorithmConfig
-from onpolicy.run.sampler import make_train_samples, worth_training
+from onpolicy.run.sampler import has_signal, make_train_samples, worth_training
 from onpolicy.trajectory import Span
 from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion
 
 
-def group(index, rewards):
+def group(index, rewards, episodes=None):
     prompt = Prompt(index=index, prompt_ids=[3], label="", text="")
     samples = [
         Sample(
@@ -18,7 +18,7 @@ def group(index, rewards):
             trajectory=answered(prompt, make_completion([5], [-1.0])),
             reward=reward,
         )
-        for i, reward in enumerate(rewards)
+        for i, reward in zip(episodes or range(len(rewards)), rewards, strict=True)
     ]
     return SampleGroup(prompt=prompt, samples=samples)
 
@@ -43,6 +43,32 @@ def test_samples_keep_their_order_and_their_groups():
         ("prompt 2, sample 1", 2),
     ]
     assert made[3].sample is GROUPS[1].samples[1]
+
+
+def test_an_episode_has_a_number_of_its_own_in_the_rollout_and_may_have_failed_beside_others():
+    groups = [group(0, [1.0, 1.0, 0.0], [1, 1, 3]), group(1, []), group(2, [0.5, 0.5], [0, 2])]
+    made = make_train_samples(worth_training(groups, AlgorithmConfig()))
+    assert [(m.sample.sample_index, m.group, m.episode) for m in made] == [
+        (1, 0, 0), (1, 0, 0), (3, 0, 1), (0, 1, 2), (2, 1, 3),
+    ]  # fmt: skip
+    assert [m.sample.prompt.index for m in made] == [0, 0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "episodes", "differ"),
+    [
+        ([0.0, 1.0, 0.5], [0, 0, 1], False),  # its trajectories differ, and the episodes do not
+        ([0.1, 0.1, 0.1, 0.1], [0, 0, 0, 1], False),  # the mean of three 0.1 is 0.1
+        ([0.0, 1.0, 0.0], [0, 0, 1], True),
+        ([1.0], [2], False),
+        ([], [], False),
+    ],
+)
+def test_a_group_has_a_signal_if_its_episodes_differ(rewards, episodes, differ):
+    drawn = group(0, rewards, episodes)
+    assert has_signal(drawn) == differ
+    kept = worth_training([drawn], AlgorithmConfig(filter_equal_rewards=True))
+    assert [*kept] == [drawn] * differ
 
 
 def test_a_token_lags_by_the_pushes_between_its_weights_and_those_that_learn():

@@ -65,11 +65,11 @@ def grouped_samples():
     ]
 
 
-def made_on(num_ranks, estimator, scores_of=lambda batch: {}):
+def made_on(num_ranks, estimator, scores_of=lambda batch: {}, samples_of=grouped_samples):
     """The advantages of every sample, [R] of each, that any rank has made."""
 
     def make_on(rank):
-        share = make_shares(grouped_samples(), 3, num_ranks, 9)[rank]
+        share = make_shares(samples_of(), 3, num_ranks, 9)[rank]
         batches = [
             packed_batch(part, torch.device("cpu"))
             for step in range(3)
@@ -97,6 +97,68 @@ def test_estimators_of_rewards_give_what_the_controller_gave_on_any_number_of_ra
     lengths = [n for group in LENGTHS for n in group]
     expected = [[a] * n for a, n in zip(IN_THE_CONTROLLER[kind], lengths, strict=True)]
     assert made_on(num_ranks, RewardEstimator(kind)) == expected
+
+
+TOKEN_REWARDS = {1: [0.3], 3: [-0.5, 0.05], 4: [0.1, 0.0, 0.1, 0.0, 2.3], 8: [1.0]}
+"""Of the samples with these numbers; the others have one reward for all tokens."""
+
+
+def token_rewarded_samples():
+    """Samples 1 to 3 are trajectories of one episode."""
+    return [
+        dataclasses.replace(
+            s,
+            episode=1 if i in (2, 3) else i,
+            sample=dataclasses.replace(s.sample, token_rewards=TOKEN_REWARDS.get(i)),
+        )
+        for i, s in enumerate(grouped_samples())
+    ]
+
+
+def returns_by_hand():
+    rewards = [reward for group in GROUPS for reward in group]
+    lengths = [n for group in LENGTHS for n in group]
+    alike = [[reward] * n for reward, n in zip(rewards, lengths, strict=True)]
+    returns = {i: [sum(x[t:]) for t in range(len(x))] for i, x in TOKEN_REWARDS.items()}
+    return [returns.get(i, each) for i, each in enumerate(alike)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_token_with_rewards_from_it_on_is_learnt_by_them_on_any_number_of_ranks(num_ranks):
+    found = made_on(num_ranks, RewardEstimator("reinforce"), samples_of=token_rewarded_samples)
+    assert found == [pytest.approx(each) for each in returns_by_hand()]
+    kind = RewardEstimator("reinforce_plus_plus")
+    whitened = made_on(num_ranks, kind, samples_of=token_rewarded_samples)
+    tokens = torch.tensor([a for each in returns_by_hand() for a in each]).double()
+    expected = ((tokens - tokens.mean()) / (tokens.var() + 1e-8).sqrt()).tolist()
+    assert [a for each in whitened for a in each] == pytest.approx(expected, rel=1e-5)
+    assert whitened == made_on(1, kind, samples_of=token_rewarded_samples)
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "reinforce_plus_plus"])
+def test_a_reward_on_the_last_token_has_the_bits_of_one_for_all(kind):
+    def on_the_last_token():
+        return [
+            dataclasses.replace(s, sample=dataclasses.replace(s.sample, token_rewards=rewards))
+            for s in grouped_samples()
+            for rewards in [[0.0] * (s.sample.trajectory.num_sampled - 1) + [s.sample.reward]]
+        ]
+
+    estimator = RewardEstimator(kind)
+    assert made_on(2, estimator, samples_of=on_the_last_token) == made_on(1, estimator)
+
+
+@pytest.mark.parametrize("kind", sorted({*IN_THE_CONTROLLER} - {"reinforce"}))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_estimators_of_groups_take_what_an_episode_came_to_and_count_it_once(kind, num_ranks):
+    """Its trajectories have rewards of .3, 1.7 and -.45 here: on average .5166..."""
+    found = made_on(num_ranks, RewardEstimator(kind), samples_of=token_rewarded_samples)
+    assert found == made_on(1, RewardEstimator(kind), samples_of=token_rewarded_samples)
+    if kind == "dr_grpo":
+        baseline = (0.1 + (0.3 + 1.7 - 0.45) / 3) / 2
+        expected = [0.1 - baseline, 0.3 - baseline, 1.7 - baseline, -0.45 - baseline]
+        assert [each[0] for each in found[:4]] == pytest.approx(expected)
+    assert found != made_on(num_ranks, RewardEstimator(kind))  # the control: each a sample
 
 
 class KlInReward(Estimator):

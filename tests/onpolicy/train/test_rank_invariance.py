@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.support.branched import branched_samples
 from tests.support.megatron_ranks import Ranks
-from tests.support.megatron_training import Job, equal, train
+from tests.support.megatron_training import Job, equal, make, train, weights
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.long
@@ -73,6 +74,29 @@ def check(ranks, job):
     alone, *others = (run(group, job, updates=UPDATES) for group in ranks.values())
     assert all(step["train/grad_norm"] > 1 for step in alone[1])
     assert all(same(alone, other) for other in others)
+
+
+def learn_episodes(job):
+    """(metrics, weights) after a rollout of two optimizer steps, of two episodes each."""
+    trainer = make(job)
+    samples = branched_samples(trainer, token_rewards=[0.1, -0.3, 0.0, 0.7, 0.0, 1.3, -0.1, 0.2])
+    metrics = trainer.train(samples, 0, [1e-3, 1e-3]).metrics
+    return {k: x for k, x in metrics.items() if not k.startswith("perf/")}, weights(trainer)
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
+    ranks, checkpoint, backend, estimator
+):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    algorithm = {"advantage_estimator": estimator, "loss_aggregation": "seq-mean-token-mean"}
+    changes = {"algorithm": algorithm, "trainer": {"max_tokens_per_gpu": 12}}
+    job = Job(path=checkpoint, backend=backend, changes=changes)
+    (metrics, alone), *others = (group.run(learn_episodes, job)[0] for group in ranks.values())
+    assert metrics["train/grad_norm"] > 0 == metrics["parity/num_mismatched_tokens"]
+    assert all(found == metrics and equal(other, alone) for found, other in others)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])

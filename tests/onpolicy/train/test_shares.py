@@ -3,7 +3,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.train.shares import make_shares, pack, split_evenly
+from onpolicy.train.shares import make_shares, pack, split_evenly, split_into_steps
 from tests.support.samples import make_train_sample
 
 
@@ -47,6 +47,42 @@ def test_outcomes_are_of_all_samples_in_their_groups():
     for share in make_shares(samples, num_steps=1, num_ranks=2, max_tokens=5):
         assert share.outcomes.lengths == [[2, 4], [3]]
         assert share.outcomes.rewards == [[1.0, 1.0], [1.0]]
+        assert share.outcomes.episodes == [[0, 1], [2]]
+        assert not share.outcomes.has_token_rewards
+
+
+def in_episodes(sizes):
+    """Samples of episodes with so many trajectories each."""
+    samples = samples_of([3] * sum(sizes))
+    numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+    return [
+        dataclasses.replace(s, episode=n, group=0) for s, n in zip(samples, numbers, strict=True)
+    ]
+
+
+def test_all_ranks_know_whether_tokens_have_rewards():
+    samples = in_episodes([1, 2])
+    rewarded = dataclasses.replace(samples[2].sample, token_rewards=[0.5, 0.0])
+    samples[2] = dataclasses.replace(samples[2], sample=rewarded)
+    for share in make_shares(samples, num_steps=1, num_ranks=2, max_tokens=5):
+        assert share.outcomes.has_token_rewards
+        assert share.outcomes.episodes == [[0, 1, 1]]
+
+
+def test_a_step_has_whole_episodes_and_as_many_as_any_other():
+    assert split_into_steps(in_episodes([3, 1, 1, 2]), 2) == [range(0, 4), range(4, 7)]
+    share = make_shares(in_episodes([3, 1, 1, 2]), num_steps=2, num_ranks=1, max_tokens=99)[0]
+    assert share.steps == [[[0, 1, 2, 3]], [[4, 5, 6]]]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 8))
+def test_no_episode_is_cut_and_no_step_has_two_more_than_another(sizes, num_steps):
+    samples = in_episodes(sizes)
+    steps = split_into_steps(samples, min(num_steps, len(sizes)))
+    assert [i for step in steps for i in step] == list(range(len(samples)))
+    held = [{samples[i].episode for i in step} for step in steps]
+    assert sum(map(len, held)) == len(sizes)
+    assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
 lens = st.lists(st.integers(1, 100), max_size=40)

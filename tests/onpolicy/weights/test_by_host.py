@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onpolicy.weights.push import Transport
-from onpolicy.weights.transports.by_host import ByHostTransport, is_near
+from onpolicy.weights.transports.by_host import ByHostTransport
 
 BUCKET = [("w", torch.zeros(1))]
 
@@ -44,15 +44,15 @@ class Recorded(Transport):
     ],
 )
 def test_an_engine_is_near_if_its_address_is_one_of_this_host(url, expected):
-    assert is_near(Engine(url)) is expected
+    assert Recorded().is_near(Engine(url)) is expected
 
 
 @pytest.mark.parametrize("places", ["nn", "nf", "ff", "fnf"])
 def test_each_engine_is_sent_everything_by_one_way(places):
     engines = [Engine(place) for place in places]
     near, far = Recorded(), Recorded()
-    transport = ByHostTransport(near, is_near=lambda engine: engine.url == "n")
-    transport._far = far
+    transport = ByHostTransport(near)
+    transport.is_near, transport._far = lambda engine: engine.url == "n", far
     transport.open(engines)
     transport.send(BUCKET, engines, "1")
     transport.close(engines, "1")

@@ -15,7 +15,7 @@ ACTS = {"custom_generate_function_path": "agent.act", "rm_type": "exact", "promp
 )
 def test_what_only_an_agent_reads_is_refused_without_one(tmp_path, values):
     validate(make_config(tmp_path, **ACTS, **values))
-    with pytest.raises(ConfigError, match="only --custom-generate-function-path reads it"):
+    with pytest.raises(ConfigError, match=r"only --custom-generate-function-path.* reads it"):
         validate(make_config(tmp_path, **{**ACTS, **values, "custom_generate_function_path": ""}))
 
 

@@ -134,3 +134,14 @@ def test_the_longest_sequence_is_a_training_or_an_evaluation_prompts(tmp_path):
             tmp_path, rollout_max_response_len=sampled, eval_max_response_len=evaluated
         )
         assert inputs.longest_sequence(config) == expected
+
+
+@pytest.mark.parametrize(("way", "senders"), [("tensor", 1), ("disk", 1), ("distributed", 2)])
+def test_a_push_holds_as_many_buckets_as_ranks_that_send(tmp_path, way, senders):
+    config = make_config(make_checkpoint(tmp_path / "model", "llama"))
+    config = dataclasses.replace(config, sync=groups.WeightSyncConfig(weight_sync=way))
+    hf_config, spec = make_spec(config, 50)
+    run = RunMemory(config, hf_config, spec, ModelSize.of(hf_config))
+    for ranks, servers in ((3, 2), (2, 3)):
+        assert run.with_push(ranks, servers)[-1].count == senders
+    assert run.with_push(1, 3)[-1].count == run.with_push(0, 1)[-1].count == 1

@@ -55,8 +55,13 @@ def on_rank(rank, path, address):
         assert count == held + buffers
         total = sum(p.numel() for p in model.parameters())
         assert held < math.ceil(total / RANKS) * 1.1
-        pushed = dict(pair for bucket in gather_buckets(model, torch.float32, 1) for pair in bucket)
-        assert sum(t.numel() for t in pushed.values()) == (0 if rank else total + buffers)
+        saved = load_file(path / "model.safetensors")
+        for ranks in ([0], [1], [0, 1]):
+            sent = gather_buckets(model, torch.float32, 1, "all", ranks)
+            pushed = {name: tensor for bucket in sent for name, tensor in bucket}
+            size = sum(tensor.numel() for tensor in pushed.values())
+            assert size == (total + buffers if rank in ranks else 0)
+            assert all(torch.equal(tensor, saved[name]) for name, tensor in pushed.items())
     finally:
         destroy_process_group()
 

@@ -67,6 +67,21 @@ def test_weights_come_out_in_two_parts_by_what_is_trained(two_ranks, model_of, l
         assert torch.equal(tensor, parts["all"][name]), name
 
 
+@pytest.mark.parametrize("architecture", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize("layout", [DATA, TENSOR, MegatronLayout(pipeline_model_parallel_size=2)])
+def test_each_rank_that_sends_has_all_weights_and_no_other_has_any(
+    two_ranks, model_of, architecture, layout
+):
+    path = model_of(architecture)
+    job = with_blocks(Job(path=path, batches=[]), layout)
+    stored = load_file(path / "model.safetensors")
+    for senders in ((0,), (1,), (0, 1)):
+        of_ranks = two_ranks.run(export, job, BUCKET_BYTES, "all", (), senders)
+        for rank, (_, weights) in enumerate(of_ranks):
+            assert weights.keys() == (stored.keys() if rank in senders else set())
+            assert all(torch.equal(tensor, stored[name]) for name, tensor in weights.items())
+
+
 def test_layers_for_further_tokens_are_not_read(two_ranks, model_of, tmp_path):
     """GLM-4.5 is published with one; transformers reads over it, and so does the rollout."""
     path = model_of("glm4-moe")

@@ -1,0 +1,169 @@
+"""`onpolicy bench agents`: episodes of several turns, whose tools answer when they do.
+
+Latencies are Pareto-distributed, cut at a limit of time as tools have one; episode and turn decide them.
+Each kind of operators is measured in two ways. Free: an episode, in a worker process, goes on as soon as
+its tool has answered. Turn by turn: all sample, all tools answer, and then all sample again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.bench.requests import random_prompts, random_requests
+from benchmarks.bench.rollout import servers
+from benchmarks.bench.setting import settings
+from benchmarks.bench.turns import take_turns
+from onpolicy.agents.worker_link import AgentFunction
+from onpolicy.agents.workers import WorkerRollouter, default_workers
+from onpolicy.config.tools import BenchConfig
+from onpolicy.models.hf_config import load_config
+from onpolicy.rollout.base import RolloutGroup, SamplingJob
+from onpolicy.rollout.episodes import Episode, Rollouter, Turns
+from onpolicy.rollout.open_episode import OpenEpisode
+from onpolicy.rollout.rounds import Round
+from onpolicy.trajectory import UNPUSHED, Trajectory
+from onpolicy.types import Prompt, Request
+
+SHAPE = 1.2
+"""The Pareto distribution's: its mean is finite, its variance is not."""
+
+ANSWERED = 4
+"""A tool's answer is a quarter of the turn's tokens."""
+
+HANG_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """What follows each turn of `sampled` tokens: so many seconds, and then `answer`."""
+
+    num_turns: int
+    sampled: int
+    answer: list[int]
+    least: float
+    most: float
+
+    def seconds(self, episode: int, turn: int) -> float:
+        """How long it takes."""
+        drawn = random.Random(f"{episode}/{turn}").paretovariate(SHAPE)
+        return min(self.least * drawn, self.most)
+
+
+def tool_of(config: BenchConfig) -> Tool:
+    """A tool that takes its part of --max-new-tokens."""
+    tokens = config.max_new_tokens // config.num_turns
+    answered = tokens // ANSWERED
+    return Tool(
+        num_turns=config.num_turns,
+        sampled=tokens - answered,
+        answer=[*range(answered)],
+        least=config.tool_latency,
+        most=config.tool_time_limit,
+    )
+
+
+async def play(turns: Turns, prompt: Prompt, *, tool: Tool) -> Episode:
+    """An episode, in a worker process."""
+    for turn in range(tool.num_turns):
+        await turns.sample(max_tokens=tool.sampled)
+        await asyncio.sleep(tool.seconds(prompt.index, turn))
+        turns.append(tool.answer)
+    return Episode()
+
+
+def bench_agents(config: BenchConfig) -> dict[str, Any]:
+    """For each kind of operators the seconds of all episodes, free and turn by turn; `ratio`, how many
+    times as fast the free ones are; and whether both sampled the same tokens with the same bits."""
+    vocab_size, tool = load_config(config.model.hf_checkpoint).vocab_size, tool_of(config)
+    prompts, requests = random_prompts(config, vocab_size), random_requests(config, vocab_size)
+    work = list(zip(prompts, requests, strict=True))
+    function = AgentFunction(path=f"{__name__}.play", arguments={"tool": tool})
+    workers = WorkerRollouter(function, default_workers(), HANG_SECONDS)
+    with closing(workers), servers(config) as (groups, _):
+        measures = dict[str, Callable[[], Measured]]()
+        for kind, group in groups.items():
+            draw_turn_by_turn(group, work, replace(tool, num_turns=1, most=tool.least))  # warms up
+            measures[f"{kind}, free"] = partial(draw_freely, group, work, workers)
+            measures[f"{kind}, turn by turn"] = partial(draw_turn_by_turn, group, work, tool)
+        runs = take_turns(measures, 0, config.repetitions)
+    return {
+        "what": "agents",
+        "unit": "seconds of all episodes",
+        **{kind: compare(runs[f"{kind}, free"], runs[f"{kind}, turn by turn"]) for kind in groups},
+        "num_turns": config.num_turns,
+        "tool_latency": config.tool_latency,
+        "tool_time_limit": config.tool_time_limit,
+        "pareto_shape": SHAPE,
+        "num_workers": default_workers(),
+        **settings(config),
+    }
+
+
+class Measured(NamedTuple):
+    """All episodes, drawn once."""
+
+    seconds: float
+    trajectories: list[Trajectory]
+
+
+Work = Sequence[tuple[Prompt, Request]]
+
+
+def draw_freely(group: RolloutGroup, work: Work, rollouter: Rollouter) -> Measured:
+    """Each episode goes on when its tool has answered."""
+    _flush(group)
+    started = time.perf_counter()
+    episodes = [OpenEpisode(rollouter, prompt, request) for prompt, request in work]
+    group.generate(Round(episodes, None, UNPUSHED))
+    return Measured(time.perf_counter() - started, [each.trajectories[0] for each in episodes])
+
+
+def draw_turn_by_turn(group: RolloutGroup, work: Work, tool: Tool) -> Measured:
+    """All episodes go on when all tools have answered, which work beside each other."""
+    _flush(group)
+    started = time.perf_counter()
+    so_far = [Trajectory.begin(prompt.prompt_ids) for prompt, _ in work]
+    for turn in range(tool.num_turns):
+        requests = [
+            replace(
+                request,
+                prompt_ids=trajectory.token_ids,
+                params=replace(request.params, max_new_tokens=tool.sampled),
+            )
+            for trajectory, (_, request) in zip(so_far, work, strict=True)
+        ]
+        answers = group.generate(SamplingJob(requests))
+        time.sleep(max(tool.seconds(prompt.index, turn) for prompt, _ in work))
+        so_far = [
+            trajectory.plus(answer, request.params.temperature).given(tool.answer)
+            for trajectory, answer, request in zip(so_far, answers, requests, strict=True)
+        ]
+    return Measured(time.perf_counter() - started, so_far)
+
+
+def compare(free: Sequence[Measured], in_turns: Sequence[Measured]) -> dict[str, Any]:
+    """The result of one kind of operators."""
+    pairs = list(zip(free, in_turns, strict=True))
+    return {
+        "free": [one.seconds for one, _ in pairs],
+        "turn_by_turn": [other.seconds for _, other in pairs],
+        "ratio": median(other.seconds / one.seconds for one, other in pairs),
+        "same_tokens": all(_bits(one) == _bits(other) for one, other in pairs),
+    }
+
+
+def _bits(measured: Measured) -> list[tuple[list[int], list[float]]]:
+    return [(each.token_ids, each.rollout_log_probs) for each in measured.trajectories]
+
+
+def _flush(group: RolloutGroup) -> None:
+    for client in group.clients:
+        client.flush_cache()

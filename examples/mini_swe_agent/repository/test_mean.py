@@ -1,0 +1,3 @@
+from mean import mean
+
+assert mean([1, 2, 3]) == 2

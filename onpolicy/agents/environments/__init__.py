@@ -1,0 +1,1 @@
+"""Environments that people have, as functions of an episode."""

@@ -1,0 +1,40 @@
+"""Functions of episodes that act through a session of the gateway, wherever they run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from onpolicy.agents.gateway.rollouter import Act
+from onpolicy.agents.gateway.server import OpenSession
+from onpolicy.rollout.episodes import Episode, Rollouter
+from onpolicy.types import Prompt
+
+_SESSION = "session"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAddress:
+    """What a client needs: it acts in one episode, while that lasts."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+def acts_by(rollouter: Rollouter) -> Act:
+    """What `rollouter` makes of a prompt in which `session_of` finds the session's address."""
+
+    async def act(opened: OpenSession, prompt: Prompt) -> Episode:
+        rules = opened.session.rules
+        address = SessionAddress(
+            base_url=opened.base_url, api_key=opened.api_key, model=rules.model_name
+        )
+        told = replace(prompt, metadata={**prompt.metadata, _SESSION: asdict(address)})
+        return await rollouter.roll_out(told, opened.session.turns)
+
+    return act
+
+
+def session_of(prompt: Prompt) -> SessionAddress:
+    """That of the episode which a prompt was handed out for."""
+    return SessionAddress(**prompt.metadata[_SESSION])

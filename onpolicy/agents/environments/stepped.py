@@ -1,0 +1,184 @@
+"""An environment as a class with `reset` and `step`, as an episode.
+
+    class Guess:
+        stop = ("\n",)  # where an action ends, besides the stop tokens
+
+        def reset(self, prompt):
+            return "Guess a number.\n"
+
+        def step(self, action):
+            return "Too low.\n", 0.0, False
+
+The policy reads what `reset` and `step` observe, and what it samples is an action. An object belongs to
+one episode. What it observes is journalled before it is used: an episode that goes on later, or that is
+repeated, reads it from there, and the environment catches up with it when the journal ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from onpolicy.errors import AgentError
+from onpolicy.rollout.episodes import Answer, ContextExceededError, Episode, Turns
+from onpolicy.system.user_functions import load_function
+from onpolicy.types import Prompt
+
+Observation = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
+"""Text, token ids or chat messages, which `Turns.append` takes; None or nothing: nothing to read."""
+
+Rewards = Literal["episode", "turn", "token"]
+"""What a reward that `step` returns is for: its sum for the whole episode, the number for the last token
+of the action, or a number for each of the action's tokens."""
+
+
+class Environment(Protocol):
+    """What `--environment module:Class` asks of a class. All methods may be `async`; those that are not
+    run in threads. `stop`, texts that end an action, and `close` may be left out."""
+
+    def reset(self, prompt: Prompt) -> Observation:
+        """What the policy reads after the prompt."""
+
+    def step(self, action: str) -> tuple[Observation, Any, bool]:
+        """What came of an action: what the policy reads next, a reward, and whether that is the end.
+
+        action: what was sampled, without the stop token. It may have been cut short, where no more
+        tokens may be sampled; the episode ends then, whatever is returned.
+        """
+
+    def close(self) -> None:
+        """The episode is over, however it ended."""
+
+
+async def roll_out(
+    turns: Turns,
+    prompt: Prompt,
+    *,
+    environment: str,
+    arguments: Mapping[str, Any],
+    rewards: Rewards = "episode",
+) -> Episode:
+    """One episode in the environment at the path `environment`, made with `arguments`.
+
+    Raises AgentError where it returns what it must not.
+    """
+    made = load_function(environment, "--environment")
+    return await play(turns, prompt, lambda: made(**arguments), rewards, getattr(made, "stop", ()))
+
+
+async def play(
+    turns: Turns,
+    prompt: Prompt,
+    make: Callable[[], Environment],
+    rewards: Rewards = "episode",
+    stop: Sequence[str] = (),
+) -> Episode:
+    """One episode in the environment that `make` makes."""
+    attempt = _Attempt(make, prompt)
+    given: list[Any] = []
+    answers: list[Answer] = []
+    try:
+        _append(turns, await turns.observe(attempt.reset))
+        why = "length"
+        while turns.num_left:
+            answers.append(await turns.sample(stop=stop))
+            attempt.actions.append(answers[-1].text)
+            observation, reward, is_done = await turns.observe(attempt.step)
+            given.append(_checked(reward, rewards, answers[-1]))
+            if is_done:
+                why = "done"
+                break
+            _append(turns, observation)
+    except ContextExceededError:
+        if not answers:
+            raise
+        why = "context"
+    finally:
+        await attempt.close()
+    return _episode(given, answers, rewards, why)
+
+
+def _append(turns: Turns, observation: Observation) -> None:
+    if observation:
+        turns.append(observation)
+
+
+class _Attempt:
+    """The environment of an episode, made when something is asked of it that no journal knows."""
+
+    def __init__(self, make: Callable[[], Environment], prompt: Prompt):
+        self._make, self._prompt = make, prompt
+        self._environment: Environment | None = None
+        self.actions: list[str] = []
+        """All so far; the environment has been told of those before the last."""
+
+    async def reset(self) -> Observation:
+        self._environment = await _call(self._make)
+        observation: Observation = await _call(self._environment.reset, self._prompt)
+        return observation
+
+    async def step(self) -> tuple[Observation, Any, bool]:
+        *earlier, action = self.actions
+        if self._environment is None:
+            await self.reset()
+            for each in earlier:
+                await self._stepped(each)
+        return await self._stepped(action)
+
+    async def _stepped(self, action: str) -> tuple[Observation, Any, bool]:
+        assert self._environment is not None
+        found = await _call(self._environment.step, action)
+        if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], bool)):
+            raise AgentError(
+                f"got {found!r:.80} from {type(self._environment).__name__}.step: it must be the tuple "
+                "(observation, reward, done), done True or False",
+                reason="result",
+            )
+        return found
+
+    async def close(self) -> None:
+        if close := getattr(self._environment, "close", None):
+            await _call(close)
+
+
+async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns; one that is not async holds nobody up."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def _checked(reward: Any, rewards: Rewards, answer: Answer) -> Any:
+    """The reward of a step. Raises AgentError for one of another shape."""
+    each = [reward] if rewards != "token" else reward
+    length = len(answer.token_ids) if rewards == "token" else 1
+    fits = isinstance(each, Sequence) and len(each) == length
+    if not fits or not all(isinstance(r, int | float) and not isinstance(r, bool) for r in each):
+        shape = "a number" if rewards != "token" else f"{length} numbers, as many as tokens"
+        raise AgentError(
+            f"got reward={reward!r:.80} from a step: it must be {shape} with --environment-rewards "
+            f"{rewards}",
+            reason="result",
+        )
+    return reward
+
+
+def _episode(
+    given: Sequence[Any], answers: Sequence[Answer], rewards: Rewards, why: str
+) -> Episode:
+    info = {"ended": why}
+    if rewards == "episode":
+        return Episode(reward=math.fsum(given), info=info)
+    by_token = [
+        number
+        for reward, answer in zip(given, answers, strict=True)
+        for number in (reward if rewards == "token" else _at_end(reward, len(answer.token_ids)))
+    ]
+    return Episode(token_rewards=[by_token], info=info)
+
+
+def _at_end(reward: float, length: int) -> list[float]:
+    return [0.0] * (length - 1) + [reward]

@@ -1,0 +1,115 @@
+"""Any environment of the `verifiers` package, unmodified: it acts through a session of the gateway.
+
+Its client is the `openai` one at the session's address, its dataset are the prompts, and its rubric says
+the reward. What fails in it, the functions of its rubric included, fails the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from onpolicy.agents.environments.sessions import session_of
+from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.rollout.episodes import Episode
+from onpolicy.types import Prompt
+
+INPUT = "verifiers_input"
+"""The field of a prompt's metadata that holds the row of the environment's dataset."""
+
+_scoring_errors: ContextVar[list[str]] = ContextVar("errors that a rubric logged")
+
+
+@cache
+def load(name: str, arguments: str) -> Any:
+    """The environment, once in a process; `arguments` is a JSON object.
+
+    Raises ConfigError where the package or the environment is not there, where it cannot be made, and
+    where its rubric compares episodes.
+    """
+    try:
+        verifiers = importlib.import_module("verifiers")
+        made = verifiers.load_environment(name, **json.loads(arguments))
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--environment=verifiers:{name}: verifiers is not installed ({error}). Run pip install "
+            "'onpolicy[agents]'."
+        ) from error
+    except Exception as error:  # an environment is a program of somebody else's
+        raise ConfigError(
+            f"--environment=verifiers:{name}: cannot be loaded with --environment-args={arguments}: "
+            f"{in_one_line(error)}. Install its package, and give it the arguments that it takes."
+        ) from error
+    if made.requires_group_rollouts:
+        raise ConfigError(
+            f"--environment=verifiers:{name}: functions of its rubric compare the episodes of a "
+            "prompt, and episodes are scored one by one. Use one whose rewards are of an episode alone."
+        )
+    logging.getLogger("verifiers.rubrics").addHandler(_RubricErrors(logging.ERROR))
+    return made
+
+
+class _RubricErrors(logging.Handler):
+    """Keeps what a rubric logs: it counts a function that raises as a reward of 0."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (errors := _scoring_errors.get(None)) is not None:
+            errors.append(record.getMessage())
+
+
+@contextmanager
+def _watched() -> Iterator[list[str]]:
+    """The errors that rubrics log inside."""
+    errors: list[str] = []
+    token = _scoring_errors.set(errors)
+    try:
+        yield errors
+    finally:
+        _scoring_errors.reset(token)
+
+
+def rows(name: str, arguments: str) -> Iterator[dict[str, Any]]:
+    """The environment's training set as rows of a prompt file."""
+    for row in load(name, arguments).get_dataset():
+        label = row.get("answer")
+        label = "" if label is None else str(label)
+        yield {"prompt": row["prompt"], "label": label, INPUT: row}
+
+
+async def roll_out(turns: Any, prompt: Prompt, *, name: str, arguments: str) -> Episode:
+    """One episode with the prompt's row of the dataset, in the session that the prompt names.
+
+    Raises RuntimeError where the environment or a function of its rubric fails.
+    """
+    environment = await asyncio.to_thread(load, name, arguments)
+    from openai import AsyncOpenAI
+    from verifiers.clients import OpenAIChatCompletionsClient
+
+    session = session_of(prompt)
+    async with AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=None
+    ) as client:
+        with _watched() as errors:
+            found = await environment.run_rollout(
+                dict(prompt.metadata[INPUT]),
+                OpenAIChatCompletionsClient(client),
+                session.model,
+                environment.sampling_args,
+            )
+    if found["error"]:
+        raise RuntimeError(f"verifiers:{name}: {found['error']['error_chain_repr']}")
+    if errors:
+        raise RuntimeError(f"verifiers:{name}: {'; '.join(errors)}")
+    metrics = {f"verifiers/{key}": float(value) for key, value in (found["metrics"] or {}).items()}
+    return Episode(
+        reward=float(found["reward"]),
+        metrics=metrics,
+        info={"ended": found["stop_condition"], "is_truncated": found["is_truncated"]},
+    )

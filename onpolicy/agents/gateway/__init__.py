@@ -1,0 +1,1 @@
+"""Episodes over HTTP, for agents that speak the protocols of OpenAI or Anthropic, unmodified."""

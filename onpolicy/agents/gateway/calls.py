@@ -1,0 +1,104 @@
+"""What a client asks for and is answered, whichever protocol it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Message = Mapping[str, Any]
+"""As chat templates read it: role, content (text), and maybe reasoning_content, tool_calls (their
+arguments are JSON in a string), tool_call_id and name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request of a client."""
+
+    model: str
+
+    messages: tuple[Message, ...] = ()
+    """Of a chat, from its beginning."""
+
+    continues: str = ""
+    """Name of an earlier reply, whose chat comes before `messages`."""
+
+    prompt: str | tuple[int, ...] | None = None
+    """What is to be continued instead: text or tokens."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """As OpenAI describes functions; they are rendered into the prompt."""
+
+    num_answers: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    stop: tuple[str, ...] = ()
+
+    streams: bool = False
+    streams_usage: bool = False
+    log_probs: bool = False
+    token_ids: bool = False
+    """Whether the answer is to say them."""
+
+    @property
+    def decisive(self) -> tuple[Any, ...]:
+        """What its answers depend on, as JSON can say it."""
+        return (
+            self.messages, self.continues, self.prompt, self.tools, self.max_tokens, self.temperature,
+            self.stop,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A function that the policy calls."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON"""
+
+
+Ending = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer to a call."""
+
+    name: str
+    """Made of the call and of what it continues, so that it is the same in a repeated run."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    ending: Ending = "stop"
+    stopped_by: str = ""
+    """The text of `Call.stop` that ended it, which is not part of `content`."""
+
+    prompt_ids: Sequence[int] = field(default=(), repr=False)
+    """All that the policy was given and sampled before."""
+
+    token_ids: Sequence[int] = ()
+    """What it sampled, the stop token included."""
+
+    log_probs: Sequence[float] = ()
+    token_texts: Sequence[str] = ()
+    """Of each token, where log-probabilities were asked for."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As a client gives it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message

@@ -1,0 +1,71 @@
+"""A gateway and its agent, by the flags of a run."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Collection, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from onpolicy.agents.chat import ChatTemplate
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.rollouter import Agent
+from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.config.groups.agents import AgentConfig
+from onpolicy.errors import ConfigError
+from onpolicy.system.user_functions import load_function
+
+FLAG = "--custom-agent-function-path"
+
+
+def load_agent(path: str) -> Agent:
+    """The agent at `path`. Raises ConfigError if it takes other arguments than it is called with."""
+    function = load_function(path, FLAG)
+    try:
+        inspect.signature(function).bind("", "", None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{FLAG}={path}: {error}: it is called with the base URL, the key and the prompt. Make it "
+            "`def function(base_url, api_key, prompt)`."
+        ) from error
+    return function
+
+
+def require_parsers(config: AgentConfig) -> None:
+    """Raise ConfigError for names that SGLang has no parser of."""
+    if config.tool_call_parser:
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        known = FunctionCallParser.ToolCallParserEnum
+        _require_known("--tool-call-parser", config.tool_call_parser, known)
+    if config.reasoning_parser:
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        known = ReasoningParser.DetectorMap
+        _require_known("--reasoning-parser", config.reasoning_parser, known)
+
+
+def _require_known(flag: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ConfigError(
+            f"{flag}={name}: SGLang has no such parser. Known: {', '.join(sorted(known))}."
+        )
+
+
+def make_gateway(
+    config: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+) -> Gateway:
+    """One that listens when the first session is opened."""
+    for client in ("httpx", "httpx2"):  # they log a line for each request
+        logging.getLogger(client).setLevel(logging.WARNING)
+    rules = SessionRules(
+        template=ChatTemplate(tokenizer, stop_token_ids, config.chat_drift),
+        parser=AnswerParser(
+            tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+        ),
+        model_name=config.gateway_model_name,
+        most_at_once=config.gateway_parallel_answers,
+    )
+    return Gateway(rules, config.gateway_host)

@@ -1,0 +1,209 @@
+"""Anthropic's messages (https://docs.anthropic.com/en/api/messages)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from onpolicy.agents.gateway.calls import Call, Message, Reply
+from onpolicy.agents.gateway.errors import RefusedError, invalid
+from onpolicy.agents.gateway.fields import Fields
+from onpolicy.agents.gateway.protocols import Event
+from onpolicy.agents.gateway.protocols.parts import (
+    ALWAYS_SENT,
+    function_tool,
+    refuse_forced_tools,
+    text_of,
+)
+from onpolicy.types import SamplingParams
+
+PATH = "/messages"
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+error = RefusedError.as_anthropic
+
+
+def read(fields: Fields, params: SamplingParams) -> Call:
+    """What is asked for. Raises RefusedError."""
+    fields.ignore(*ALWAYS_SENT, "cache_control")
+    fields.refuse_other_sampling(params)
+    fields.refuse(
+        "thinking", {"type": "disabled"}, because="the policy thinks as it was trained to."
+    )
+    for field in (
+        "container",
+        "mcp_servers",
+        "context_management",
+        "output_config",
+        "output_format",
+    ):
+        fields.refuse(field, [], because="the run has none.")
+    tools = tuple(_read_tool(tool) for tool in fields.objects("tools"))
+    given = fields.objects("messages")
+    if not given:
+        raise invalid("messages", "must be a list of at least one message.")
+    system = text_of(_without_cache(fields.pop("system")), "system")
+    messages = [message for each in given for message in _read_message(each)]
+    call = Call(
+        model=fields.need("model", str),
+        messages=(*([{"role": "system", "content": system}] if system else []), *messages),
+        tools=tools if refuse_forced_tools(fields) else (),
+        max_tokens=fields.count("max_tokens"),
+        temperature=fields.temperature(),
+        stop=fields.texts("stop_sequences"),
+        streams=fields.take("stream", bool, False),
+    )
+    if call.max_tokens is None:
+        raise invalid("max_tokens", "is missing: it must be an integer.")
+    fields.end()
+    return call
+
+
+def _without_cache(content: Any) -> Any:
+    """Content without the marks of what a server may cache."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {name: value for name, value in part.items() if name not in ("cache_control", "citations")}
+        if isinstance(part, dict)
+        else part
+        for part in content
+    ]
+
+
+def _read_tool(tool: Fields) -> dict[str, Any]:
+    kind = tool.take("type", str, "custom")
+    if kind != "custom":
+        raise invalid(
+            tool.name("type"), f"{kind!r}: the policy calls the client's functions alone."
+        )
+    return function_tool(
+        tool.need("name", str), tool.find("description", str), tool.need("input_schema", dict)
+    )
+
+
+def _read_message(fields: Fields) -> list[Message]:
+    """A message of theirs is several of a chat template's where it brings results of tools."""
+    role, content = fields.need("role", str), _without_cache(fields.pop("content"))
+    if role not in ("user", "assistant"):
+        raise invalid(fields.name("role"), f"{role!r} is neither user nor assistant.")
+    fields.end()
+    where = fields.name("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not content:
+        raise invalid(where, f"must be text or a list of blocks, and is {content!r:.80}.")
+    blocks = [Fields(block, f"{where}[{i}]") for i, block in enumerate(content)]
+    return [_of_assistant(blocks)] if role == "assistant" else _of_user(blocks)
+
+
+def _of_assistant(blocks: Sequence[Fields]) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls = []
+    for block in blocks:
+        match block.need("type", str):
+            case "text":
+                message["content"] += block.need("text", str)
+            case "thinking":
+                message["reasoning_content"] = block.need("thinking", str)
+            case "tool_use":
+                function = {
+                    "name": block.need("name", str),
+                    "arguments": json.dumps(block.take("input", dict, {})),
+                }
+                calls.append(
+                    {"id": block.need("id", str), "type": "function", "function": function}
+                )
+            case kind:
+                raise invalid(
+                    block.name("type"), f"{kind!r}: the policy has never said such a block."
+                )
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def _of_user(blocks: Sequence[Fields]) -> list[Message]:
+    messages, text = list[Message](), ""
+    for block in blocks:
+        if (kind := block.need("type", str)) == "tool_result":
+            content = text_of(_without_cache(block.pop("content")), block.name("content"))
+            called = block.need("tool_use_id", str)
+            messages.append({"role": "tool", "tool_call_id": called, "content": content})
+        elif kind == "text":
+            text += block.need("text", str)
+        else:
+            raise invalid(
+                block.name("type"), f"{kind!r}: the policy reads text and tool_result alone."
+            )
+    return [*messages, *([{"role": "user", "content": text}] if text else [])]
+
+
+def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
+    """The body of the response."""
+    (reply,) = replies
+    return {**_head(call, reply), "content": _blocks(reply), **_end(reply), "usage": _usage(reply)}
+
+
+def events(call: Call, replies: Sequence[Reply]) -> Iterator[Event]:
+    """The same as a stream: one delta for each block."""
+    (reply,) = replies
+    usage = {**_usage(reply), "output_tokens": 0}
+    start = {**_head(call, reply), "content": [], "stop_reason": None, "stop_sequence": None}
+    yield _event("message_start", message={**start, "usage": usage})
+    for i, block in enumerate(_blocks(reply)):
+        empty, delta = _delta(block)
+        yield _event("content_block_start", index=i, content_block=empty)
+        yield _event("content_block_delta", index=i, delta=delta)
+        yield _event("content_block_stop", index=i)
+    yield _event("message_delta", delta=_end(reply), usage=_usage(reply))
+    yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return kind, {"type": kind, **fields}
+
+
+def _delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A block before it has anything, and what it is to have."""
+    match block["type"]:
+        case "thinking":
+            return {**block, "thinking": ""}, {
+                "type": "thinking_delta",
+                "thinking": block["thinking"],
+            }
+        case "tool_use":
+            text = json.dumps(block["input"])
+            return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
+    return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+
+
+def _blocks(reply: Reply) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not reply.tool_calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.tool_calls:
+        given = json.loads(call.arguments or "{}")
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    return blocks
+
+
+def _head(call: Call, reply: Reply) -> dict[str, Any]:
+    return {
+        "id": f"msg_{reply.name}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+    }
+
+
+def _end(reply: Reply) -> dict[str, Any]:
+    if reply.stopped_by:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
+    return {"stop_reason": _STOP_REASONS[reply.ending], "stop_sequence": None}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    return {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.token_ids)}

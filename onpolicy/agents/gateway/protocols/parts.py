@@ -1,0 +1,73 @@
+"""What several protocols write the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onpolicy.agents.gateway.calls import Reply
+from onpolicy.agents.gateway.errors import RefusedError, invalid
+from onpolicy.agents.gateway.fields import Fields
+
+ALWAYS_SENT = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+)  # fmt: skip
+"""Fields that change nothing of what is sampled; they are ignored."""
+
+CREATED = 0
+"""Of every answer: a repeated run gives the same bytes."""
+
+
+def text_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Content that is text, or a list of parts of these kinds, as one text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise invalid(where, f"must be text or a list of parts, and is {value!r:.80}.")
+    parts = [Fields(part, f"{where}[{i}]") for i, part in enumerate(value)]
+    return "".join(text_part(part, kinds) for part in parts)
+
+
+def text_part(part: Fields, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a part of a content."""
+    kind = part.need("type", str)
+    if kind not in kinds:
+        raise invalid(part.name("type"), f"{kind!r}: the policy reads {', '.join(kinds)} alone.")
+    return part.need("text", str)
+
+
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A tool as chat templates read it."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    return {"type": "function", "function": {**function, "parameters": parameters or {}}}
+
+
+def refuse_forced_tools(fields: Fields) -> bool:
+    """Whether tools may be called; refused where one has to be."""
+    choice = fields.pop("tool_choice")
+    if isinstance(choice, dict):
+        choice = choice.get("type")
+    if choice not in (None, "auto", "none"):
+        raise RefusedError(
+            400,
+            f"{fields.name('tool_choice')}={choice!r} cannot be honoured: nothing constrains what the "
+            "policy samples. Ask for 'auto' or 'none'.",
+            code="unsupported_parameter",
+            field=fields.name("tool_choice"),
+        )
+    return bool(choice != "none")
+
+
+def usage(replies: Sequence[Reply]) -> dict[str, int]:
+    """Tokens of a prompt and of all answers to it."""
+    given, sampled = len(replies[0].prompt_ids), sum(len(reply.token_ids) for reply in replies)
+    return {
+        "prompt_tokens": given,
+        "completion_tokens": sampled,
+        "total_tokens": given + sampled,
+    }

@@ -1,0 +1,245 @@
+"""OpenAI's responses (https://platform.openai.com/docs/api-reference/responses)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from onpolicy.agents.gateway.calls import Call, Message, Reply
+from onpolicy.agents.gateway.errors import RefusedError, invalid
+from onpolicy.agents.gateway.fields import Fields
+from onpolicy.agents.gateway.protocols import Event
+from onpolicy.agents.gateway.protocols.chat_completions import log_probs
+from onpolicy.agents.gateway.protocols.parts import (
+    ALWAYS_SENT,
+    CREATED,
+    function_tool,
+    refuse_forced_tools,
+    text_of,
+    usage,
+)
+from onpolicy.types import SamplingParams
+
+PATH = "/responses"
+
+_TEXT = ("input_text", "output_text", "text", "reasoning_text")
+_LOG_PROBS = "message.output_text.logprobs"
+
+error = RefusedError.as_openai
+
+
+def read(fields: Fields, params: SamplingParams) -> Call:
+    """What is asked for. Raises RefusedError."""
+    fields.ignore(*ALWAYS_SENT)
+    fields.refuse_other_sampling(params)
+    fields.refuse(
+        "text", {"format": {"type": "text"}}, because="nothing constrains what is sampled."
+    )
+    fields.refuse("top_logprobs", 0, because="only those of sampled tokens are known. Ask for 0.")
+    fields.refuse("parallel_tool_calls", True, because="nothing constrains what is sampled.")
+    fields.refuse("truncation", "disabled", because="a prompt is read whole.")
+    fields.refuse(
+        "background", False, because="an answer is given to the client that waits for it."
+    )
+    include = fields.take("include", list, [])
+    tools = tuple(_read_tool(tool) for tool in fields.objects("tools"))
+    before = _system(fields.take("instructions", str, ""))
+    call = Call(
+        model=fields.need("model", str),
+        continues=fields.take("previous_response_id", str, "").removeprefix("resp_"),
+        messages=(*before, *_read_input(fields)),
+        tools=tools if refuse_forced_tools(fields) else (),
+        max_tokens=fields.count("max_output_tokens"),
+        temperature=fields.temperature(),
+        streams=fields.take("stream", bool, False),
+        log_probs=_LOG_PROBS in include,
+    )
+    fields.ignore("stream_options")
+    fields.end()
+    return call
+
+
+def _system(text: str) -> list[Message]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _read_tool(tool: Fields) -> dict[str, Any]:
+    if (kind := tool.need("type", str)) != "function":
+        raise invalid(
+            tool.name("type"), f"{kind!r}: the policy calls the client's functions alone."
+        )
+    return function_tool(
+        tool.need("name", str), tool.find("description", str), tool.find("parameters", dict)
+    )
+
+
+def _read_input(fields: Fields) -> list[Message]:
+    given = fields.pop("input")
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise invalid("input", f"must be a text or a list of items, and is {given!r:.80}.")
+    messages = list[dict[str, Any]]()
+    for i, item in enumerate(given):
+        _add_item(messages, Fields(item, f"input[{i}]"))
+    return list(messages)
+
+
+def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
+    """Reasoning, text and tool calls of one answer are items of their own, and one message here."""
+    match item.take("type", str, "message"):
+        case "message":
+            role, content = item.need("role", str), item.pop("content")
+            text = text_of(_texts_alone(content), item.name("content"), _TEXT)
+            if role == "assistant":
+                _open_answer(messages)["content"] += text
+            elif role in ("system", "developer", "user"):
+                messages.append({"role": "user" if role == "user" else "system", "content": text})
+            else:
+                raise invalid(item.name("role"), f"{role!r} is no role.")
+        case "reasoning":
+            parts = item.pop("content") or item.pop("summary")
+            _open_answer(messages, anew=True)["reasoning_content"] = text_of(
+                parts, item.name("content"), (*_TEXT, "summary_text")
+            )
+        case "function_call":
+            function = {"name": item.need("name", str), "arguments": item.need("arguments", str)}
+            called = {"id": item.need("call_id", str), "type": "function", "function": function}
+            _open_answer(messages).setdefault("tool_calls", []).append(called)
+        case "function_call_output":
+            output = text_of(item.pop("output"), item.name("output"), _TEXT)
+            of_call = item.need("call_id", str)
+            messages.append({"role": "tool", "tool_call_id": of_call, "content": output})
+        case kind:
+            raise invalid(item.name("type"), f"{kind!r}: the policy reads no such item.")
+
+
+def _texts_alone(content: Any) -> Any:
+    """Content without what answers say of their texts."""
+    if not isinstance(content, list):
+        return content
+    kept = ("type", "text")
+    return [
+        {name: part[name] for name in kept if name in part} if isinstance(part, dict) else part
+        for part in content
+    ]
+
+
+def _open_answer(messages: list[dict[str, Any]], anew: bool = False) -> dict[str, Any]:
+    if anew or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
+    """The body of the response."""
+    (reply,) = replies
+    return _body(call, reply, "completed", _items(call, reply))
+
+
+def _body(call: Call, reply: Reply, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+    is_cut = reply.ending == "length" and status == "completed"
+    counted = usage([reply])
+    return {
+        "id": f"resp_{reply.name}",
+        "object": "response",
+        "created_at": CREATED,
+        "model": call.model,
+        "status": "incomplete" if is_cut else status,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "output": items,
+        "parallel_tool_calls": True,
+        "previous_response_id": f"resp_{call.continues}" if call.continues else None,
+        "temperature": call.temperature,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in call.tools],
+        "top_p": None,
+        "usage": {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counted["total_tokens"],
+        },
+    }
+
+
+def _items(call: Call, reply: Reply) -> list[dict[str, Any]]:
+    items = list[dict[str, Any]]()
+    if reply.reasoning:
+        content = [{"type": "reasoning_text", "text": reply.reasoning}]
+        items.append(
+            {"id": f"rs_{reply.name}", "type": "reasoning", "summary": [], "content": content}
+        )
+    if reply.content or not reply.tool_calls:
+        sampled = log_probs(reply)["content"] if call.log_probs else []
+        text = {"type": "output_text", "text": reply.content, "annotations": []}
+        message = {"id": f"msg_{reply.name}", "type": "message", "role": "assistant"}
+        parts = [{**text, "logprobs": sampled}]
+        items.append({**message, "status": "completed", "content": parts})
+    items += [
+        {
+            "id": f"fc_{reply.name}_{i}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": tool_call.id,
+            "name": tool_call.name,
+            "arguments": tool_call.arguments,
+        }
+        for i, tool_call in enumerate(reply.tool_calls)
+    ]
+    return items
+
+
+def events(call: Call, replies: Sequence[Reply]) -> Iterator[Event]:
+    """The same as a stream: one delta for each item."""
+    (reply,) = replies
+    whole = answer(call, replies)
+    begun = _body(call, reply, "in_progress", [])
+    last = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
+    told: list[dict[str, Any]] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+        *(event for i, item in enumerate(whole["output"]) for event in _events_of(i, item)),
+        {"type": last, "response": whole},
+    ]
+    for number, event in enumerate(told):
+        yield event["type"], {**event, "sequence_number": number}
+
+
+def _events_of(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    at = {"output_index": index, "item_id": item["id"]}
+    if item["type"] == "function_call":
+        empty, arguments = {**item, "arguments": ""}, item["arguments"]
+    else:
+        empty, arguments = {**item, "content": []}, None
+    yield {
+        "type": "response.output_item.added",
+        "output_index": index,
+        "item": {**empty, "status": "in_progress"},
+    }
+    if arguments is not None:
+        kind = "response.function_call_arguments"
+        yield {"type": f"{kind}.delta", **at, "delta": arguments}
+        yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": arguments}
+    else:
+        yield from _events_of_text(at, item)
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _events_of_text(at: dict[str, Any], item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    (part,) = item["content"]
+    at = {**at, "content_index": 0}
+    if item["type"] == "reasoning":
+        yield {"type": "response.reasoning_text.delta", **at, "delta": part["text"]}
+        yield {"type": "response.reasoning_text.done", **at, "text": part["text"]}
+        return
+    empty = {**part, "text": "", "logprobs": []}
+    yield {"type": "response.content_part.added", **at, "part": empty}
+    sampled = {"logprobs": part["logprobs"]}
+    yield {"type": "response.output_text.delta", **at, "delta": part["text"], **sampled}
+    yield {"type": "response.output_text.done", **at, "text": part["text"], **sampled}
+    yield {"type": "response.content_part.done", **at, "part": part}

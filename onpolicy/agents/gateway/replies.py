@@ -1,0 +1,54 @@
+"""What was sampled, as its client is to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onpolicy.agents.gateway.calls import Call, Ending, Reply, ToolCall
+from onpolicy.agents.gateway.known import digest_of
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.rollout.episodes import Answer, Turns
+from onpolicy.trajectory import FinishReason
+
+
+def make_reply(
+    call: Call, branch: Turns, prompt_ids: Sequence[int], answer: Answer, parser: AnswerParser
+) -> Reply:
+    """The answer without the token or text that ended it, and what a parser finds in it."""
+    name = digest_of(branch.key)[:24]
+    text, stopped_by = _shown(call, branch, answer)
+    parsed = parser.parse(text, call.tools)
+    is_cut = answer.finish_reason == FinishReason.LENGTH
+    ending: Ending = "tool_calls" if parsed.calls else "length" if is_cut else "stop"
+    return Reply(
+        name=name,
+        content=parsed.content,
+        reasoning=parsed.reasoning,
+        tool_calls=tuple(
+            ToolCall(id=_call_id(name, i), name=function, arguments=arguments)
+            for i, (function, arguments) in enumerate(parsed.calls)
+        ),
+        ending=ending,
+        stopped_by=stopped_by,
+        prompt_ids=prompt_ids,
+        token_ids=answer.token_ids,
+        log_probs=answer.log_probs if call.log_probs else (),
+        token_texts=[answer.decode([t]) for t in answer.token_ids] if call.log_probs else (),
+    )
+
+
+def _shown(call: Call, branch: Turns, answer: Answer) -> tuple[str, str]:
+    """The text, and which of the call's texts ended it."""
+    token_ids = answer.token_ids
+    stop_token_ids = branch.request.params.stop_token_ids
+    if answer.finish_reason == FinishReason.STOP and token_ids[-1] in stop_token_ids:
+        return answer.decode(token_ids[:-1]), ""
+    text = answer.text
+    found = [(text.find(stop), stop) for stop in call.stop if stop in text]
+    start, stop = min(found, default=(len(text), ""))
+    return text[:start], stop
+
+
+def _call_id(name: str, index: int) -> str:
+    """Nine letters and digits: some templates take no others, and print them."""
+    return digest_of(name, index)[:9]

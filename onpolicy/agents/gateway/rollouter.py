@@ -1,0 +1,99 @@
+"""An agent of the user's own, which knows an API by its base URL and key, rolls prompts out."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from onpolicy.agents.gateway.server import Gateway, OpenSession
+from onpolicy.errors import AgentError
+from onpolicy.rollout.episodes import Episode, Rollouter, Turns
+from onpolicy.types import Prompt
+
+Agent = Callable[[str, str, Prompt], Any]
+"""(base URL, key, prompt) -> reward, episode or None; a coroutine function or one that blocks."""
+
+Act = Callable[[OpenSession, Prompt], Awaitable[Any]]
+"""Has an agent act in a session: what it returned."""
+
+
+class AgentRollouter(Rollouter):
+    """Opens a session of the gateway for each episode, and has an agent act in it.
+
+    `make_gateway` is called for the first of them. `act` says where the agent runs; it may return a
+    reward, None if the run's reward function is to say it, or an Episode with rewards, metrics and info,
+    to which the session adds the trajectories.
+    """
+
+    def __init__(self, make_gateway: Callable[[], Gateway], act: Act):
+        self._make_gateway, self._act = cache(make_gateway), act
+
+    async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
+        gateway = self._make_gateway()
+        opened = await gateway.open(turns)
+        try:
+            found = Episode.of(await self._act(opened, prompt))
+        finally:
+            branches = await gateway.end(opened)
+        if (drift := opened.session.refused_drift) is not None:
+            raise AgentError(f"acted in a chat that drifts: {drift}", reason="drift") from drift
+        if found.trajectories is not None:
+            raise AgentError(
+                "returned trajectories: those of an agent are its session's. Leave them out.",
+                reason="result",
+            )
+        metrics = {**opened.session.metrics, **found.metrics}
+        return replace(found, trajectories=branches, metrics=metrics)
+
+
+def in_thread(agent: Agent) -> Act:
+    """Have it act in a thread of its own, so that one that blocks holds nobody up.
+
+    A thread cannot be ended: one whose episode is over is refused by the gateway from there on.
+    """
+
+    async def act(opened: OpenSession, prompt: Prompt) -> Any:
+        given = (opened.base_url, opened.api_key, prompt)
+        return await _call_in_thread(partial(_run, agent, *given))
+
+    return act
+
+
+def _run(agent: Agent, *given: Any) -> Any:
+    found = agent(*given)
+    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return await found
+
+
+async def _call_in_thread(function: Callable[[], Any]) -> Any:
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def tell(set_it: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            set_it(value)
+
+    def run() -> None:
+        try:
+            told = partial(tell, outcome.set_result, function())
+        except (Exception, SystemExit) as error:
+            told = partial(tell, outcome.set_exception, _for_a_future(error))
+        loop.call_soon_threadsafe(told)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await outcome
+
+
+def _for_a_future(error: BaseException) -> BaseException:
+    """A future takes no StopIteration, and SystemExit would end the loop."""
+    if isinstance(error, (StopIteration, SystemExit)):
+        return RuntimeError(f"the agent raised {type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,190 @@
+"""The gateway: an HTTP server in the episode loop, in which every session has a base URL and a key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from onpolicy.agents.gateway.calls import Call
+from onpolicy.agents.gateway.errors import RefusedError, session_is_over
+from onpolicy.agents.gateway.fields import Fields
+from onpolicy.agents.gateway.protocols import (
+    WireProtocol,
+    chat_completions,
+    completions,
+    messages,
+    responses,
+)
+from onpolicy.agents.gateway.session import Asked, Session, SessionRules
+from onpolicy.rollout.episodes import Turns
+from onpolicy.system.reading import parse_json
+
+logger = logging.getLogger(__name__)
+
+PROTOCOLS: tuple[WireProtocol, ...] = (chat_completions, completions, responses, messages)
+MOST_BYTES = 64 << 20
+"""Of a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSession:
+    """What a client needs, and what it does there."""
+
+    session: Session
+
+    base_url: str
+    """For clients of OpenAI's; Anthropic's add `/v1` themselves."""
+
+    api_key: str
+    """Opens this session alone, while it lasts."""
+
+
+class Gateway:
+    """Serves sessions on `host`, at a free port if `port` is 0. All of it is used in one event loop."""
+
+    def __init__(self, rules: SessionRules, host: str = "127.0.0.1", port: int = 0):
+        self.rules = rules
+        self._host, self._port = host, port
+        self._sessions: dict[str, OpenSession] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._sessions)
+
+    async def start(self) -> None:
+        """Listen, unless it does. Raises OSError where the port is taken."""
+        async with self._starting:
+            if self._runner is not None:
+                return
+            app = web.Application(client_max_size=MOST_BYTES)
+            for protocol in PROTOCOLS:
+                path = f"/sessions/{{name}}/v1{protocol.PATH}"
+                app.router.add_post(path, partial(self._answer, protocol))
+            app.router.add_get("/sessions/{name}/v1/models", self._models)
+            app.router.add_get("/sessions/{name}/v1/models/{model}", self._models)
+            # A client that disconnects cancels its handler.
+            runner = web.AppRunner(
+                app, handler_cancellation=True, access_log=None, shutdown_timeout=1
+            )
+            await runner.setup()
+            site = web.TCPSite(runner, self._host, self._port)
+            await site.start()
+            self._port = runner.addresses[0][1]
+            self._runner = runner
+
+    async def close(self) -> None:
+        """End all sessions, and listen no more."""
+        for name in list(self._sessions):
+            await self.end(self._sessions[name])
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def open(self, turns: Turns) -> OpenSession:
+        """A session in which clients act on branches of `turns`."""
+        await self.start()
+        name = secrets.token_hex(8)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        opened = OpenSession(
+            session=Session(self.rules, turns),
+            base_url=f"http://{host}:{self._port}/sessions/{name}/v1",
+            api_key=secrets.token_urlsafe(32),
+        )
+        self._sessions[name] = opened
+        return opened
+
+    async def end(self, opened: OpenSession) -> list[Turns]:
+        """End a session, whose key is dead from here on: the branches to learn from."""
+        self._sessions = {
+            name: other for name, other in self._sessions.items() if other is not opened
+        }
+        return await opened.session.close()
+
+    async def _answer(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
+        session: Session | None = None
+        try:
+            session = self._session(request)
+            call = protocol.read(Fields(await _body(request)), session.turns.request.params)
+            asked = await session.ask(call)
+        except RefusedError as refused:
+            if session is not None:
+                session.num_refused += 1
+            return web.json_response(protocol.error(refused), status=refused.status)
+        except Exception as error:
+            logger.exception("a client of the gateway could not be answered")
+            failed = RefusedError(500, f"{type(error).__name__}: {error}", code="server_error")
+            return web.json_response(protocol.error(failed), status=500)
+        try:
+            return await _send(protocol, call, asked, request)
+        except BaseException:
+            session.give_up(asked)
+            raise
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._session(request)
+            model = {"id": self.rules.model_name, "object": "model", "created": 0}
+            model = {**model, "owned_by": "onpolicy"}
+            if (name := request.match_info.get("model")) is None:
+                return web.json_response({"object": "list", "data": [model]})
+            if name != self.rules.model_name:
+                raise RefusedError(
+                    404, f"The model {name!r} does not exist.", code="model_not_found"
+                )
+        except RefusedError as refused:
+            return web.json_response(refused.as_openai(), status=refused.status)
+        return web.json_response(model)
+
+    def _session(self, request: web.Request) -> Session:
+        """The one of a request. Refuses a key that opens no other than it."""
+        headers = request.headers
+        given = headers.get("x-api-key") or headers.get("Authorization") or ""
+        opened = self._sessions.get(request.match_info["name"])
+        key = given.removeprefix("Bearer ").strip().encode()
+        if opened is None or not secrets.compare_digest(key, opened.api_key.encode()):
+            raise session_is_over()
+        return opened.session
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        body = parse_json((await request.read()).decode())
+        json.dumps(body, ensure_ascii=False).encode()  # no tokenizer takes half of a surrogate pair
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RefusedError(413, f"The body has more than {MOST_BYTES} bytes.") from error
+    except ValueError as error:
+        message = f"The body is not valid JSON: {error}"
+        raise RefusedError(400, message, code="invalid_json") from error
+    return body
+
+
+async def _send(
+    protocol: WireProtocol, call: Call, asked: Sequence[Asked], request: web.Request
+) -> web.StreamResponse:
+    """Write the answers whole, so that what a client has not got is known."""
+    replies = [each.sampling.result().reply for each in asked]
+    if not call.streams:
+        whole = web.json_response(protocol.answer(call, replies))
+        await whole.prepare(request)
+        await whole.write_eof()
+        return whole
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    stream = web.StreamResponse(headers=headers)
+    await stream.prepare(request)
+    for event, data in protocol.events(call, replies):
+        line = f"event: {event}\n" if event else ""
+        text = data if isinstance(data, str) else json.dumps(data)
+        await stream.write(f"{line}data: {text}\n\n".encode())
+    await stream.write_eof()
+    return stream

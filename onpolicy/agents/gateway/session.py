@@ -1,0 +1,233 @@
+"""An episode that clients act in: each answer is sampled on a branch of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onpolicy.agents.chat import ChatDriftError, ChatTemplate, loosely
+from onpolicy.agents.gateway.calls import Call, Message
+from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
+from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.replies import make_reply
+from onpolicy.rollout.branches import order_of
+from onpolicy.rollout.episodes import ContextExceededError, Turns
+
+Place = tuple[KnownTurn | None, int, list[int]]
+"""(the turn that an answer goes on from, how many of its tokens are kept, what is given after them)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRules:
+    """What holds for all sessions of a gateway."""
+
+    template: ChatTemplate
+    same: Callable[[Message], Any] = loosely
+    """What of a message that a client gives back has to be as it was."""
+
+    parser: AnswerParser
+    model_name: str = "policy"
+
+    most_at_once: int = 64
+    """Answers of one session that are sampled at the same time."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One answer that was asked for. It is sampled to its end, whether or not its client waits for it:
+    how far it came when the client left would be the clock's to say."""
+
+    sampling: asyncio.Task[KnownTurn]
+
+    is_wanted: bool = True
+    """Whether a client waits for it or has got it. If not, the next equal request gets it."""
+
+    @property
+    def turn(self) -> KnownTurn | None:
+        """The answer, if there is one."""
+        task = self.sampling
+        is_there = task.done() and not task.cancelled() and task.exception() is None
+        return task.result() if is_there else None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether an equal request is to get it."""
+        return not self.is_wanted and (not self.sampling.done() or self.turn is not None)
+
+
+class Session:
+    """Answers on branches of `turns`, whose keys are digests of whole requests and numbers among equal
+    ones: so no arrival decides a seed."""
+
+    def __init__(self, rules: SessionRules, turns: Turns):
+        self.rules, self.turns = rules, turns
+        self.num_refused = 0
+        """Requests that were answered with an error."""
+
+        self.num_given_up = 0
+        """Answers that no client got, once it is closed."""
+
+        self.refused_drift: ChatDriftError | None = None
+        """Where the chat template wrote the past anew, if that is refused: the episode fails."""
+
+        self.num_drifts = 0
+        """Requests whose past the chat template writes anew."""
+
+        self._known = KnownTurns(rules.same)
+        self._asked = defaultdict[str, list[Asked]](list)
+
+    async def ask(self, call: Call) -> list[Asked]:
+        """The answers to a call. Raises RefusedError.
+
+        If it is cancelled, since the client is gone, they are kept for the next equal call.
+        """
+        self._require(call)
+        digest = digest_of(*call.decisive)
+        equal = self._asked[digest]
+        asked = [each for each in equal if each.is_left][: call.num_answers]
+        for each in asked:
+            each.is_wanted = True
+        while len(asked) < call.num_answers:
+            sampling = asyncio.create_task(self._sample(call, digest, len(equal)))
+            asked.append(Asked(sampling))
+            equal.append(asked[-1])
+        try:
+            await asyncio.wait([each.sampling for each in asked])
+            for each in asked:
+                if each.sampling.cancelled():
+                    raise session_is_over()
+                each.sampling.result()
+        except BaseException:
+            self.give_up(asked)
+            raise
+        return asked
+
+    def give_up(self, asked: Sequence[Asked]) -> None:
+        """Its client has not got them."""
+        for each in asked:
+            each.is_wanted = False
+
+    async def close(self) -> list[Turns]:
+        """End it, and what is still being sampled: the branches to learn from, by their keys.
+
+        They hold all answers that clients got, and not those that nobody saw.
+        """
+        asked = [each for equal in self._asked.values() for each in equal]
+        for each in asked:
+            each.sampling.cancel()
+        await asyncio.gather(*(each.sampling for each in asked), return_exceptions=True)
+        got = [each.turn for each in asked if each.is_wanted and each.turn is not None]
+        self.num_given_up = sum(not each.is_wanted and each.turn is not None for each in asked)
+        covered = {id(before) for turn in got for before in turn.covered()}
+        kept = [turn.turns for turn in got if id(turn) not in covered]
+        return sorted(kept, key=lambda branch: order_of(branch.key))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the episode, once it is closed."""
+        asked = sum(map(len, self._asked.values()))
+        return {
+            "gateway/num_answers": float(asked),
+            "gateway/num_given_up": float(self.num_given_up),
+            "gateway/num_refused": float(self.num_refused),
+            "gateway/num_drifts": float(self.num_drifts),
+        }
+
+    def _require(self, call: Call) -> None:
+        rules = self.rules
+        if call.model != rules.model_name:
+            message = (
+                f"The model {call.model!r} does not exist: there is {rules.model_name!r} alone."
+            )
+            raise RefusedError(404, message, code="model_not_found", field="model")
+        if call.tools and not rules.parser.tool_call_parser:
+            raise invalid(
+                "tools", "this run understands no tool calls. Start it with --tool-call-parser."
+            )
+        under_way = sum(not a.sampling.done() for equal in self._asked.values() for a in equal)
+        if under_way + call.num_answers > rules.most_at_once:
+            raise RefusedError(
+                429,
+                f"Rate limit reached: {under_way} answers of this session are being sampled, "
+                f"{call.num_answers} more are asked for, and {rules.most_at_once} may be at once.",
+                code="rate_limit_exceeded",
+            )
+
+    async def _sample(self, call: Call, digest: str, number: int) -> KnownTurn:
+        call = self._with_earlier(call)
+        parent, length, token_ids = self._place(call, await self._before(call))
+        origin = self.turns if parent is None else parent.turns
+        branch = origin.fork(length, key=f"{digest}.{number}")
+        try:
+            branch.append(token_ids)
+            if not branch.num_left:
+                raise ContextExceededError("--rollout-max-response-len is used up")
+            prompt_ids = branch.trajectory.token_ids
+            answer = await branch.sample(
+                stop=call.stop, max_tokens=call.max_tokens, temperature=call.temperature
+            )
+        except ContextExceededError as error:
+            message = f"This model's maximum context length is exceeded: {error}."
+            code = "context_length_exceeded"
+            raise RefusedError(400, message, code=code, field="messages") from error
+        reply = make_reply(call, branch, prompt_ids, answer, self.rules.parser)
+        turn = KnownTurn(
+            turns=branch, call=call, digest=digest, number=number, reply=reply, parent=parent,
+            num_shared=length,
+        )  # fmt: skip
+        self._known.add(turn)
+        return turn
+
+    def _with_earlier(self, call: Call) -> Call:
+        """The call with its chat from the beginning."""
+        if not call.continues:
+            return call
+        if (before := self._known.named.get(call.continues)) is None:
+            message = f"Previous response with id 'resp_{call.continues}' not found."
+            code = "previous_response_not_found"
+            raise RefusedError(404, message, code=code, field="previous_response_id")
+        return replace(call, messages=(*before.messages, *call.messages))
+
+    async def _before(self, call: Call) -> KnownTurn | None:
+        """The turn that a call goes on from: of equal ones the first, even if that is not there yet."""
+        if not (found := self._known.before(call)):
+            return None
+        first = min(found, key=KnownTurn.order)
+        earlier = [each.sampling for each in self._asked[first.digest][: first.number]]
+        if earlier:
+            await asyncio.wait(earlier)
+        return min(self._known.before(call), key=KnownTurn.order)
+
+    def _place(self, call: Call, before: KnownTurn | None) -> Place:
+        """Where its tokens go. Raises RefusedError for what the chat template does not take."""
+        template = self.rules.template
+        try:
+            if call.prompt is not None:
+                return self._place_prompt(call.prompt, before)
+            if before is None:
+                return None, 0, template.begin(call.messages, call.tools)
+            token_ids, known = before.turns.trajectory.token_ids, before.messages
+            more = template.go_on(token_ids, known, call.messages[len(known) :], call.tools)
+            self.num_drifts += more.drift is not None
+            return before, more.kept, more.token_ids
+        except ChatDriftError as error:
+            self.num_drifts += 1
+            self.refused_drift = error
+            raise invalid("messages", str(error)) from error
+        except ValueError as error:
+            raise invalid("messages", f"the chat template refuses them: {error}") from error
+
+    def _place_prompt(self, prompt: str | tuple[int, ...], before: KnownTurn | None) -> Place:
+        length = 0 if before is None else before.num_tokens
+        if isinstance(prompt, tuple):
+            size = self.rules.template.vocab_size
+            if not all(0 <= token < size for token in prompt):
+                raise invalid("prompt", f"a token is not within the model's {size}.")
+            return before, length, list(prompt[length:])
+        known = "" if before is None or before.text is None else before.text
+        text = prompt.removeprefix(known)
+        return before, length, self.rules.template.encode(text, begins=before is None)

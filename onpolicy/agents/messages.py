@@ -1,0 +1,61 @@
+"""What a run and its worker processes say to each other, over a socket, in messages of a length each.
+
+A worker speaks JSON, so that what it says becomes nothing but numbers and text in the run's process. The
+run, which a worker has to trust, speaks pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from onpolicy.rollout.failures import ContextExceededError
+
+MAX_SIZE = 64 << 20
+"""Bytes of a message."""
+
+ERRORS = {kind.__name__: kind for kind in (ContextExceededError, TypeError, ValueError)}
+"""What a branch raises for a mistake of its function's. In a worker all others are AgentErrors."""
+
+_LENGTH = struct.Struct("=I")
+
+Message = dict[str, Any]
+
+
+def from_worker(message: Message) -> bytes:
+    """Raises TypeError or ValueError for what JSON cannot say, or for too much."""
+    return _framed(json.dumps(message).encode())
+
+
+def from_run(message: Message) -> bytes:
+    return _framed(pickle.dumps(message))
+
+
+def _framed(data: bytes) -> bytes:
+    if len(data) > MAX_SIZE:
+        raise ValueError(f"a message of {len(data)} bytes, and at most {MAX_SIZE} may be sent")
+    return _LENGTH.pack(len(data)) + data
+
+
+class Parser:
+    """Makes messages of the bytes of one side."""
+
+    def __init__(self, load: Callable[[bytes], Message]):
+        self._load, self._data = load, bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete with `data`. Raises ValueError for what is none."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._data)
+            if size > MAX_SIZE:
+                raise ValueError(f"a message of {size} bytes")
+            end = _LENGTH.size + size
+            if len(self._data) < end:
+                return
+            message = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]
+            yield self._load(message)

@@ -1,0 +1,278 @@
+"""What runs in a worker process: hundreds of episodes beside each other in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from onpolicy.agents.function import Function, load_agent, run_function
+from onpolicy.agents.messages import ERRORS, Message, Parser, from_worker
+from onpolicy.agents.remote_turns import RemoteTurns
+from onpolicy.errors import AgentError, ConfigError
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.failures import ContextExceededError
+from onpolicy.system.user_functions import describe
+from onpolicy.trajectory import Trajectory
+
+Json = Any
+
+_BEATS = 4
+"""In the time that counts as hanging."""
+
+
+def serve(descriptor: int, hang_limit: float) -> None:
+    """Run what the run at the other end of a socket asks for, until that closes it."""
+    link = Link(socket.socket(fileno=descriptor))
+    asyncio.run(Worker(link, hang_limit).run())
+
+
+class Link:
+    """The socket: messages are sent by any thread, and received by the one of the event loop."""
+
+    def __init__(self, connected: socket.socket):
+        self._socket, self._lock = connected, threading.Lock()
+        self._parser = Parser(pickle.loads)
+        self.is_waiting = False
+        """Whether the event loop stands still until the run answers."""
+
+    def send(self, **message: Json) -> None:
+        """Raises TypeError or ValueError for what cannot be said."""
+        data = from_worker(message)
+        with self._lock:
+            self._socket.sendall(data)
+
+    def received(self, *, waits: bool) -> list[Message]:
+        """What has come; `waits`: at least some bytes of it. Raises EOFError if the run is gone."""
+        self.is_waiting = waits
+        try:
+            data = self._socket.recv(1 << 16, 0 if waits else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        finally:
+            self.is_waiting = False
+        if not data:
+            raise EOFError
+        return [*self._parser.feed(data)]
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+
+class Worker:
+    """The episodes of this process, and what they wait for from the run."""
+
+    def __init__(self, link: Link, hang_limit: float):
+        self._link, self._hang_limit = link, hang_limit
+        self._function: Function | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Json]] = {}
+        self._makes: dict[int, Callable[[], Coroutine[Any, Any, None]]] = {}
+        self._others = set[asyncio.Task[None]]()
+        self._over = asyncio.Event()
+        self._ticked = time.monotonic()
+
+    async def run(self) -> None:
+        """Until the run closes the socket."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._link.fileno(), self._read)
+        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        while not self._over.is_set():
+            self._ticked = time.monotonic()
+            self._link.send(kind="beat")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), self._hang_limit / _BEATS)
+
+    def _read(self) -> None:
+        try:
+            for message in self._link.received(waits=False):
+                self._take(message)
+        except (EOFError, OSError):
+            self._over.set()
+
+    def _take(self, message: Message) -> None:
+        match message["kind"]:
+            case "load":
+                self._load(message)
+            case "begin":
+                task = asyncio.create_task(self._roll_out(message))
+                self._tasks[message["episode"]] = task
+            case "cancel" if known := self._tasks.get(message["episode"]):
+                known.cancel()
+            case "make" if make := self._makes.get(message["number"]):
+                making = asyncio.create_task(make())
+                self._others.add(making)
+                making.add_done_callback(self._others.discard)
+            case "answer" if waiting := self._answers.pop(message["number"], None):
+                if waiting.done():
+                    return
+                if error := message.get("error"):
+                    waiting.set_exception(_error(*error))
+                else:
+                    waiting.set_result(message["value"])
+
+    def _load(self, message: Message) -> None:
+        try:
+            self._function = load_agent(message["path"], message["flag"], message["arguments"])
+        except ConfigError as error:
+            self._link.send(kind="unusable", text=str(error))
+        else:
+            self._link.send(kind="ready")
+
+    async def _roll_out(self, message: Message) -> None:
+        number, prompt = message["episode"], message["prompt"]
+        calls, trajectory = Calls(self, number), Trajectory.begin(prompt.prompt_ids)
+        most = message["max_context_len"]
+        turns = RemoteTurns(calls, 0, message["request"], trajectory, (), most)
+        assert self._function is not None
+        try:
+            episode = await run_function(self._function, turns, prompt)
+            self._link.send(kind="ended", episode=number, **_said(episode))
+        except AgentError as error:
+            exceeds = isinstance(error.__cause__, ContextExceededError)
+            self._fail(number, "context" if exceeds else error.reason, str(error), error)
+        except (TypeError, ValueError) as error:
+            self._fail(number, "result", f"returned what JSON cannot say: {error}", error)
+        finally:
+            self._tasks.pop(number, None)
+
+    def _fail(self, episode: int, reason: str, text: str, error: BaseException) -> None:
+        trace = "".join(traceback.format_exception(error.__cause__ or error))
+        self._link.send(kind="failed", episode=episode, reason=reason, text=text, trace=trace)
+
+    def ask(self, **message: Json) -> tuple[int, asyncio.Future[Json]]:
+        """The number of a call, and what will be its answer."""
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        try:
+            self._link.send(kind="call", number=number, **message)
+        except BaseException:
+            del self._answers[number]
+            raise
+        return number, future
+
+    def wait_for(self, future: asyncio.Future[Json]) -> Json:
+        """Let the event loop stand still until there is the answer."""
+        while not future.done():
+            for message in self._link.received(waits=True):
+                self._take(message)
+        return future.result()
+
+    def give_up(self, number: int) -> None:
+        """Nobody waits for a call's answer any more."""
+        self._answers.pop(number, None)
+        self._link.send(kind="withdraw", number=number)
+
+    async def made(self, number: int, make: Callable[[], Awaitable[Json]]) -> None:
+        """Send what `make` returns, or that it returns nothing that can be sent."""
+        try:
+            value = await make()
+            self._link.send(kind="made", number=number, value=value)
+        except BaseException as error:
+            self._link.send(kind="made", number=number, error=describe(error))
+
+    def on_make(self, number: int, make: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        """What is to be called when the run has no value for a call; None: nothing any more."""
+        if make is None:
+            self._makes.pop(number, None)
+        else:
+            self._makes[number] = make
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread: say which episode keeps the event loop from going on, and where."""
+        while True:
+            time.sleep(self._hang_limit / _BEATS)
+            if self._link.is_waiting:
+                self._ticked = time.monotonic()
+            elif time.monotonic() - self._ticked > self._hang_limit:
+                task = asyncio.current_task(loop)
+                found = (number for number, each in [*self._tasks.items()] if each is task)
+                self._link.send(kind="hung", episode=next(found, -1), where=_place())
+                return
+
+
+def _place() -> str:
+    """What the main thread is at: the innermost call that is not Python's own."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    calls = traceback.extract_stack(frame)
+    own = [c for c in calls if "/lib/python3" not in c.filename and "<frozen" not in c.filename]
+    call = (own or calls)[-1]
+    return f"{call.filename}, line {call.lineno}, in {call.name}"
+
+
+def _error(kind: str, text: str) -> Exception:
+    return ERRORS[kind](text) if kind in ERRORS else AgentError(text, reason="raised")
+
+
+def _said(episode: Episode) -> Message:
+    branches = episode.trajectories
+    if branches is not None and not all(isinstance(each, RemoteTurns) for each in branches):
+        raise ValueError("trajectories must be turns: the first, or forks of it")
+    return {
+        "branches": None if branches is None else [each.number for each in branches],  # type: ignore[union-attr]
+        "reward": episode.reward,
+        "rewards": None if episode.rewards is None else [*episode.rewards],
+        "token_rewards": None
+        if episode.token_rewards is None
+        else [[*each] for each in episode.token_rewards],
+        "metrics": {**episode.metrics},
+        "info": {**episode.info},
+    }
+
+
+class Calls:
+    """The calls of one episode's branches."""
+
+    def __init__(self, worker: Worker, episode: int):
+        self._worker, self._episode = worker, episode
+
+    def _ask(
+        self, method: str, branch: int, arguments: Mapping[str, Json]
+    ) -> tuple[int, asyncio.Future[Json]]:
+        return self._worker.ask(
+            episode=self._episode, method=method, branch=branch, arguments={**arguments}
+        )
+
+    async def call(self, method: str, branch: int, arguments: Mapping[str, Json]) -> Json:
+        number, future = self._ask(method, branch, arguments)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._worker.give_up(number)
+            raise
+
+    def call_now(self, method: str, branch: int, arguments: Mapping[str, Json]) -> Json:
+        return self._worker.wait_for(self._ask(method, branch, arguments)[1])
+
+    async def observe(self, branch: int, make: Callable[[], Awaitable[Json]]) -> Json:
+        raised = list[Exception]()
+
+        async def keep() -> Json:
+            try:
+                return await make()
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        number, future = self._ask("observe", branch, {})
+        self._worker.on_make(number, lambda: self._worker.made(number, keep))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._worker.give_up(number)
+            raise
+        except Exception:
+            if raised:
+                raise raised[0] from None
+            raise
+        finally:
+            self._worker.on_make(number, None)

@@ -1,0 +1,23 @@
+"""A worker process: a guard, and behind it the process that runs functions of the user's own.
+
+Started as `python -m onpolicy.agents.worker_process SOCKET LIMIT`; it ends, with all that it began, when
+its standard input closes, however the run ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from onpolicy.system import guard
+
+
+def _serve(socket: int, hang_limit: float, directory: Path) -> None:
+    from onpolicy.agents.worker import serve
+
+    serve(socket, hang_limit)
+
+
+if __name__ == "__main__":
+    sys.exit(guard.run(partial(_serve, int(sys.argv[1]), float(sys.argv[2]))))

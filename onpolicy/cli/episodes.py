@@ -1,0 +1,64 @@
+"""`onpolicy episodes RUN`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import tyro
+
+from onpolicy.cli.parse import parse
+from onpolicy.config.kinds import Count
+from onpolicy.errors import ConfigError
+from onpolicy.outputs.destinations import require_writable, write_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodesConfig:
+    """Write one HTML page with the episodes that a run has written down, or serve it while the run goes
+    on.
+
+    It shows turns, tool calls, and tokens coloured by probability, advantage and weight.
+    """
+
+    run: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")
+    ] = ""
+    """Run directory of `onpolicy train`."""
+
+    output: str = "episodes.html"
+    """File to write. It needs nothing beside it and no network to be opened."""
+
+    port: int | None = None
+    """Serve the page at http://127.0.0.1:PORT instead, as the run goes on; 0: at any free port."""
+
+    rollouts: Count = 20
+    """Files of samples to show, the last ones; an evaluation has its own."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the samples, and write or serve the page."""
+    config = parse(EpisodesConfig, argv, "onpolicy episodes")
+    if not config.run:
+        raise ConfigError("RUN is missing. Give a run's directory.")
+
+    from onpolicy.report.episodes import read_episodes, render
+
+    read = partial(read_episodes, config.run, config.rollouts)
+    if config.port is not None:
+        return _serve(config.port, read, render)
+    require_writable("--output", config.output)
+    data = read()
+    write_output("--output", config.output, render(data))
+    print(f"{config.output}: {len(data['episodes'])} episodes")
+    return 0
+
+
+def _serve(port: int, read: Callable[[], Any], render: Callable[[Any], str]) -> int:
+    from onpolicy.report.serve import make_server
+
+    read()
+    with make_server(port, read, render) as server:
+        print(f"http://127.0.0.1:{server.server_port}/", flush=True)
+        server.serve_forever()
+    return 0

@@ -1,0 +1,28 @@
+"use strict";
+// Text of the data reaches a page only as textContent or attribute values, never as HTML.
+
+function make(tag, attributes = {}, text = null) {
+  const inSvg = ["svg", "path", "line", "text", "g"].includes(tag);
+  const node = inSvg
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== null) node.textContent = text;
+  return node;
+}
+
+function format(value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string" || !Number.isFinite(value)) return String(value);
+  if (value === 0) return "0";
+  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size < 1e-3 || size >= 1e6
+    ? value.toExponential(2).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
+}
+
+function addTable(table, titles, rows) {
+  const head = make("tr");
+  titles.forEach(([title, kind]) => head.append(make("th", { class: kind }, title)));
+  table.append(head, ...rows);
+}
+

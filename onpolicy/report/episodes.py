@@ -1,0 +1,137 @@
+"""A page of the episodes that a run has written down: turns, tokens, branches, and why they ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from onpolicy.errors import ConfigError
+from onpolicy.report.page import page_of
+from onpolicy.report.runs import malformed
+
+Record = dict[str, Any]
+"""A line of a file of samples (`outputs/samples.py`): a trajectory."""
+
+NEEDED = {
+    "step", "prompt_index", "sample", "prompt", "response", "label", "reward", "finish_reason",
+    "num_tokens", "mismatched_tokens",
+}  # fmt: skip
+"""What every line has; the rest came later, or belongs to some episodes alone."""
+
+FAULTS = re.compile("fault|refused|given_up|drift|error|timeout|timed_out")
+"""Names of an episode's metrics and infos that say what went wrong in it."""
+
+
+def render(data: Record) -> str:
+    """The page as HTML."""
+    styles, scripts = ("page.css", "episodes.css"), ("elements.js", "episodes.js")
+    return page_of("episodes.html", styles, scripts, data)
+
+
+def read_episodes(run: str, rollouts: int) -> Record:
+    """What the page shows, as JSON values: of the last `rollouts` files of samples.
+
+    Raises ConfigError for what is no run, and for a line that cannot be read.
+    """
+    directory = Path(run)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"RUN={run}: has no config.json. Give the --run-dir of a run.")
+    files = sorted((directory / "samples").glob("*.jsonl"), key=lambda file: (_step(file), file))
+    kept = files[-rollouts:]
+    found = [episode for file in kept for episode in _episodes(file)]
+    version = blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
+    left_out = len(files) - len(kept)
+    return {"run": directory.name, "version": version, "left_out": left_out, "episodes": found}
+
+
+def _step(file: Path) -> int:
+    number = file.stem.rpartition("_")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _episodes(file: Path) -> Iterator[Record]:
+    """Those of a file; the trajectories of one stand together, and the first has the number 0."""
+    together: list[Record] = []
+    for record in _records(file):
+        if together and not record.get("trajectory"):
+            yield _episode(file, together)
+            together = []
+        together.append(record)
+    if together:
+        yield _episode(file, together)
+
+
+def _records(file: Path) -> Iterator[Record]:
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise malformed(file, number, f"not JSON ({error})") from error
+        if not isinstance(record, dict) or not record.keys() >= NEEDED:
+            raise malformed(file, number, f"must be an object with {', '.join(sorted(NEEDED))}")
+        yield record
+
+
+def _episode(file: Path, records: Sequence[Record]) -> Record:
+    first = records[0]
+    where = file.stem.rpartition("_")[0] + f" {first['step']}"
+    said = {**(first.get("metrics") or {}), **(first.get("info") or {})}
+    faults = [name for name, value in said.items() if value and FAULTS.search(name)]
+    faults += ["truncated"] * any(record["finish_reason"] == "length" for record in records)
+    faults += ["mismatched"] * any(record["mismatched_tokens"] for record in records)
+    trajectories = [_trajectory(record) for record in records]
+    facts = {"label": first["label"], **(first.get("reward_parts") or {}), **said}
+    return {
+        "key": f"{where}, prompt {first['prompt_index']}, sample {first['sample']}",
+        "where": where,
+        "reward": fmean(record["reward"] for record in records),
+        "num_tokens": sum(record["num_tokens"] for record in records),
+        "num_turns": sum(turn["sampled"] for each in trajectories for turn in each["turns"]),
+        "faults": faults,
+        "facts": [[name, _told(value)] for name, value in facts.items()],
+        "trajectories": trajectories,
+    }
+
+
+def _trajectory(record: Record) -> Record:
+    return {
+        "reward": record["reward"],
+        "finish_reason": record["finish_reason"],
+        "mismatched": record["mismatched_tokens"],
+        "turns": list(_turns(record)),
+    }
+
+
+def _turns(record: Record) -> Iterator[Record]:
+    """What was given as text, and what was sampled token by token."""
+    tokens = record.get("tokens") or {}
+    turns = record.get("turns") or [
+        {"sampled": False, "text": record["prompt"], "num_tokens": 0},
+        {"sampled": True, "text": record["response"], "num_tokens": record["num_tokens"]},
+    ]
+    key, length = (record.get("forks") or [(None, None)])[-1]
+    ends = accumulate(turn.get("num_tokens", 0) for turn in turns)
+    start = 0
+    for turn, end in zip(turns, ends, strict=True):
+        count = turn.get("num_tokens", 0)
+        shown = {"sampled": turn["sampled"], "text": turn["text"]}
+        if turn["sampled"] and tokens:
+            shown |= {name: _part(each, start, count) for name, each in tokens.items()}
+            start += count
+        if length is not None and end - count == length:
+            shown["branch"] = f"branch {key} begins here, after {length} tokens"
+        yield shown
+
+
+def _part(column: Any, start: int, count: int) -> Any:
+    return column[start : start + count] if isinstance(column, list) else column
+
+
+def _told(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False)

@@ -1,0 +1,141 @@
+"""What an episode's function returned: whether it fits what was sampled, and what samples it makes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from onpolicy.errors import AgentError
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.statistics import COUNTED
+from onpolicy.trajectory import Trajectory
+from onpolicy.types import Prompt, Sample
+
+
+def with_learnt(
+    episode: Episode, whole: Sequence[Trajectory], learnt: Sequence[Trajectory]
+) -> Episode:
+    """The episode with the trajectories that are learnt, and the rewards of their tokens.
+
+    whole: the same trajectories as the function knows them, to which its rewards belong. A token that
+    counts as given in the one and was sampled in the other is rewarded where it is learnt, in an
+    earlier trajectory. Raises AgentError for rewards or metrics that do not fit or are no finite
+    numbers, and for info that JSON cannot say.
+    """
+    _require_one_kind(episode)
+    reward, rewards, token_rewards = episode.reward, episode.rewards, episode.token_rewards
+    if reward is not None:
+        (reward,) = _numbers("reward", [reward], 1, "the episode")
+    if rewards is not None:
+        rewards = _numbers("rewards", rewards, len(whole), "its trajectories")
+    if token_rewards is not None:
+        token_rewards = _of_learnt(token_rewards, whole, learnt)
+    return replace(
+        episode,
+        trajectories=[*learnt],
+        reward=reward,
+        rewards=rewards,
+        token_rewards=token_rewards,
+        metrics=_checked_metrics(episode.metrics),
+        info=_as_json(episode.info),
+    )
+
+
+def _require_one_kind(episode: Episode) -> None:
+    kinds = ("reward", "rewards", "token_rewards")
+    given = [kind for kind in kinds if getattr(episode, kind) is not None]
+    if len(given) > 1:
+        raise _nonsense(
+            f"{' and '.join(given)}: an episode says its rewards once. Give one of them; a reward of "
+            "the whole can be put on the last token"
+        )
+
+
+def _numbers(name: str, values: Sequence[Any], count: int, of: str) -> list[float]:
+    if len(values) != count:
+        raise _nonsense(f"{name}={len(values)} numbers: {of} are {count}. Give one for each")
+    for value in values:
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise _nonsense(f"{name}={value!r}: must be a finite number")
+    return [float(value) for value in values]
+
+
+def _of_learnt(
+    token_rewards: Sequence[Sequence[float]],
+    whole: Sequence[Trajectory],
+    learnt: Sequence[Trajectory],
+) -> list[list[float]]:
+    if len(token_rewards) != len(whole):
+        raise _nonsense(
+            f"token_rewards={len(token_rewards)} lists: the episode has {len(whole)} trajectories. Give "
+            "one list for each"
+        )
+    numbers = [
+        _numbers(
+            f"token_rewards[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}"
+        )
+        for i, (each, known) in enumerate(zip(token_rewards, whole, strict=True))
+    ]
+    parts = zip(numbers, learnt, strict=True)
+    return [each[len(each) - own.num_sampled :] for each, own in parts]
+
+
+def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    if taken := [name for name in metrics if name in COUNTED]:
+        raise _nonsense(f"metrics={taken[0]!r}: the run counts this itself. Give it another name")
+    return {
+        str(name): _numbers(f"metrics[{name!r}]", [value], 1, "the metric")[0]
+        for name, value in metrics.items()
+    }
+
+
+def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {**json.loads(json.dumps({**info}, allow_nan=False))}
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _nonsense(f"info={str(info)[:60]}: must be what JSON can say ({error})") from error
+
+
+def _nonsense(what: str) -> AgentError:
+    return AgentError(f"returned {what}", reason="result")
+
+
+def sample_of(
+    prompt: Prompt,
+    place: int,
+    episode: Episode,
+    trajectories: Sequence[Trajectory],
+    number: int,
+    text: str,
+) -> Sample:
+    """The `number`-th trajectory of an episode that `with_learnt` has seen.
+
+    place: the episode's among those of its prompt. text: what was sampled.
+    """
+    rewards = _rewards(episode, len(trajectories))
+    return Sample(
+        prompt=prompt,
+        sample_index=place,
+        trajectory=trajectories[number],
+        response=text,
+        reward=0.0 if rewards is None else rewards[number],
+        is_rewarded=rewards is not None,
+        token_rewards=None if episode.token_rewards is None else [*episode.token_rewards[number]],
+        metrics={**episode.metrics},
+        info={**episode.info},
+    )
+
+
+def _rewards(episode: Episode, num_trajectories: int) -> list[float] | None:
+    """Of each trajectory: its own, the episode's, or what all tokens of the episode come to, added up
+    and rounded once; None if a reward function is to say it."""
+    if episode.rewards is not None:
+        return [*episode.rewards]
+    whole = episode.reward
+    if episode.token_rewards is not None:
+        whole = math.fsum(reward for each in episode.token_rewards for reward in each)
+    return None if whole is None else [whole] * num_trajectories

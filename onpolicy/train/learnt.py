@@ -1,0 +1,34 @@
+"""What the tokens of a rollout counted for in training, of the samples that people are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from onpolicy.train.batch import WeighedBatch, completed
+from onpolicy.train.correction import TrainedStep
+from onpolicy.train.distributed import gather_by_number
+from onpolicy.types import LearntTokens
+
+
+def learnt_tokens(steps: Sequence[TrainedStep]) -> dict[int, LearntTokens]:
+    """Of the samples of all ranks that are shown, by their numbers in the rollout; collective."""
+    pairs = [pair for step in steps for pair in zip(*step, strict=True)]
+    ours = {number: found for batch, own in pairs for number, found in _of_batch(batch, own)}
+    return gather_by_number(ours)
+
+
+def _of_batch(batch: WeighedBatch, log_probs: Tensor) -> Iterator[tuple[int, LearntTokens]]:
+    shown = [s.sample.is_shown for s in batch.samples]
+    if batch.is_filler or not any(shown):
+        return
+    weighed = completed(batch, log_probs)
+    weights = weighed.importance_weights * (weighed.kept & weighed.mask)
+    columns = [x.detach().cpu().split(batch.response_lens) for x in (weighed.advantages, weights)]
+    for number, is_shown, advantages, factors in zip(batch.numbers, shown, *columns, strict=True):
+        if is_shown:
+            yield (
+                number,
+                LearntTokens(advantages=advantages.tolist(), weights=factors.tolist()),
+            )

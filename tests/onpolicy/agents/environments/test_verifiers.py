@@ -1,0 +1,100 @@
+"""Environments of the `verifiers` package act through the gateway, unmodified."""
+
+import json
+
+import pytest
+
+from onpolicy.agents.environments import verifiers as ours
+from onpolicy.agents.environments.sessions import acts_by
+from onpolicy.agents.function import FunctionRollouter
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.rollouter import AgentRollouter
+from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.errors import AgentError, ConfigError
+from onpolicy.types import Prompt
+from tests.support.acting import Draws, SpelledOut, decode, roll_out
+
+verifiers = pytest.importorskip(
+    "verifiers", reason="verifiers is not installed: pip install 'onpolicy[agents]'"
+)
+
+NAME = "tests.support.environments_for_verifiers"
+CALL = '<tool_call>\n{"name": "product", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+def rolled_out(words=(), row=1, **arguments):
+    """An episode with a row of the dataset."""
+    given = {"name": NAME, "arguments": json.dumps(arguments)}
+    (found,) = [each for n, each in enumerate(ours.rows(*given.values())) if n == row]
+    metadata = {ours.INPUT: found[ours.INPUT]}
+    prompt = Prompt(index=row, prompt_ids=[1], label=found["label"], text="", metadata=metadata)
+    rules = SessionRules(renderer=SpelledOut(), parser=AnswerParser(tool_call_parser="hermes"))
+
+    async def function(turns, prompt):
+        return await ours.roll_out(turns, prompt, **given)
+
+    gateway = Gateway(rules)
+    rollouter = AgentRollouter(lambda: gateway, acts_by(FunctionRollouter(function)))
+    return roll_out(rollouter, Draws(words), prompt=prompt)
+
+
+def spelled(trajectory):
+    return decode(trajectory.token_ids)
+
+
+def test_its_dataset_are_the_prompts():
+    rows = list(ours.rows(NAME, "{}"))
+    assert [row["prompt"] for row in rows] == [
+        [{"role": "user", "content": f"{a}*3="}] for a in range(4)
+    ]
+    assert [row["label"] for row in rows] == ["0", "3", "6", "9"]
+    assert rows[2][ours.INPUT]["info"] == {"a": 2} and rows[2][ours.INPUT]["example_id"] == 2
+
+
+def test_an_environment_of_several_turns_is_rewarded_by_its_rubric():
+    episode = rolled_out(words=["yes"], kind="asks")
+    (trajectory,) = episode.trajectories
+    text = spelled(trajectory)
+    assert text.startswith("user:1*3=|assistant:") and "user:2?|" in text and "user:4?|" in text
+    sampled = [t for t, s in zip(trajectory.token_ids, trajectory.sampled, strict=True) if s]
+    answers = decode(sampled).split("<stop>")[:-1]
+    assert len(answers) == 3 and episode.episode.reward == 1 / (1 + len(answers[-1]))
+    assert episode.episode.info == {"ended": "max_turns_reached", "is_truncated": False}
+    assert episode.episode.metrics["verifiers/num_turns"] == 3
+    assert "verifiers/is_short" in episode.episode.metrics
+
+
+def test_tools_are_called_and_their_results_are_given():
+    episode = rolled_out(words=[CALL] * 20, kind="tools", max_turns=2)
+    (trajectory,) = episode.trajectories
+    text = spelled(trajectory)
+    assert "tools:" in text and '"name": "product"' in text and "tool:6|" in text
+    given = [t for t, s in zip(trajectory.token_ids, trajectory.sampled, strict=True) if not s]
+    assert CALL not in decode(given)
+    assert episode.episode.metrics["verifiers/product_calls"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "dies"}, "the sandbox is gone"),
+        ({"kind": "single", "reward": "raises"}, "Error calling reward function raises"),
+    ],
+)
+def test_what_dies_before_scoring_fails_the_episode_and_is_no_reward_of_0(arguments, message):
+    with pytest.raises(AgentError, match=message):
+        rolled_out(words=["yes"] * 20, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("no-such-environment", {}, "cannot be loaded"),
+        (NAME, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
+        (NAME, {"kind": "single", "reward": "compares"}, "compare the episodes of a prompt"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(name, arguments, message):
+    with pytest.raises(ConfigError, match=f"--environment=verifiers:{name}.*{message}"):
+        ours.load(name, json.dumps(arguments))

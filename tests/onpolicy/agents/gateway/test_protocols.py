@@ -1,0 +1,273 @@
+"""The unmodified clients of OpenAI and Anthropic act through the gateway, streaming and with tools."""
+
+import anthropic
+import openai
+import pytest
+
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.errors import AgentError
+from onpolicy.rollout.episodes import Episode
+from tests.support.acting import Says, SpelledOut, decode, roll_out
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "strict": True, "parameters": PARAMETERS}}
+HI = [{"role": "user", "content": "hi"}]
+MODEL = {"model": "policy"}
+
+
+def through(act, words=("yes",), most_at_once=64, **more):
+    """The episode in which `act(openai client, anthropic client, opened session)` acts, with what it
+    returned."""
+    found = []
+
+    async def rolled(prompt, turns):
+        rules = SessionRules(
+            template=SpelledOut(),
+            parser=AnswerParser(tool_call_parser="qwen25", reasoning_parser="qwen3"),
+            most_at_once=most_at_once,
+        )
+        gateway = Gateway(rules)
+        opened = await gateway.open(turns)
+        given = {"api_key": opened.api_key, "max_retries": 0}
+        ours = openai.AsyncOpenAI(base_url=opened.base_url, **given)
+        theirs = anthropic.AsyncAnthropic(base_url=opened.base_url.removesuffix("/v1"), **given)
+        async with ours, theirs:
+            try:
+                found.append(await act(ours, theirs, opened))
+            finally:
+                branches = await gateway.end(opened)
+                await gateway.close()
+        return Episode(trajectories=branches, reward=1.0)
+
+    return roll_out(rolled, Says(words), **more), found[0]
+
+
+def test_a_chat_is_one_trajectory_and_only_its_answers_are_learnt():
+    async def act(ours, theirs, opened):
+        messages = list(HI)
+        for text in ("more", "end"):
+            answer = await ours.chat.completions.create(messages=messages, **MODEL)
+            messages += [answer.choices[0].message, {"role": "user", "content": text}]
+        return answer
+
+    episode, answer = through(act, ["one", "two"])
+    (trajectory,) = episode.trajectories
+    assert decode(trajectory.token_ids) == (
+        "user:hi|assistant:one<stop>user:more|assistant:two<stop>"
+    )
+    assert decode(trajectory.response_ids) == "one<stop>two<stop>"
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", 4)
+
+
+def test_tools_are_called_and_their_results_read_in_every_protocol():
+    async def chat(ours, theirs, opened):
+        messages = list(HI)
+        answer = await ours.chat.completions.create(messages=messages, tools=[TOOL], **MODEL)
+        (call,) = answer.choices[0].message.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        messages += [answer.choices[0].message, result]
+        await ours.chat.completions.create(messages=messages, tools=[TOOL], **MODEL)
+        return answer.choices[0].finish_reason, call.function.name, call.function.arguments
+
+    async def responses(ours, theirs, opened):
+        tool = {"type": "function", **TOOL["function"]}
+        answer = await ours.responses.create(input="hi", tools=[tool], **MODEL)
+        (call,) = answer.output
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        given = [*HI, *answer.output, result]
+        await ours.responses.create(input=given, tools=[tool], **MODEL)
+        return "tool_calls", call.name, call.arguments
+
+    async def messages(ours, theirs, opened):
+        tool = {"name": "add", "input_schema": PARAMETERS}
+        options = {"tools": [tool], "max_tokens": 99, **MODEL}
+        answer = await theirs.messages.create(messages=HI, **options)
+        (call,) = answer.content
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
+        chat = [*HI, {"role": "assistant", "content": answer.content}]
+        await theirs.messages.create(
+            messages=[*chat, {"role": "user", "content": [result]}], **options
+        )
+        return answer.stop_reason, call.name, '{"a": 1, "b": 2}' if call.input == {
+            "a": 1, "b": 2
+        } else call.input  # fmt: skip
+
+    for act, ending in ((chat, "tool_calls"), (responses, "tool_calls"), (messages, "tool_use")):
+        episode, found = through(act, [CALL, "3"])
+        assert found == (ending, "add", '{"a": 1, "b": 2}')
+        (trajectory,) = episode.trajectories
+        assert decode(trajectory.response_ids) == f"{CALL}<stop>3<stop>"
+        assert decode(trajectory.token_ids).endswith("<stop>tool:3|assistant:3<stop>")
+
+
+def test_streams_say_what_whole_answers_say():
+    async def act(ours, theirs, opened):
+        usage = {"stream_options": {"include_usage": True}}
+        async with ours.chat.completions.stream(
+            messages=HI, tools=[TOOL], **MODEL, **usage
+        ) as stream:
+            async for _ in stream:
+                pass
+            chat = await stream.get_final_completion()
+        async with ours.responses.stream(input="hi", tools=[{"type": "function", **TOOL["function"]}],
+                                         **MODEL) as stream:  # fmt: skip
+            kinds = [event.type async for event in stream]
+            response = await stream.get_final_response()
+        async with theirs.messages.stream(messages=HI, max_tokens=99, **MODEL) as stream:
+            assert "".join([text async for text in stream.text_stream]) == "so"
+            message = await stream.get_final_message()
+        chunks = await ours.completions.create(prompt="ab", stream=True, **MODEL)
+        text = "".join([chunk.choices[0].text async for chunk in chunks])
+        return chat, kinds, response, message, text
+
+    said = [
+        f"<think>why</think>{CALL}",
+        f"<think>why</think>hm{CALL}",
+        "<think>why</think>so",
+        "cd",
+    ]
+    _, (chat, kinds, response, message, text) = through(act, said)
+    (choice,) = chat.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.parsed_arguments == {"a": 1, "b": 2}
+    assert choice.message.tool_calls[0].function.arguments == '{"a": 1, "b": 2}'
+    assert chat.usage.total_tokens > chat.usage.completion_tokens > 40
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert (response.output_text, response.output[0].content[0].text) == ("hm", "why")
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert "response.function_call_arguments.done" in kinds
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert (message.content[0].thinking, message.stop_reason) == ("why", "end_turn")
+    assert text == "cd"
+
+
+def test_choices_stops_lengths_and_log_probabilities():
+    async def act(ours, theirs, opened):
+        chosen = await ours.chat.completions.create(messages=HI, n=3, logprobs=True, **MODEL)
+        cut = await ours.completions.create(prompt="ab", max_tokens=2, logprobs=0, **MODEL)
+        ended = await theirs.messages.create(
+            messages=HI, max_tokens=9, stop_sequences=["cd"], **MODEL
+        )
+        more = await ours.responses.create(input="x", max_output_tokens=2, **MODEL)
+        after = await ours.responses.create(input="y", previous_response_id=more.id, **MODEL)
+        tokens = await ours.completions.create(
+            prompt=[97, 98], extra_body={"return_token_ids": True}, **MODEL
+        )
+        return chosen, cut, ended, more, after, tokens
+
+    episode, (chosen, cut, ended, more, after, tokens) = through(act, ["abcde"])
+    assert [choice.message.content for choice in chosen.choices] == ["abcde"] * 3
+    learnt = {tuple(trajectory.rollout_log_probs) for trajectory in episode.trajectories}
+    for choice in chosen.choices:
+        assert tuple(token.logprob for token in choice.logprobs.content) in learnt
+        assert [token.token for token in choice.logprobs.content] == [*"abcde", "<stop>"]
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("ab", "length")
+    assert tuple(cut.choices[0].logprobs.token_logprobs) in learnt
+    assert (ended.content[0].text, ended.stop_reason, ended.stop_sequence) == (
+        "ab", "stop_sequence", "cd"
+    )  # fmt: skip
+    assert (more.status, more.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert after.output_text == "abcde"
+    assert tokens.choices[0].token_ids == [*map(ord, "abcde"), 0]
+    assert len(episode.trajectories) == 7
+    assert "user:x|assistant:ab|user:y|assistant:abcde<stop>" in [
+        decode(trajectory.token_ids) for trajectory in episode.trajectories
+    ]
+
+
+def test_completions_go_on_from_what_was_sampled():
+    async def act(ours, theirs, opened):
+        prompt = "ab"
+        for _ in range(3):
+            answer = await ours.completions.create(prompt=prompt, **MODEL)
+            prompt += answer.choices[0].text + "+"
+
+    episode, _ = through(act, ["1", "2", "3"])
+    (trajectory,) = episode.trajectories
+    assert decode(trajectory.token_ids) == "ab1<stop>+2<stop>+3<stop>"
+    assert trajectory.num_sampled == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"top_p": 0.5}, "top_p"),
+        ({"seed": 1}, "seed"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"temperature": 0}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": -1}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].function"),
+        ({"tools": "add"}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [5]}, "messages[0]"),
+        ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": "3"}]}, "messages[0].tool_call_id"),
+        ({"stream": "yes"}, "stream"),
+        ({"made_up": 1}, "made_up"),
+        ({"model": None}, "model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_its_name(body, field):
+    async def act(ours, theirs, opened):
+        options = {"messages": HI, **MODEL, **body}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ours.post("/chat/completions", body=options, cast_to=object)
+        return refused.value
+
+    refused = unanswered(act)
+    assert refused.param == field
+    assert field in refused.message
+
+
+def test_errors_are_those_that_clients_know():
+    async def act(ours, theirs, opened):
+        long = [{"role": "user", "content": "x" * 200}]
+        with pytest.raises(openai.BadRequestError) as exceeded:
+            await ours.chat.completions.create(messages=long, **MODEL)
+        assert exceeded.value.code == "context_length_exceeded"
+        with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+            await theirs.messages.create(messages=long, max_tokens=5, **MODEL)
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await ours.chat.completions.create(messages=HI, model="gpt-5")
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            await theirs.messages.create(messages=HI, max_tokens=5, model="claude")
+        with pytest.raises(openai.RateLimitError, match="3 may be at once"):
+            await ours.chat.completions.create(messages=HI, n=4, **MODEL)
+        with pytest.raises(openai.NotFoundError, match="Previous response"):
+            await ours.responses.create(input="x", previous_response_id="resp_1", **MODEL)
+        with pytest.raises(openai.AuthenticationError):
+            await ours.copy(api_key="guessed").chat.completions.create(messages=HI, **MODEL)
+        with pytest.raises(anthropic.AuthenticationError):
+            await theirs.copy(api_key="guessed").messages.create(messages=HI, max_tokens=5, **MODEL)
+        assert [model.id async for model in ours.models.list()] == ["policy"]
+        assert opened.session.num_refused == 6
+
+    unanswered(act, most_at_once=3, max_context_len=100)
+
+
+def unanswered(act, **more):
+    """What `act` returns, which ends in an error: where no token is sampled there is no episode."""
+    found = []
+
+    async def kept(*given):
+        found.append(await act(*given))
+
+    with pytest.raises(AgentError):
+        through(kept, **more)
+    return found[0]
