@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, at_least, at_most
+from fallback_correction.ranges import ReadBy, above, at_least, at_most
 from onpolicy.config.kinds import Count, Seconds
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
 from onpolicy.errors import ConfigError
@@ -127,7 +127,7 @@ class AgentConfig:
     """Most tokens of a sequence, given and sampled; the model's context if not given. Beyond it the
     function gets a ContextExceededError."""
 
-    episode_time_limit: Annotated[Seconds | None, BY_AGENT] = None
+    episode_time_limit: Annotated[float | None, above(0), at_most(1e9), BY_AGENT] = None
     """Seconds that an episode may take besides sampling, before it counts as failed; no limit if not
     given."""
 
