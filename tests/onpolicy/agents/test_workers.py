@@ -33,7 +33,7 @@ class Answers:
         if self.keeps_waiting:
             return
         ask = branch.ask
-        request = branch.episode.request(branch)
+        request = branch.episode.request(branch, ask)
         count = request.params.max_new_tokens
         seeds = [sampling_seed(request.sampling_seed, *request.prompt_ids, i) for i in range(count)]
         completion = Completion(
