@@ -159,6 +159,7 @@ def test_a_function_has_arguments_of_its_own(workers):
     [
         ("raise", "raised", r"raised RuntimeError: a bad day \(agent_functions.py, line \d+\)"),
         ("exit", "raised", "raised SystemExit: 3"),
+        ("cancel", "raised", "raised CancelledError"),
         ("nonsense", "result", "returned {'reward': 1}, and must return an Episode"),
     ],
 )
