@@ -142,6 +142,10 @@ class Worker:
             self._fail(number, "context" if exceeds else error.reason, str(error), error)
         except (TypeError, ValueError) as error:
             self._fail(number, "result", f"returned what JSON cannot say: {error}", error)
+        except (
+            asyncio.CancelledError
+        ) as error:  # by itself, or by the run, which does not listen then
+            self._fail(number, "raised", "raised CancelledError", error)
         finally:
             self._tasks.pop(number, None)
 

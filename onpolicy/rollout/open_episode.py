@@ -103,11 +103,7 @@ class OpenEpisode:
 
     async def _be_ready(self) -> None:
         """Wait until the rollouter can begin, which is none of the episode's time."""
-        try:
-            await self._rollouter.ready()
-        except ConfigError as error:
-            self.error = error
-            raise
+        await self._rollouter.ready()
         self._stopwatch = Stopwatch()
 
     def end(self) -> None:
@@ -144,8 +140,8 @@ class OpenEpisode:
         failure = EpisodeFailure.of(error)
         if self._mismatch is not None:
             self.error = self._mismatch
-        elif self.error is not None:
-            return
+        elif isinstance(error, ConfigError):
+            self.error = error
         elif on_failure == "stop":
             self.error = AgentError(
                 f"--episode-failures=stop: {self.name}: the episode {failure.message}. Mend its "

@@ -33,7 +33,7 @@ class Answers:
         if self.keeps_waiting:
             return
         ask = branch.ask
-        request = branch.episode.request(branch)
+        request = branch.episode.request(branch, ask)
         count = request.params.max_new_tokens
         seeds = [sampling_seed(request.sampling_seed, *request.prompt_ids, i) for i in range(count)]
         completion = Completion(
@@ -159,6 +159,7 @@ def test_a_function_has_arguments_of_its_own(workers):
     [
         ("raise", "raised", r"raised RuntimeError: a bad day \(agent_functions.py, line \d+\)"),
         ("exit", "raised", "raised SystemExit: 3"),
+        ("cancel", "raised", "raised CancelledError"),
         ("nonsense", "result", "returned {'reward': 1}, and must return an Episode"),
     ],
 )
