@@ -163,3 +163,21 @@ def test_a_served_page_follows_the_run(run):
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port", "70000"], "--port=70000: must be at most 65535"),
+        (["--rollouts", "0"], "--rollouts=0: must be at least 1"),
+        (["--output", "no/such/page.html"], "--output=no/such/page.html: cannot be written"),
+    ],
+)
+def test_bad_flags_are_refused(run, capsys, flags, says):
+    assert main(["episodes", run(sample()), *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_run_has_to_be_given(capsys):
+    assert main(["episodes"]) == 2
+    assert "RUN is missing" in capsys.readouterr().err
