@@ -60,6 +60,8 @@ def make_gateway(
     """One that listens when the first session is opened."""
     for client in ("httpx", "httpx2"):  # they log a line for each request
         logging.getLogger(client).setLevel(logging.WARNING)
+    # The parsers log a traceback for each answer that is none of theirs.
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
     rules = SessionRules(
         template=ChatTemplate(tokenizer, stop_token_ids, config.chat_drift),
         parser=AnswerParser(

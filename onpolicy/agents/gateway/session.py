@@ -77,6 +77,7 @@ class Session:
         self.num_drifts = 0
         """Requests whose past the chat template writes anew."""
 
+        self._is_over = False
         self._known = KnownTurns(rules.same)
         self._asked = defaultdict[str, list[Asked]](list)
 
@@ -116,6 +117,7 @@ class Session:
 
         They hold all answers that clients got, and not those that nobody saw.
         """
+        self._is_over = True
         asked = [each for equal in self._asked.values() for each in equal]
         for each in asked:
             each.sampling.cancel()
@@ -138,6 +140,8 @@ class Session:
         }
 
     def _require(self, call: Call) -> None:
+        if self._is_over:  # while the request was being read
+            raise session_is_over()
         rules = self.rules
         if call.model != rules.model_name:
             message = (

@@ -8,7 +8,10 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from onpolicy.agents.chat import ChatDriftError
+from onpolicy.agents.gateway.errors import RefusedError
+from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.protocols import chat_completions
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
@@ -91,6 +94,17 @@ def test_a_key_opens_one_session_and_dies_with_it():
         assert (await post(HI))[0] == 200
 
     through(act)
+
+
+def test_a_session_that_ends_while_a_request_is_being_read_samples_nothing():
+    async def act(post, opened, gateway):
+        assert (await post(HI))[0] == 200
+        await gateway.end(opened)
+        call = chat_completions.read(Fields(HI), opened.session.turns.request.params)
+        with pytest.raises(RefusedError, match="dies with it"):
+            await opened.session.ask(call)
+
+    assert len(through(act).branches) == 2
 
 
 class Holds(Draws):
