@@ -209,15 +209,11 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         algorithm, trainer = self.config.algorithm, self.engines.trainer
-        if any(group.samples for group in groups):
-            self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
+        self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
         kept = worth_training(groups, algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            logger.warning(
-                "rollout %d: all groups have equal rewards or no episode; nothing to learn from",
-                step,
-            )
+            logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
         self.engines.make_room()
         samples = make_train_samples(kept, step if self.config.plan.may_lag else None)
