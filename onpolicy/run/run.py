@@ -208,13 +208,12 @@ class Run:
         return metrics
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
-        if any(group.samples for group in groups):
-            self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
-        kept = worth_training(groups, self.config.algorithm)
+        algorithm, trainer = self.config.algorithm, self.engines.trainer
+        self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
+        kept = worth_training(groups, algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            why = "all groups have equal rewards or no episode"
-            logger.warning("rollout %d: %s; nothing to learn from", step, why)
+            logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)
