@@ -4,10 +4,6 @@ import json
 
 import pytest
 
-verifiers = pytest.importorskip(
-    "verifiers", reason="verifiers is not installed: pip install 'onpolicy[agents]'"
-)
-
 from onpolicy.agents.environments import verifiers as ours
 from onpolicy.agents.environments.sessions import acts_by
 from onpolicy.agents.function import FunctionRollouter
@@ -18,6 +14,10 @@ from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.errors import AgentError, ConfigError
 from onpolicy.types import Prompt
 from tests.support.acting import Draws, SpelledOut, decode, roll_out
+
+pytest.importorskip(
+    "verifiers", reason="verifiers is not installed: pip install 'onpolicy[agents]'"
+)
 
 NAME = "tests.support.environments_for_verifiers"
 CALL = '<tool_call>\n{"name": "product", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
