@@ -51,6 +51,16 @@ def test_the_gpu_extra_can_be_installed_and_megatron_beside_it(python):
     assert versions["triton"] == pinned("triton")
 
 
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_agents_extra_can_be_installed_beside_the_gpu_extra(python):
+    extras = ("--extra", "gpu", "--extra", "agents")
+    done = resolve("pyproject.toml", "--python-version", python, *extras)
+    assert done.returncode == 0, done.stderr
+    versions = dict(line.split("==") for line in done.stdout.split() if "==" in line)
+    assert {"sglang", "verifiers", "mini-swe-agent"} <= versions.keys()
+    assert versions["verifiers"].startswith(("0.1.", "0.2.0"))
+
+
 def pinned(package):
     pins = (ROOT / "requirements/cpu-no-deps.txt").read_text()
     return re.search(rf"^{package}==(\S+)$", pins, re.MULTILINE)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onpolicy.agents.tools.calculator import Calculator as Tool
 
-PRICE = 0.2
+PRICE = 0.3
 MOST_CALLS = 2
 
 

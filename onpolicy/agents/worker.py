@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import pickle
 import socket
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -76,7 +77,7 @@ class Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Json]] = {}
-        self._makes: dict[int, Callable[[], Coroutine[Any, Any, None]]] = {}
+        self._makes: dict[int, Callable[[], asyncio.Task[None]]] = {}
         self._others = set[asyncio.Task[None]]()
         self._over = asyncio.Event()
         self._ticked = time.monotonic()
@@ -109,7 +110,7 @@ class Worker:
             case "cancel" if known := self._tasks.get(message["episode"]):
                 known.cancel()
             case "make" if make := self._makes.get(message["number"]):
-                making = asyncio.create_task(make())
+                making = make()
                 self._others.add(making)
                 making.add_done_callback(self._others.discard)
             case "answer" if waiting := self._answers.pop(message["number"], None):
@@ -184,7 +185,7 @@ class Worker:
         except BaseException as error:
             self._link.send(kind="made", number=number, error=describe(error))
 
-    def on_make(self, number: int, make: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+    def on_make(self, number: int, make: Callable[[], asyncio.Task[None]] | None) -> None:
         """What is to be called when the run has no value for a call; None: nothing any more."""
         if make is None:
             self._makes.pop(number, None)
@@ -267,8 +268,14 @@ class Calls:
                 raised.append(error)
                 raise
 
+        # It may begin while another episode has the word, and belongs to this one's context.
+        context = contextvars.copy_context()
+
+        def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(self._worker.made(number, keep), context=context)
+
         number, future = self._ask("observe", branch, {})
-        self._worker.on_make(number, lambda: self._worker.made(number, keep))
+        self._worker.on_make(number, begin)
         try:
             return await future
         except asyncio.CancelledError:

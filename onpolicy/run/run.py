@@ -208,9 +208,8 @@ class Run:
         return metrics
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
-        algorithm, trainer = self.config.algorithm, self.engines.trainer
         self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
-        kept = worth_training(groups, algorithm)
+        kept = worth_training(groups, self.config.algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)

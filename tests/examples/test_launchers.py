@@ -131,3 +131,42 @@ def test_the_megatron_launcher_of_the_corrections_is_a_valid_run(launch, tmp_pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert '"use_rs": true' in done.stdout and '"megatron_tp": 2' in done.stdout
+
+
+def test_the_calculator_agent_is_a_valid_run(launch, inputs, tmp_path):
+    inputs()
+    (tmp_path / "inputs").mkdir()
+    for name in ("model", "data.jsonl"):
+        (tmp_path / name).rename(tmp_path / "inputs" / name)
+    done = launch("calculator_agent/run.sh", "--dry-run", WORK_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert 'calculator_agent/environment.py:Calculator"' in done.stdout
+
+
+@pytest.mark.parametrize("agent", ["search", "code"])
+def test_the_agents_on_8_gpus_are_valid_runs(launch, inputs, agent):
+    given = {**inputs(chats=True), "SEARCH_URL": "http://127.0.0.1:1/retrieve"}
+    done = launch("agents_8gpu/run.sh", agent, "--dry-run", "--operators", "auto", **given)
+    assert done.returncode == 0, done.stderr
+    assert f"agents_8gpu/{agent}.py:{agent.title()}" in done.stdout
+    assert '"rollout_num_engines": 4' in done.stdout
+
+
+def test_the_agent_of_mini_swe_agent_is_a_valid_run(launch, inputs, tmp_path):
+    pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+    inputs()
+    (tmp_path / "inputs").mkdir()
+    for name in ("model", "data.jsonl"):
+        (tmp_path / name).rename(tmp_path / "inputs" / name)
+    done = launch("mini_swe_agent/run.sh", "--dry-run", WORK_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_environment_of_verifiers_is_a_valid_run(launch, inputs, tmp_path):
+    pytest.importorskip("verifiers", reason="verifiers is not installed")
+    inputs()
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "model").rename(tmp_path / "inputs/model")
+    done = launch("verifiers/run.sh", "--dry-run", WORK_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "12 prompts" in done.stdout

@@ -15,7 +15,7 @@ from onpolicy.errors import AgentError, ConfigError
 from onpolicy.types import Prompt
 from tests.support.acting import Draws, SpelledOut, decode, roll_out
 
-verifiers = pytest.importorskip(
+pytest.importorskip(
     "verifiers", reason="verifiers is not installed: pip install 'onpolicy[agents]'"
 )
 
