@@ -177,7 +177,7 @@ class SampleGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Of each episode: the mean of its trajectories' rewards, rounded once."""
+        """A reward of each episode: the mean of its trajectories' rewards, rounded once."""
         return [mean(sample.reward for sample in episode) for episode in self.episodes]
 
 
@@ -228,7 +228,7 @@ class TrainOutcome:
     findings: ParityFindings
 
     learnt: Mapping[int, LearntTokens] = field(default_factory=dict)
-    """Of the samples that are shown, by their numbers in the rollout."""
+    """What was learnt of the samples that are shown, by their numbers in the rollout."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

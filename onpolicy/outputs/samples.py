@@ -89,7 +89,7 @@ class SampleLog:
         }
 
     def _tokens(self, sample: Sample) -> dict[str, Any]:
-        """Of the R sampled tokens: their texts and numbers; one number where all are the same."""
+        """The R sampled tokens: their texts and numbers; one number where all are the same."""
         trajectory, learnt = sample.trajectory, sample.learnt
         columns = {"log_probs": trajectory.rollout_log_probs}
         if learnt is not None:

@@ -131,8 +131,8 @@ def sample_of(
 
 
 def _rewards(episode: Episode, num_trajectories: int) -> list[float] | None:
-    """Of each trajectory: its own, the episode's, or what all tokens of the episode come to, added up
-    and rounded once; None if a reward function is to say it."""
+    """Rewards of each trajectory: its own, the episode's, or what all tokens of the episode come to, added
+    up and rounded once; None if a reward function is to say it."""
     if episode.rewards is not None:
         return [*episode.rewards]
     whole = episode.reward

@@ -2,7 +2,7 @@
 
 The server runs wherever it likes, with or without a container, and its package need not be installed
 here: it is spoken to over its WebSocket, a connection for each episode (openenv-core 0.3.0,
-`env_server/http_server.py`).
+its module env_server.http_server).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import aiohttp
 from onpolicy.types import Prompt
 
 MOST_BYTES = 100 << 20
-"""Of a message, as in OpenEnv's own client."""
+"""The longest message, as in OpenEnv's own client."""
 
 
 class OpenEnv:

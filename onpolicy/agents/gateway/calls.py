@@ -18,7 +18,7 @@ class Call:
     model: str
 
     messages: tuple[Message, ...] = ()
-    """Of a chat, from its beginning."""
+    """The whole of a chat, from its beginning."""
 
     continues: str = ""
     """Name of an earlier reply, whose chat comes before `messages`."""
@@ -84,7 +84,7 @@ class Reply:
 
     log_probs: Sequence[float] = ()
     token_texts: Sequence[str] = ()
-    """Of each token, where log-probabilities were asked for."""
+    """Those of each token, where log-probabilities were asked for."""
 
     @property
     def message(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Fields:
         self._body, self._where = dict(body), where
 
     def name(self, field: str) -> str:
-        """Of a field, for messages. Example: 'messages[2].content'"""
+        """The name of a field, for messages. Example: 'messages[2].content'"""
         return f"{self._where}.{field}" if self._where else field
 
     def pop(self, field: str) -> Any:

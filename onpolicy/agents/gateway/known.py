@@ -41,7 +41,7 @@ class KnownTurn:
     """Tokens that its branch has from its parent's."""
 
     def order(self) -> tuple[str, int]:
-        """Of equal answers the first continues."""
+        """What they are sorted by: the first of equal answers is continued."""
         return self.digest, self.number
 
     @property
@@ -97,7 +97,7 @@ class KnownTurns:
     def _digests(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> Iterator[str]:
-        """Of the beginnings of a chat, from one message on."""
+        """The digests of the beginnings of a chat, from one message on."""
         digest = digest_of(tools)
         for message in messages:
             digest = digest_of(digest, self._same(message))

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 PROTOCOLS: tuple[WireProtocol, ...] = (chat_completions, completions, responses, messages)
 MOST_BYTES = 64 << 20
-"""Of a request."""
+"""The largest request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ class Session:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the episode, once it is closed."""
+        """What the episode says of it, once it is closed."""
         asked = sum(map(len, self._asked.values()))
         return {
             "gateway/num_answers": float(asked),

@@ -138,7 +138,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(estimator, g
 
 @pytest.mark.parametrize(
     ("estimator", "rewards", "episodes", "expected"),
-    [  # slime's own values, of tests/test_group_relative_advantages.py, within 1e-6 of the std
+    [  # slime's own values, of its test_group_relative_advantages, within 1e-6 of the std
         ("dr_grpo", [[1.0, 3.0, 3.0], [5.0, 11.0]], [[0, 1, 1], [2, 3]], [[-1, 1, 1], [-3, 3]]),
         ("dr_grpo", [[1.0, 3.0, 5.0], [7.0, 13.0]], None, [[-2, 0, 2], [-3, 3]]),
         (

@@ -16,7 +16,7 @@ ALWAYS_SENT = (
 """Fields that change nothing of what is sampled; they are ignored."""
 
 CREATED = 0
-"""Of every answer: a repeated run gives the same bytes."""
+"""The time that every answer says: a repeated run gives the same bytes."""
 
 
 def text_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
