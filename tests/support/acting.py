@@ -78,7 +78,7 @@ class Draws:
     def _answer(self, branch, ask):
         if ask is None or branch.ask is not ask:
             return
-        request = branch.episode.request(branch)
+        request = branch.episode.request(branch, ask)
         begins = len(request.prompt_ids)
         digest = hashlib.blake2b(
             repr((request.prompt_ids, request.sampling_seed)).encode()
