@@ -49,8 +49,8 @@ class AgentError(OnPolicyError, RuntimeError):
     def __init__(self, message: str, *, reason: str):
         super().__init__(message)
         self.reason = reason
-        """In a word: 'raised', 'context' (too many tokens), 'result' (no Episode), 'hung' or 'died'
-        (its process)."""
+        """In a word: 'raised', 'context' (too many tokens), 'result' (no Episode), 'drift', 'hung' or
+        'died' (its process)."""
 
 
 class CheckpointError(OnPolicyError, OSError):

@@ -109,8 +109,8 @@ class Trajectory:
     """Tokens found in the prefix cache, by all requests together."""
 
     forks: tuple[tuple[str, int], ...] = ()
-    """Of a branch of an episode: (key of a fork, tokens at which it left the branch before), from the
-    first branch on. Example: (("0", 12), ("2", 40))"""
+    """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
+    before), from the first branch on. Example: (("0", 12), ("2", 40))"""
 
     @staticmethod
     def begin(prompt_ids: Sequence[int]) -> Trajectory:

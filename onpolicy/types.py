@@ -168,7 +168,7 @@ class SampleGroup:
     """Position of the prompt in the endless order of a run's prompts."""
 
     branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
-    """Of each episode, whatever became of it: what its branches sampled from which versions."""
+    """What the branches of each episode sampled from which versions, whatever became of it."""
 
     @property
     def episodes(self) -> list[list[Sample]]:

@@ -33,7 +33,7 @@ from onpolicy.trajectory import UNPUSHED, Trajectory
 from onpolicy.types import Prompt, Request
 
 SHAPE = 1.2
-"""Of the Pareto distribution: its mean is finite, its variance is not."""
+"""The Pareto distribution's: its mean is finite, its variance is not."""
 
 ANSWERED = 4
 """A tool's answer is a quarter of the turn's tokens."""

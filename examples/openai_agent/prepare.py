@@ -43,6 +43,13 @@ TEMPLATE = (
 )
 
 
+def tokenizer_with_template() -> PreTrainedTokenizerFast:
+    """One token per character, and chats as the model is to see them."""
+    tokenizer = make_tokenizer(CHARACTERS)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
 def problem(rng: random.Random) -> tuple[int, int]:
     return rng.randint(100, 999), rng.randint(10, 99)
 
@@ -82,8 +89,7 @@ def main(out: Path, steps: int = STEPS) -> None:
     write_problems(out / "data.jsonl", 3000, rng)
     write_problems(out / "eval.jsonl", 100, rng)
     torch.manual_seed(0)
-    tokenizer = make_tokenizer(CHARACTERS)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = tokenizer_with_template()
     model = make_model(len(tokenizer), **SIZES)
     warm_start(model, lambda step: training_row(tokenizer, rng), steps, 2e-3)
     save(model, tokenizer, out / "model")

@@ -104,7 +104,8 @@ class ChatTemplate:
         token_ids: the chat so far, which ends with the answer as it was sampled. known: its messages,
         the answer being the last. messages: the new ones.
         """
-        have, wanted = self._decode(token_ids), self._render([*known, *messages], tools)
+        have = self._text(token_ids)
+        wanted = self._normal(self._render([*known, *messages], tools))
         if wanted.startswith(have):
             return Continuation(kept=len(token_ids), token_ids=self.encode(wanted[len(have) :]))
         kept, length = self._common(token_ids, have, wanted)
@@ -148,14 +149,23 @@ class ChatTemplate:
         pairs = enumerate(zip(have, wanted, strict=False))
         same = next((i for i, (one, other) in pairs if one != other), min(len(have), len(wanted)))
         sizes = range(len(token_ids) + 1)
-        count = bisect_right(sizes, same, key=lambda k: len(self._decode(token_ids[:k]))) - 1
-        while not wanted.startswith(text := self._decode(token_ids[:count])):
+        count = bisect_right(sizes, same, key=lambda k: len(self._text(token_ids[:k]))) - 1
+        while not wanted.startswith(text := self._text(token_ids[:count])):
             count -= 1
         return count, len(text)
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Text as tokens; `begins`: with those that a sequence begins with."""
         return list(self._tokenizer.encode(text, add_special_tokens=begins))
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """What tokens say, in the form that text is brought into before it becomes tokens: what was
+        given has it already, and what was sampled may not."""
+        return self._normal(self._decode(token_ids))
+
+    def _normal(self, text: str) -> str:
+        normalizer = self._tokenizer.backend_tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from onpolicy.rollout.turns import ContextExceededError
+from onpolicy.rollout.failures import ContextExceededError
 
 MAX_SIZE = 64 << 20
 """Bytes of a message."""

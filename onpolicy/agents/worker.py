@@ -20,7 +20,7 @@ from onpolicy.agents.messages import ERRORS, Message, Parser, from_worker
 from onpolicy.agents.remote_turns import RemoteTurns
 from onpolicy.errors import AgentError, ConfigError
 from onpolicy.rollout.episodes import Episode
-from onpolicy.rollout.turns import ContextExceededError
+from onpolicy.rollout.failures import ContextExceededError
 from onpolicy.system.user_functions import describe
 from onpolicy.trajectory import Trajectory
 
@@ -143,6 +143,10 @@ class Worker:
             self._fail(number, "context" if exceeds else error.reason, str(error), error)
         except (TypeError, ValueError) as error:
             self._fail(number, "result", f"returned what JSON cannot say: {error}", error)
+        except (
+            asyncio.CancelledError
+        ) as error:  # by itself, or by the run, which does not listen then
+            self._fail(number, "raised", "raised CancelledError", error)
         finally:
             self._tasks.pop(number, None)
 

@@ -53,7 +53,10 @@ class WorkerLink:
     def __init__(self, function: AgentFunction, hang_limit: float):
         self.episodes: dict[int, RemoteEpisode] = {}
         self.is_lost = False
-        self._hang_limit, self._is_ready, self._missed = hang_limit, False, 0
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """When the function is there. Its error: ConfigError or AgentError."""
+
+        self._hang_limit, self._missed = hang_limit, 0
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._makes: dict[int, asyncio.Future[Any]] = {}
         self._parser = Parser(json.loads)
@@ -65,6 +68,11 @@ class WorkerLink:
         self._watching = asyncio.create_task(self._watch())
         names = {"path": function.path, "flag": function.flag}
         self._send({"kind": "load", "arguments": dict(function.arguments), **names})
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes episodes at once."""
+        return self.started.done() and not self.is_lost
 
     async def run(self, episode: RemoteEpisode) -> Episode:
         """Have the worker roll it out. Raises AgentError if that fails or the worker is lost, and
@@ -114,11 +122,16 @@ class WorkerLink:
 
     async def _watch(self) -> None:
         """Notice that nothing is heard, however long this process stood still itself."""
-        while self._missed < _MISSES:
-            await asyncio.sleep(self._hang_limit / 4 if self._is_ready else START_SECONDS / _MISSES)
-            self._missed += 1
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(self.started)
+            while self._missed < _MISSES:
+                await asyncio.sleep(self._hang_limit / 4)
+                self._missed += 1
+            text = "its worker process stands still: a function computes and lets no thread go on"
+        except TimeoutError:
+            text = f"its function was not imported after {START_SECONDS:g} seconds"
         self._serving.cancel()
-        text = "its worker process stands still: a function computes and lets no thread go on"
         await self._lose(AgentError(text, reason="hung"))
 
     async def _lose(self, error: Exception) -> None:
@@ -131,6 +144,9 @@ class WorkerLink:
             error = AgentError(f"{error} ({_how(code)})", reason=error.reason)
         if self.episodes:
             logger.error("%d episodes fail: %s", len(self.episodes), error)
+        if not self.started.done():
+            self.started.set_exception(error)
+            self.started.exception()  # nobody may be waiting
         for call in self._calls.values():
             call.cancel()
         for episode in self.episodes.values():
@@ -141,7 +157,7 @@ class WorkerLink:
         episode = self.episodes.get(message.get("episode", -1))
         match message["kind"]:
             case "ready":
-                self._is_ready = True
+                self.started.set_result(None)
             case "unusable":
                 raise ConfigError(message["text"])
             case "call":

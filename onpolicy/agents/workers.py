@@ -6,6 +6,7 @@ cannot make any.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import threading
@@ -34,19 +35,26 @@ class WorkerRollouter(Rollouter):
         self._lock = threading.Lock()
         self._is_closed = False
 
-    async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
-        return await self._idlest().run(RemoteEpisode(next(self._numbers), prompt, turns))
+    async def ready(self) -> None:
+        """Start the workers that are missing, and wait for them if no other can take an episode."""
+        links = self._live()
+        if not any(link.is_ready for link in links):
+            await asyncio.gather(*(asyncio.shield(link.started) for link in links))
 
-    def _idlest(self) -> WorkerLink:
+    async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
+        links = self._live()
+        usable = [link for link in links if link.is_ready] or links
+        idlest = min(usable, key=lambda link: len(link.episodes))
+        return await idlest.run(RemoteEpisode(next(self._numbers), prompt, turns))
+
+    def _live(self) -> list[WorkerLink]:
         with self._lock:
             if self._is_closed:
                 raise AgentError("the run has ended", reason="died")
             for place, link in enumerate(self._links):
                 if link is None or link.is_lost:
-                    link = self._links[place] = WorkerLink(self._function, self._hang_limit)
-                if not link.episodes:
-                    return link
-            return min(filter(None, self._links), key=lambda link: len(link.episodes))
+                    self._links[place] = WorkerLink(self._function, self._hang_limit)
+            return [link for link in self._links if link is not None]
 
     def close(self) -> None:
         """End all workers, and what they began. From any thread."""

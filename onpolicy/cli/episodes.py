@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from fallback_correction.ranges import at_least, at_most
 from onpolicy.cli.parse import parse
-from onpolicy.config.kinds import Count
+from onpolicy.config.kinds import LAST_PORT, Count
+from onpolicy.config.rules import require_ranges
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.destinations import require_writable, write_output
 
@@ -29,7 +31,7 @@ class EpisodesConfig:
     output: str = "episodes.html"
     """File to write. It needs nothing beside it and no network to be opened."""
 
-    port: int | None = None
+    port: Annotated[int | None, at_least(0), at_most(LAST_PORT)] = None
     """Serve the page at http://127.0.0.1:PORT instead, as the run goes on; 0: at any free port."""
 
     rollouts: Count = 20
@@ -39,6 +41,7 @@ class EpisodesConfig:
 def main(argv: Sequence[str]) -> int:
     """Read the samples, and write or serve the page."""
     config = parse(EpisodesConfig, argv, "onpolicy episodes")
+    require_ranges(config)
     if not config.run:
         raise ConfigError("RUN is missing. Give a run's directory.")
 

@@ -205,11 +205,8 @@ class BenchConfig:
     prompt leaves of the model's context."""
 
     batch_sizes: Annotated[tuple[int, ...], at_least(1), at_most(256), of_bench("decode")] = (
-        1,
-        8,
-        64,
-        256,
-    )
+        1, 8, 64, 256,
+    )  # fmt: skip
     """decode: sequences that one server decodes at once."""
 
     context_lens: Annotated[tuple[int, ...], at_least(1), of_bench("decode")] = ()
@@ -218,8 +215,7 @@ class BenchConfig:
     batch a server's cache, is not measured, and the result says so."""
 
     num_turns: Annotated[Count, of_bench("agents")] = 8
-    """agents: turns of an episode, each with its part of --max-new-tokens: three quarters of it sampled,
-    and the others a tool's answer."""
+    """agents: turns of an episode. Each has its part of --max-new-tokens, a quarter of it a tool's."""
 
     tool_latency: Annotated[Seconds, of_bench("agents")] = 0.2
     """agents: seconds that a tool takes at least; they are Pareto-distributed with the shape 1.2."""

@@ -25,6 +25,7 @@ MEANINGS = {
     "rollout/failed_episodes/deadline": "those that took longer than --episode-time-limit",
     "rollout/failed_episodes/hung": "those that computed for too long without waiting for anything",
     "rollout/failed_episodes/died": "those whose process died",
+    "rollout/failed_episodes/drift": "those whose chat template wrote the past anew, if that is refused",
     "episodes/num_turns": "mean number of answers of the policy in an episode, those shared once",
     "episodes/num_trajectories": "mean number of trajectories of an episode",
     "episodes/num_rewarded": "episodes that said their reward, so that no reward function was asked",

@@ -50,7 +50,7 @@ class _Group(TypedDict):
     number: Count
     samples: list[_Drawn]
     branches: NotRequired[list[list[_Branch]]]
-    """Of each episode; left out where each is its one sample."""
+    """Those of each episode; left out where each is its one sample."""
 
 
 @with_config(CLOSED)

@@ -1,1 +1,1 @@
-"""`onpolicy report`: one HTML page with the curves of several runs over each other."""
+"""`onpolicy report` and `onpolicy episodes`: HTML pages that open without a network."""

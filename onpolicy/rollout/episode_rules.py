@@ -1,19 +1,14 @@
-"""What holds for all episodes of a run, and whom they tell what they ask for."""
+"""What holds for all episodes of a run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 from onpolicy.rollout.failures import OnFailure
-from onpolicy.rollout.observations import Observations
-from onpolicy.rollout.turns import Json, Turns
+from onpolicy.rollout.observations import Json, Observations
 from onpolicy.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from onpolicy.rollout.open_episode import OpenEpisode
 
 
 def _no_text(token_ids: Sequence[int]) -> str:
@@ -43,13 +38,3 @@ class EpisodeRules:
     decode: Callable[[list[int]], str] = _no_text
     tokens_of: Callable[..., list[int]] = _only_tokens
     """(text, token ids or messages; the branch so far) -> tokens to be given."""
-
-
-class Listener(Protocol):
-    """Draws what episodes ask for. Called from any thread."""
-
-    def asked(self, branch: Turns) -> None:
-        """The branch waits for the policy; `branch.ask` says for how much."""
-
-    def ended(self, episode: OpenEpisode) -> None:
-        """The episode is complete, or has failed."""

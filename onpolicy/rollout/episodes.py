@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onpolicy.errors import AgentError
-from onpolicy.rollout.turns import Answer, ContextExceededError, Json, Turns
+from onpolicy.rollout.failures import ContextExceededError
+from onpolicy.rollout.observations import Json
+from onpolicy.rollout.turns import Answer, Turns
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, SampleGroup
 
@@ -27,13 +29,13 @@ class Episode:
     token that several hold is learnt in the first of them, and given in the others."""
 
     reward: float | None = None
-    """Of all; None: the run's reward function says it."""
+    """The one of all; None: the run's reward function says it."""
 
     rewards: Sequence[float] | None = None
-    """Of each trajectory."""
+    """One for each trajectory."""
 
     token_rewards: Sequence[Sequence[float]] | None = None
-    """Of each sampled token of each trajectory, [R]."""
+    """For each trajectory one for each sampled token, [R]."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Json] = field(default_factory=dict)
@@ -72,6 +74,9 @@ class Rollouter(ABC):
         before; so what it gives must depend on its arguments, on what is sampled and on what it
         observes alone.
         """
+
+    async def ready(self) -> None:
+        """Wait until an episode can begin. Raises ConfigError if none ever can."""
 
     def close(self) -> None:
         """The run has ended."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from onpolicy.errors import AgentError
-from onpolicy.rollout.turns import ContextExceededError
+from onpolicy.errors import AgentError, OnPolicyError
 from onpolicy.system.user_functions import describe
 
 OnFailure = Literal["drop", "retry", "stop"]
@@ -15,13 +14,21 @@ RETRIES = 3
 """Attempts at an episode after the first, with `retry`."""
 
 
+class OtherTokensError(OnPolicyError, ValueError):
+    """The function of an episode that goes on is another than before."""
+
+
+class ContextExceededError(ValueError):
+    """A branch would hold more tokens than an episode may."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFailure:
     """Why an attempt at an episode came to nothing."""
 
     reason: str
     """raised, context (more tokens than fit), result (returned nonsense, or sampled nothing), deadline,
-    hung or died (its process)."""
+    hung or died (its process), drift (--chat-drift refuse)."""
 
     message: str
     """With the last line of a traceback, if there is one."""

@@ -30,7 +30,7 @@ def observation_key(
 
 
 class Observations:
-    """Of a run. `file`: where they are written, and those from before are."""
+    """What a run has observed. `file`: where they are written, and those from before are."""
 
     def __init__(self, file: Path | None = None):
         self._file = file

@@ -8,18 +8,17 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from onpolicy.errors import AgentError
+from onpolicy.errors import AgentError, ConfigError
 from onpolicy.rollout.branches import learnt_once, order_of, require_own, require_possible
 from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episode_rules import EpisodeRules as EpisodeRules
-from onpolicy.rollout.episode_rules import Listener
 from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.failures import RETRIES, EpisodeFailure
+from onpolicy.rollout.failures import RETRIES, EpisodeFailure, OtherTokensError
 from onpolicy.rollout.results import with_learnt
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.stop_strings import until_stop_string
-from onpolicy.rollout.turns import Ask, BranchRecord, OtherTokensError, Turns
+from onpolicy.rollout.turns import Ask, BranchRecord, Listener, Turns
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Request
 
@@ -48,10 +47,10 @@ class OpenEpisode:
         self._rollouter, self._request = rollouter, request
         self.past: Mapping[tuple[str, ...], BranchRecord] = {}
         self.failures: list[EpisodeFailure] = []
-        """Of the attempts that came to nothing."""
+        """Why attempts came to nothing."""
 
         self.episode: Episode | None = None
-        """Of a complete one; without trajectories if it has failed for good."""
+        """What became of it, once it is complete; without trajectories if it has failed for good."""
 
         self.error: BaseException | None = None
         """What ends the run."""
@@ -89,6 +88,7 @@ class OpenEpisode:
         self._task = asyncio.current_task()
         while not self.is_complete:
             try:
+                await self._be_ready()
                 work = self._rollouter.roll_out(self.prompt, self.turns)
                 found = await within(self.rules.time_limit, self._stopwatch, work)
                 self._complete(Episode.of(found))
@@ -100,6 +100,11 @@ class OpenEpisode:
             listener = self._listener
         assert listener is not None
         listener.ended(self)
+
+    async def _be_ready(self) -> None:
+        """Wait until the rollouter can begin, which is none of the episode's time."""
+        await self._rollouter.ready()
+        self._stopwatch = Stopwatch()
 
     def end(self) -> None:
         """The run has ended: have the function clean up, and do not wait for it."""
@@ -135,6 +140,8 @@ class OpenEpisode:
         failure = EpisodeFailure.of(error)
         if self._mismatch is not None:
             self.error = self._mismatch
+        elif isinstance(error, ConfigError):
+            self.error = error
         elif on_failure == "stop":
             self.error = AgentError(
                 f"--episode-failures=stop: {self.name}: the episode {failure.message}. Mend its "
@@ -204,7 +211,7 @@ class OpenEpisode:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of a complete one: what is to be learnt, every sampled token once."""
+        """What is to be learnt, once it is complete: every sampled token once."""
         found = None if self.episode is None else self.episode.trajectories
         return [each for each in found or () if isinstance(each, Trajectory)]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.sampling import require_version
-from onpolicy.rollout.turns import Ask, Turns
+from onpolicy.rollout.turns import Ask, Turns, UnderWay
 from onpolicy.trajectory import Completion
 from onpolicy.types import BranchKey
 
@@ -24,7 +24,7 @@ class EpisodesJob(SamplingJob):
         super().__init__(takes_parts=takes_parts)
         self._version, self._by_token = version, by_token
         self._asked = list[tuple[Turns, Ask]]()
-        self._busy = set[OpenEpisode]()
+        self._busy = set[UnderWay]()
         self._lock = threading.Lock()
         self.num_tokens = 0
         """Tokens sampled so far."""
@@ -69,12 +69,12 @@ class EpisodesJob(SamplingJob):
             self.error = episode.error
         self._leave(episode)
 
-    def _leave(self, episode: OpenEpisode) -> None:
+    def _leave(self, episode: UnderWay) -> None:
         with self._lock:
             self._busy.discard(episode)
         self.on_news()
 
-    def stays_with(self, number: int) -> OpenEpisode:
+    def stays_with(self, number: int) -> Hashable:
         return self._asked[number][0].episode
 
     @property
@@ -100,7 +100,7 @@ class Round(EpisodesJob):
     ):
         super().__init__(version, by_token=by_token)
         self._most = most
-        self._sampled_before: Mapping[OpenEpisode, int] = {
+        self._sampled_before: Mapping[UnderWay, int] = {
             episode: episode.record()[0].trajectory.num_sampled for episode in episodes
         }
         self.begin(episodes)
@@ -140,7 +140,9 @@ class ReplayedRound(EpisodesJob):
 
     def __init__(self, drawn: Mapping[OpenEpisode, Mapping[BranchKey, int] | None], version: int):
         super().__init__(version, by_token=True)
-        self._left = {e: None if tokens is None else {**tokens} for e, tokens in drawn.items()}
+        self._left: Mapping[UnderWay, dict[BranchKey, int] | None] = {
+            episode: None if tokens is None else {**tokens} for episode, tokens in drawn.items()
+        }
         self.begin(drawn)
 
     def asked(self, branch: Turns) -> None:

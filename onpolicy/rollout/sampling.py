@@ -81,11 +81,8 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
         for i, episode in enumerate(group.episodes)
         for number in range(len(episode.trajectories))
     ]
-    texts = (
-        decode([each.trajectories[number].response_ids for _, _, each, number in drawn])
-        if drawn
-        else []
-    )
+    answers = [each.trajectories[number].response_ids for _, _, each, number in drawn]
+    texts = decode(answers) if drawn else []
     made = [
         SampleGroup(
             prompt=group.prompt,

@@ -14,7 +14,7 @@ def until_stop_string(
 ) -> Completion:
     """A later part of an answer, cut where one of the texts ends that began in what came `before`.
 
-    By the rule of SGLang (`Req.tail_str` in srt/managers/schedule_batch.py): after every token, in the
+    SGLang's rule (its `Req.tail_str`): after every token, in the
     text of the last ones, one more than the longest of the texts has.
     """
     if not (before and stop):

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
-from onpolicy.errors import OnPolicyError
-from onpolicy.rollout.observations import observation_key
+from onpolicy.rollout.episode_rules import EpisodeRules
+from onpolicy.rollout.failures import ContextExceededError, OtherTokensError
+from onpolicy.rollout.observations import Json, observation_key
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.trajectory import FinishReason, Trajectory
-from onpolicy.types import Request, SamplingParams
-
-if TYPE_CHECKING:
-    from onpolicy.rollout.open_episode import OpenEpisode
-
-Json = Any
-"""What JSON can say."""
-
-
-class OtherTokensError(OnPolicyError, ValueError):
-    """The function of an episode that goes on is another than before."""
-
-
-class ContextExceededError(ValueError):
-    """A branch would hold more tokens than an episode may."""
+from onpolicy.trajectory import Completion, FinishReason, Trajectory
+from onpolicy.types import BranchKey, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +57,35 @@ class BranchRecord:
     key: tuple[str, ...]
     trajectory: Trajectory
     answers: tuple[tuple[int, FinishReason], ...]
-    """Of every complete one: the tokens up to its end, and why it ended."""
+    """The tokens up to the end of each that is complete, and why it ended."""
+
+
+class UnderWay(Hashable, Protocol):
+    """What a branch, and who draws for it, know of its episode (`OpenEpisode`)."""
+
+    rules: EpisodeRules
+    past: Mapping[BranchKey, BranchRecord]
+    branches: Mapping[BranchKey, Turns]
+    number: int
+    index: int
+
+    @property
+    def num_failures(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def asks(self, branch: Turns, ask: Ask) -> None: ...
+
+    def withdraw(self, branch: Turns, ask: Ask) -> None: ...
+
+    def branch(self, request: Request, shared: Trajectory, key: BranchKey) -> Turns: ...
+
+    def request(self, branch: Turns, ask: Ask, most: int | None = None) -> Request: ...
+
+    def add(self, branch: Turns, ask: Ask, answer: Completion) -> bool: ...
+
+    def differs(self, message: str) -> OtherTokensError: ...
 
 
 class Turns:
@@ -80,7 +95,7 @@ class Turns:
     """
 
     def __init__(
-        self, episode: OpenEpisode, request: Request, trajectory: Trajectory, key: tuple[str, ...]
+        self, episode: UnderWay, request: Request, trajectory: Trajectory, key: tuple[str, ...]
     ):
         self.episode, self.key = episode, key
         self.request = request
@@ -95,7 +110,7 @@ class Turns:
         self.past = episode.past.get(key)
         self.ask: Ask | None = None
         self.answers: list[tuple[int, FinishReason]] = []
-        """Of every answer so far: the tokens up to its end, and why it ended."""
+        """The tokens up to the end of every answer so far, and why it ended."""
 
         self._num_forks = self._num_observed = 0
 
@@ -261,3 +276,13 @@ class Turns:
     def _exceeds(self, more: int) -> str:
         have, most = len(self.trajectory.token_ids), self.episode.rules.max_context_len
         return f"{have} tokens and {more} more exceed --rollout-max-context-len={most}"
+
+
+class Listener(Protocol):
+    """Draws what episodes ask for. Called from any thread."""
+
+    def asked(self, branch: Turns) -> None:
+        """The branch waits for the policy; `branch.ask` says for how much."""
+
+    def ended(self, episode: Any) -> None:
+        """The episode (`OpenEpisode`) is complete, or has failed."""

@@ -208,32 +208,26 @@ class Run:
         return metrics
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
-        algorithm, trainer = self.config.algorithm, self.engines.trainer
-        if any(group.samples for group in groups):
-            self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
-        kept = worth_training(groups, algorithm)
+        self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
+        kept = worth_training(groups, self.config.algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            logger.warning(
-                "rollout %d: all groups have equal rewards or no episode; nothing to learn from",
-                step,
-            )
+            logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)
         samples = make_train_samples(kept, step if self.config.plan.may_lag else None)
         num_steps = min(self.config.steps_per_rollout, len({s.episode for s in samples}))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
-        metrics |= self.learning_rate.metrics()
         try:
-            outcome = trainer.train(samples, step, rates)
+            outcome = self.engines.trainer.train(samples, step, rates)
         except ParityError as error:
             self._note(error.findings, samples, groups, step)
             raise
         self._note(outcome.findings, samples, groups, step)
         for number, learnt in outcome.learnt.items():
             samples[number].sample.learnt = learnt
-        return {**outcome.metrics, **metrics}
+        return {**outcome.metrics, **metrics, **self.learning_rate.metrics()}
 
     def _note(
         self,

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onpolicy.agents.chat import ChatTemplate
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.errors import AgentError, TrainingError
@@ -97,9 +98,17 @@ class Sampler:
         if isinstance(more, str):
             encode = self.inputs.tokenizer.encode
             return list(encode(more, add_special_tokens=False))
-        if not all(isinstance(token, int) for token in more):
-            raise ValueError(f"append({more!r:.80}): must be a text or a list of token ids")
-        return [*more]
+        if all(isinstance(token, int) for token in more):
+            return [*more]
+        if not all(isinstance(message, Mapping) for message in more):
+            raise ValueError(f"append({more!r:.80}): must be a text, token ids or chat messages")
+        if not so_far.sampled[-1]:
+            raise ValueError(
+                "append: chat messages come after an answer, all at once; append text or token ids here"
+            )
+        inputs = self.inputs
+        template = ChatTemplate(inputs.tokenizer, inputs.stop_token_ids)
+        return template.after_answer(so_far.token_ids, more)
 
     def _open_groups(self) -> OpenGroups:
         rollout = self.config.rollout

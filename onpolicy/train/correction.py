@@ -4,6 +4,10 @@ Runs on all micro-batches of a rollout at once, since weights may be normalised 
 over the global batch: it makes the last stage of each (`batch.py`). Where nobody computes the trainer's
 log-probabilities before the loss, the loss takes weights and rejection from its own: in bypass
 (--use-rollout-logprobs), and wherever they are those of the old policy, bit for bit (`needs_scores`).
+
+A sequence of a correction is a trajectory, and one of an aggregation an episode. A trajectory is one
+path of tokens, whose ratio is the product of its tokens'; that of an episode would be the product over
+all its branches, with a variance that grows with their number.
 """
 
 from __future__ import annotations

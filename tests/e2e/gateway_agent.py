@@ -20,13 +20,11 @@ def chats(base_url, api_key, prompt):
             (choice,) = answer.choices
             assert all(token.logprob <= 0 for token in choice.logprobs.content)
             messages += [choice.message, {"role": "user", "content": text}]
-        with client.chat.completions.stream(
-            model="policy", messages=messages, tools=[TOOL], max_tokens=6
-        ) as stream:
-            for _ in stream:
-                pass
-            last = stream.get_final_completion().choices[0].message
+        chunks = client.chat.completions.create(
+            model="policy", messages=messages, tools=[TOOL], max_tokens=6, stream=True
+        )
+        text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
         messages = [{"role": "user", "content": prompt.text}]
         client.messages.create(model="policy", messages=messages, max_tokens=6)
-    return len(last.content or "") / 6
+    return min(len(text) / 9, 1.0)

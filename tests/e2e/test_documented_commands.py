@@ -48,6 +48,7 @@ SMALLEST = {
     "explain": FEW_PROMPTS,
     "bench rollout": [*FEW_PROMPTS, "--repetitions", "1"],
     "bench decode": ["--batch-sizes", "2", "--repetitions", "1"],
+    "bench agents": [*FEW_PROMPTS, "--repetitions", "1", "--tool-time-limit", "0.5"],
     "bench step": ["--num-tokens", "128", "--repetitions", "1"],
     "bench loop": [*FEW_PROMPTS, "--n-samples-per-prompt", "2", "--repetitions", "1"],
 }  # fmt: skip

@@ -1,12 +1,14 @@
 """Episodes of two turns on a real server, trained by the real trainer."""
 
+import asyncio
 import dataclasses
+import random
 from itertools import pairwise
 
 import pytest
 import torch
 
-from onpolicy.errors import ParityError
+from onpolicy.errors import EngineError, ParityError
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.rounds import Round
 from onpolicy.rollout.sampling import open_group, sample_groups
@@ -27,16 +29,31 @@ class StopsInTheMiddle(Rollouter):
         return Episode()
 
 
-def drawn(engines, most):
+class Branches(Rollouter):
+    """Two turns with a tool between them, and a fork after each, beside the first branch."""
+
+    async def roll_out(self, prompt, turns):
+        await turns.sample(max_tokens=6)
+        await asyncio.sleep(random.random() * 0.05)
+        early = turns.fork(len(turns.trajectory.token_ids) - 2, key="early")
+        turns.append(GIVEN)
+        late = turns.fork(key="late")
+        late.append(GIVEN[:2])
+        await asyncio.gather(
+            turns.sample(max_tokens=5), early.sample(temperature=0.7), late.sample(temperature=1.3)
+        )
+
+
+def drawn(engines, most, rollouter=None):
     """Twelve episodes in rounds of so many tokens; any of 30 tokens of 137 ends an answer."""
-    groups = []
+    rollouter, groups = rollouter or StopsInTheMiddle(), []
     for i, request in enumerate(make_requests(12, seed=7, max_new_tokens=LONGEST)):
         params = dataclasses.replace(
             request.params, stop_token_ids=tuple(range(30)), ignore_eos=False
         )
         prompt = Prompt(index=i, prompt_ids=request.prompt_ids, label="", text="")
         request = dataclasses.replace(request, params=params)
-        groups.append(open_group(i, prompt, [request], StopsInTheMiddle()))
+        groups.append(open_group(i, prompt, [request], rollouter))
     while episodes := [episode for group in groups for episode in group.unfinished]:
         engines.work(Round(episodes, most, engines.weight_version, by_token=True))
     found = sample_groups(groups, lambda token_ids: [""] * len(token_ids))
@@ -86,3 +103,59 @@ def test_one_bit_in_the_last_turn_is_found(engines, samples):
     changed = [*samples[:3], dataclasses.replace(samples[3], trajectory=off), *samples[4:]]
     with pytest.raises(ParityError, match=rf"^1 of .*prompt 3, sample 0.*position={LONGEST - 1}"):
         engines.trainer.train(train_samples(changed), 0, [0.0])
+
+
+@pytest.fixture(scope="module")
+def branches(engines):
+    return drawn(engines, None, Branches())
+
+
+def test_every_branch_has_the_log_probabilities_of_the_trainer_at_its_temperatures(
+    engines, branches
+):
+    temperatures = {x for sample in branches for x in sample.trajectory.temperatures}
+    assert temperatures == {1.0, 0.7, 1.3} and len(branches) == 36
+    count = sum(sample.trajectory.num_sampled for sample in branches)
+    metrics = engines.trainer.train(train_samples(branches), 0, [0.0]).metrics
+    assert metrics["parity/num_mismatched_tokens"] == 0
+    assert metrics["parity/num_compared_tokens"] == count
+
+
+def test_neither_rounds_nor_what_tools_take_change_a_branch(engines, branches):
+    again = drawn(engines, 4, Branches())
+    fields = ("token_ids", "sampled", "rollout_log_probs", "temperatures", "forks")
+    for sample, same in zip(branches, again, strict=True):
+        assert [getattr(sample.trajectory, f) for f in fields] == [
+            getattr(same.trajectory, f) for f in fields
+        ]
+
+
+def tokenised_again(trajectory):
+    """One token of the first turn is another, as where its text was split anew."""
+    at = trajectory.sampled.index(True)
+    token_ids = list(trajectory.token_ids)
+    token_ids[at] = (token_ids[at] + 1) % 137
+    return {"token_ids": token_ids}
+
+
+def shifted(trajectory):
+    return {"sampled": [trajectory.sampled[-1], *trajectory.sampled[:-1]]}
+
+
+def at_another_temperature(trajectory):
+    return {"temperatures": [1.1] * trajectory.num_sampled}
+
+
+@pytest.mark.parametrize("fault", [tokenised_again, shifted, at_another_temperature])
+def test_a_fault_in_one_branch_is_found(engines, branches, fault):
+    whole = next(s for s in branches if s.trajectory.sampled[-3:] == [False, True, True])
+    changed = dataclasses.replace(whole.trajectory, **fault(whole.trajectory))
+    faulty = [dataclasses.replace(s, trajectory=changed) if s is whole else s for s in branches]
+    with pytest.raises(ParityError, match=r"^[1-9]\d* of "):
+        engines.trainer.train(train_samples(faulty), 0, [0.0])
+
+
+def test_an_answer_from_another_version_is_found(engines, monkeypatch):
+    monkeypatch.setattr(engines, "weight_version", engines.weight_version + 1)
+    with pytest.raises(EngineError, match="an engine sampled from other weights"):
+        drawn(engines, None, Branches())

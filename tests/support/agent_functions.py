@@ -92,6 +92,8 @@ async def by_prompt(turns, prompt):
             raise RuntimeError("a bad day")
         case "exit":
             raise SystemExit(3)
+        case "cancel":
+            raise asyncio.CancelledError
         case "nonsense":
             return {"reward": 1}
         case "branches":

@@ -129,7 +129,7 @@ FROZEN = {
 """How the parameters of the same weights end."""
 
 
-def train_with_frozen(job, steps=2, save=None, load=None):
+def train_with_frozen(job):
     """What `train` returns of a model whose FROZEN parameters ask for no gradient; and the digests of
     those of this rank before and after."""
     import onpolicy.train.fsdp.sharded_model
@@ -158,7 +158,7 @@ def train_with_frozen(job, steps=2, save=None, load=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_backend, "_load", load_and_freeze)
         patch.setattr(of_backend, "take_step", digest_after)
-        return *train(job, steps, save, load), digests
+        return *train(job), digests
 
 
 def train_on_a_wrong_one(job):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -57,8 +58,12 @@ def make_gateway(
     config: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> Gateway:
     """One that listens when the first session is opened."""
+    for client in ("httpx", "httpx2"):  # they log a line for each request
+        logging.getLogger(client).setLevel(logging.WARNING)
+    # The parsers log a traceback for each answer that is none of theirs.
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
     rules = SessionRules(
-        template=ChatTemplate(tokenizer, stop_token_ids),
+        template=ChatTemplate(tokenizer, stop_token_ids, config.chat_drift),
         parser=AnswerParser(
             tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
         ),

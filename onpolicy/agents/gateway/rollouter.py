@@ -40,6 +40,8 @@ class AgentRollouter(Rollouter):
             found = Episode.of(await self._act(opened, prompt))
         finally:
             branches = await gateway.end(opened)
+        if (drift := opened.session.refused_drift) is not None:
+            raise AgentError(f"acted in a chat that drifts: {drift}", reason="drift") from drift
         if found.trajectories is not None:
             raise AgentError(
                 "returned trajectories: those of an agent are its session's. Leave them out.",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onpolicy.agents.chat import ChatTemplate, loosely
+from onpolicy.agents.chat import ChatDriftError, ChatTemplate, loosely
 from onpolicy.agents.gateway.calls import Call, Message
 from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
@@ -71,9 +71,13 @@ class Session:
         self.num_given_up = 0
         """Answers that no client got, once it is closed."""
 
+        self.refused_drift: ChatDriftError | None = None
+        """Where the chat template wrote the past anew, if that is refused: the episode fails."""
+
         self.num_drifts = 0
         """Requests whose past the chat template writes anew."""
 
+        self._is_over = False
         self._known = KnownTurns(rules.same)
         self._asked = defaultdict[str, list[Asked]](list)
 
@@ -113,6 +117,7 @@ class Session:
 
         They hold all answers that clients got, and not those that nobody saw.
         """
+        self._is_over = True
         asked = [each for equal in self._asked.values() for each in equal]
         for each in asked:
             each.sampling.cancel()
@@ -135,6 +140,8 @@ class Session:
         }
 
     def _require(self, call: Call) -> None:
+        if self._is_over:  # while the request was being read
+            raise session_is_over()
         rules = self.rules
         if call.model != rules.model_name:
             message = (
@@ -211,6 +218,10 @@ class Session:
             more = template.go_on(token_ids, known, call.messages[len(known) :], call.tools)
             self.num_drifts += more.drift is not None
             return before, more.kept, more.token_ids
+        except ChatDriftError as error:
+            self.num_drifts += 1
+            self.refused_drift = error
+            raise invalid("messages", str(error)) from error
         except ValueError as error:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
 

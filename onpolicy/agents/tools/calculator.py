@@ -18,7 +18,7 @@ MAX_LENGTH = 500
 """Characters of an expression."""
 
 MAX_BITS = 4096
-"""Of an integer, given or computed on the way."""
+"""The longest integer, given or computed on the way."""
 
 Number = int | float
 

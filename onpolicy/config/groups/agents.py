@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, at_least, at_most
+from fallback_correction.ranges import ReadBy, above, at_least, at_most
 from onpolicy.config.kinds import Count, Seconds
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
 from onpolicy.errors import ConfigError
@@ -113,6 +113,11 @@ class AgentConfig:
     reasoning_parser: Annotated[str, BY_GATEWAY] = ""
     """Parser of SGLang's that finds reasoning in answers, by the name in its --reasoning-parser."""
 
+    chat_drift: Annotated[Literal["new", "keep", "refuse"], BY_GATEWAY] = "new"
+    """What becomes of a chat whose past the chat template writes anew. new: a new trajectory begins at
+    the first token that differs. keep: the tokens stay, and what is new follows them. refuse: the
+    episode fails (--episode-failures). All are counted (docs/agents.md)."""
+
     rollout_max_context_len: Annotated[
         int | None, at_least(2), BY_AGENT,
         Against(lambda run: run.rollout_max_context_len <= run.rollout_max_response_len,
@@ -122,7 +127,7 @@ class AgentConfig:
     """Most tokens of a sequence, given and sampled; the model's context if not given. Beyond it the
     function gets a ContextExceededError."""
 
-    episode_time_limit: Annotated[Seconds | None, BY_AGENT] = None
+    episode_time_limit: Annotated[float | None, above(0), at_most(1e9), BY_AGENT] = None
     """Seconds that an episode may take besides sampling, before it counts as failed; no limit if not
     given."""
 

@@ -226,11 +226,10 @@ class RunMemory:
         return trainer + ([self.server(servers)] if servers else [])
 
     def with_push(self, ranks: int, servers: int) -> list[ProcessMemory]:
-        """These processes, and a push between them: several ranks send where servers of one host do not
-        open one copy (`weights/senders.py`)."""
+        """These processes, and a push between them, from several ranks to groups of servers."""
         is_elsewhere = bool(self.config.engine.rollout_server_url)
-        spreads = self.config.sync.weight_sync == "distributed" and ranks and servers
-        senders = min(ranks, servers) if spreads else 1
+        spreads = self.config.sync.weight_sync == "distributed"
+        senders = max(min(ranks, servers), 1) if spreads else 1
         return self.sides(ranks, servers) + ([] if is_elsewhere else [self.push(senders)])
 
     @property

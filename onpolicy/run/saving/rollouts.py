@@ -90,7 +90,7 @@ class _Episode(TypedDict):
     branches: list[_Branch]
     failures: list[_Failure]
     result: _Result | None
-    """Of a complete one."""
+    """What became of a complete one."""
 
 
 @with_config(CLOSED)

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from onpolicy.agents.chat import ChatDriftError, ChatTemplate, exactly, loosely
 from tests.support.chat_tokenizers import (
@@ -127,6 +128,23 @@ def test_a_chat_tokenised_again_from_its_text_has_other_tokens() -> None:
     assert chat.begin([USER, answered(chat, letters), *NEXT]) != tokens + more.token_ids
 
 
+def test_text_that_a_tokenizer_writes_in_another_form_is_no_drift() -> None:
+    """As Qwen's does: an accent beside its letter becomes one character with it."""
+    tokenizer = byte_tokenizer(PLAIN)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    stop = tokenizer.convert_tokens_to_ids(END)
+    chat = ChatTemplate(tokenizer, [stop])
+    sampled = [*chat.encode("e"), *chat.encode("\u0301")]
+    user = {"role": "user", "content": "caf" + "e\u0301"}
+    assert chat._decode(chat.begin([user])) != chat._render([user], ())
+    tokens = [*chat.begin([user]), *sampled, stop]
+    said = {"role": "assistant", "content": "e\u0301"}
+    more = chat.go_on(tokens, [user, said], NEXT)
+    assert more.drift is None and more.kept == len(tokens)
+    tokens[-2:-1] = chat.encode("?")
+    assert chat.go_on(tokens, [user, said], NEXT).drift is not None
+
+
 def test_a_stop_token_that_is_the_next_delimiter_comes_once() -> None:
     for rule in ("new", "keep"):
         chat = template("plain", rule)
@@ -215,3 +233,21 @@ def test_what_a_template_does_not_take_is_refused() -> None:
     mute = PLAIN.replace("{{ m.content }}", "")
     with pytest.raises(ValueError, match="leaves answers out"):
         ChatTemplate(byte_tokenizer(mute), [262]).after_answer([5], NEXT)
+
+
+@pytest.mark.runs
+def test_qwen3_goes_on_as_the_package_renderers_has_it() -> None:
+    """`renderers` of PyPI: rules by hand for each family, which keep what was sampled, too."""
+    pytest.importorskip("renderers", reason="no renderers: pip install renderers")
+    from renderers import Qwen3RendererConfig, create_renderer
+
+    chat = real("qwen3", "keep")
+    theirs = create_renderer(chat._tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+    begun, stop = chat.begin([USER]), chat._tokenizer.convert_tokens_to_ids(END)
+    for ended in ([stop], []):
+        for messages in (NEXT, [RESULT], [RESULT, {**RESULT, "content": "a cup"}]):
+            sampled = [*chat.encode("On the table is a pin."), *ended]
+            tokens = [*begun, *sampled]
+            whole = theirs.bridge_to_next_turn(begun, sampled, messages)
+            assert whole is not None
+            assert whole.token_ids == tokens + chat.after_answer(tokens, messages)

@@ -29,7 +29,14 @@ def read(file, *records):
 
 
 def test_what_a_run_wrote_is_read(file):
-    assert read(file, START, STEP).spans() == {(0, 0): [(0, 2), (1, 1)]}
+    assert read(file, START, STEP).spans() == {(0, 0): {(): [(0, 2), (1, 1)]}}
+
+
+def test_branches_of_episodes_are_read_whatever_was_learnt_of_them(file):
+    fork = {"key": ["0", "a"], "spans": [[1, 3]]}
+    group = {"number": 4, "samples": [], "branches": [[], [{"key": [], "spans": [[0, 1]]}, fork]]}
+    read_again = read(file, START, {**STEP, "groups": [group]}).spans()
+    assert read_again == {(4, 0): {}, (4, 1): {(): [(0, 1)], ("0", "a"): [(1, 3)]}}
 
 
 @given(data=st.data(), which=st.sampled_from([0, 1]))

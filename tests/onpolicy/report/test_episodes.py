@@ -130,12 +130,11 @@ def test_the_page_cannot_be_broken_out_of_and_asks_for_nothing(run, tmp_path):
     file = tmp_path / "page.html"
     assert main(["episodes", directory, "--output", str(file)]) == 0
     page = file.read_text()
-    assert (
-        page.count("</script>") == 2 and "<img" not in page and "__" not in page.split("<body")[0]
-    )
-    assert not re.findall(r"(?:src|href)=|https?://(?!www\.w3\.org)", page)
-    start, end = '<script type="application/json" id="data">', "</script>"
-    data = json.loads(page.split(start)[1].split(end)[0])
+    assert page.count("</script>") == 2 and "<img" not in page
+    before, _, rest = page.partition('<script type="application/json" id="data">')
+    text, _, after = rest.partition("</script>")
+    assert not re.findall(r"(?:src|href)=|https?://(?!www\.w3\.org)|__", before + after)
+    data = json.loads(text)
     assert dict(data["episodes"][0]["facts"])[HOSTILE] == HOSTILE
 
 
@@ -164,3 +163,21 @@ def test_a_served_page_follows_the_run(run):
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port", "70000"], "--port=70000: must be at most 65535"),
+        (["--rollouts", "0"], "--rollouts=0: must be at least 1"),
+        (["--output", "no/such/page.html"], "--output=no/such/page.html: cannot be written"),
+    ],
+)
+def test_bad_flags_are_refused(run, capsys, flags, says):
+    assert main(["episodes", run(sample()), *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_run_has_to_be_given(capsys):
+    assert main(["episodes"]) == 2
+    assert "RUN is missing" in capsys.readouterr().err

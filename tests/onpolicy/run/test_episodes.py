@@ -1,5 +1,7 @@
 """Runs whose episodes branch and say their rewards: what is asked, learnt and logged."""
 
+from statistics import fmean
+
 import pytest
 
 from onpolicy.rollout.episodes import Episode, Rollouter
@@ -111,7 +113,7 @@ def test_a_run_of_branches_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mo
 
 
 class Loses(Run):
-    """Episodes and whole groups are missing in what is trained on, and in the third rollout all are."""
+    """Episodes and whole groups are missing in what is trained on."""
 
     def __init__(self, *args, **more):
         super().__init__(*args, rollouter=Branches(), **more)
@@ -122,8 +124,6 @@ class Loses(Run):
         groups, metrics = super().roll_out(step)
         groups[0].samples = []
         groups[1].samples = groups[1].episodes[1]
-        for group in groups if step == 2 else ():
-            group.samples = []
         return groups, metrics
 
     def train(self, groups, step):
@@ -140,11 +140,44 @@ class Loses(Run):
             del self.engines.trainer.train
 
 
-def test_what_failed_is_missing_and_the_run_goes_on(tmp_path, caplog):
+def test_what_failed_is_missing_and_the_run_goes_on(tmp_path):
     ran = run(tmp_path, make_run=Loses, global_batch_size=2)
     assert ran.rollouts == 4
     # 5 episodes of 2 trajectories are left, of 12; and the 6 steps of 2 episodes each are 5.
-    assert Loses.last.steps == [(step, 5, 10, 5) for step in (0, 1, 3)]
-    assert "rollout 2: all groups have equal rewards or no episode" in caplog.text
+    assert Loses.last.steps == [(step, 5, 10, 5) for step in range(4)]
     filtered = [record["rollout/num_filtered_groups"] for record in records_of(tmp_path)]
-    assert filtered == [1.0, 1.0, 3.0, 1.0]
+    assert filtered == [1.0] * 4
+
+
+class Fails(Branches):
+    """On one prompt always, and on others by chance."""
+
+    async def roll_out(self, prompt, turns):
+        found = await super().roll_out(prompt, turns)
+        if prompt.index == 1 or sum(turns.trajectory.response_ids) % 3 == 0:
+            raise RuntimeError("no luck")
+        return found
+
+
+class KeepsWhatIsLeft(Keeps):
+    def __init__(self, *args, **more):
+        Run.__init__(self, *args, rollouter=Fails(), **more)
+        self.groups = []
+        Keeps.last = self
+
+
+def test_a_failed_episode_is_dropped_and_no_reward_of_0(tmp_path):
+    values = {"make_run": KeepsWhatIsLeft, "episode_failures": "drop", "eval_sets": {}}
+    ran = run(tmp_path / "one", **values)
+    groups, records = Keeps.last.groups, records_of(tmp_path / "one")
+    left = [len(group.episodes) for group in groups]
+    assert {group.prompt.index for group in groups if not group.samples} == {1}
+    assert any(0 < count < 4 for count in left)
+    failed = sum(record["rollout/num_failed_episodes"] for record in records)
+    assert failed == 4 * len(groups) - sum(left) > 0
+    assert sum(record["episodes/num_empty_groups"] for record in records) == left.count(0)
+    for step, record in enumerate(records):
+        drawn = groups[3 * step : 3 * step + 3]
+        rewards = [reward for group in drawn for reward in group.rewards]
+        assert record["rollout/raw_reward"] == fmean(rewards)
+    assert run(tmp_path / "three", engines=3, **values).run_hash == ran.run_hash

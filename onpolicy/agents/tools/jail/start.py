@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import select
 import signal
 import sys
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from onpolicy.agents.tools.jail.system_calls import make_filter
 
 PROGRAM = "main.py"
 USER = 1000
-"""Of the program, in namespaces of its own."""
+"""That the program has in namespaces of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +72,21 @@ def _begin(settings: Settings, program: bytes, status: int) -> int:
     with map_users(USER):
         linux.unshare(linux.ALL_NAMESPACES)
     build_root(settings.directory, settings.readable, settings.files_size, settings.num_files, USER)
-    return os.fork() or _be_first(settings, program, status)
+    alive, held = os.pipe()
+    if child := os.fork():
+        return child
+    os.close(held)
+    _be_first(settings, program, status, alive)
 
 
-def _be_first(settings: Settings, program: bytes, status: int) -> NoReturn:
-    """The first process of a PID namespace: with its end Linux ends all others in it."""
+def _be_first(settings: Settings, program: bytes, status: int, alive: int) -> NoReturn:
+    """The first process of a PID namespace: with its end Linux ends all others in it.
+
+    `alive`: readable once the process before this one, whose number is not to be seen here, has ended.
+    """
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([alive], [], [], 0)[0]:
+        os._exit(1)
     signal.signal(
         signal.SIGINT, signal.SIG_DFL
     )  # the first process takes no signal without a handler
@@ -94,7 +104,9 @@ def _become(settings: Settings, program: bytes, status: int, parent: int) -> NoR
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        beside = 2  # the two processes before it, where they are the same user's
         if settings.isolation == "namespaces" and os.getuid() != USER:
+            beside = 0
             os.setgroups([])
             os.setresgid(USER, USER, USER)
             os.setresuid(USER, USER, USER)
@@ -102,7 +114,7 @@ def _become(settings: Settings, program: bytes, status: int, parent: int) -> NoR
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         Path(PROGRAM).write_bytes(program)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        _limit(settings)
+        _limit(settings, settings.num_processes + beside)
         linux.give_up_privileges()
         linux.install_filter(make_filter(beside_others=settings.isolation == "rlimits"))
         os.write(status, b"ready\n")
@@ -113,8 +125,7 @@ def _become(settings: Settings, program: bytes, status: int, parent: int) -> NoR
         os._exit(1)
 
 
-def _limit(settings: Settings) -> None:
-    processes = settings.num_processes + 1  # and the first of the namespace
+def _limit(settings: Settings, processes: int) -> None:
     limits = {
         resource.RLIMIT_AS: settings.memory,
         resource.RLIMIT_CPU: math.ceil(settings.seconds) + 1,

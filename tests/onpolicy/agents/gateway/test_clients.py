@@ -5,9 +5,13 @@ import random
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
+from onpolicy.agents.chat import ChatDriftError
+from onpolicy.agents.gateway.errors import RefusedError
+from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.protocols import chat_completions
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
@@ -90,6 +94,17 @@ def test_a_key_opens_one_session_and_dies_with_it():
         assert (await post(HI))[0] == 200
 
     through(act)
+
+
+def test_a_session_that_ends_while_a_request_is_being_read_samples_nothing():
+    async def act(post, opened, gateway):
+        assert (await post(HI))[0] == 200
+        await gateway.end(opened)
+        call = chat_completions.read(Fields(HI), opened.session.turns.request.params)
+        with pytest.raises(RefusedError, match="dies with it"):
+            await opened.session.ask(call)
+
+    assert len(through(act).branches) == 2
 
 
 class Holds(Draws):
@@ -248,3 +263,26 @@ def test_an_agent_acts_in_a_thread_and_its_reward_is_the_episodes():
         assert each.episode.metrics["gateway/num_answers"] == 1.0
         (trajectory,) = each.trajectories
         assert decode(trajectory.response_ids) == "abc<stop>"
+
+
+class Refuses(SpelledOut):
+    """A template that writes the past anew, where that is refused."""
+
+    def go_on(self, token_ids, known, messages, tools):
+        raise ChatDriftError("--chat-drift refuse: token 5")
+
+
+def test_an_episode_whose_chat_drifts_fails_though_its_client_goes_on():
+    async def agent(base_url, api_key, prompt):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            answer = await client.chat.completions.create(**HI)
+            said = answer.choices[0].message.model_dump(exclude_none=True)
+            more = [*HI["messages"], said, {"role": "user", "content": "more"}]
+            with pytest.raises(BadRequestError, match="--chat-drift refuse: token 5"):
+                await client.chat.completions.create(model="policy", messages=more)
+        return 1.0
+
+    refusing = SessionRules(template=Refuses(), parser=AnswerParser())
+    with pytest.raises(AgentError, match="--chat-drift refuse: token 5") as failed:
+        roll_out(AgentRollouter(lambda: Gateway(refusing), in_thread(agent)))
+    assert failed.value.reason == "drift"

@@ -1,0 +1,62 @@
+"""The agent that is written with the openai package: what it does with answers, and its launcher."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
+from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.system.user_functions import load_function
+from tests.examples.test_launchers import commands, launch
+from tests.support.acting import PROMPT, Says, SpelledOut, decode, roll_out
+from tests.support.tiny import make_checkpoint
+
+__all__ = ["commands", "launch"]
+EXAMPLE = Path(__file__).parents[2] / "examples/openai_agent"
+
+
+def rolled_out(*answers):
+    parser = AnswerParser(tool_call_parser="pythonic")
+    rules = SessionRules(template=SpelledOut(), parser=parser)
+    act = load_function(f"{EXAMPLE}/agent.py:act", "--custom-agent-function-path")
+    prompt = replace(PROMPT, text="12*3=", label="36")
+    return roll_out(
+        AgentRollouter(lambda: Gateway(rules), in_thread(act)), Says(answers), prompt=prompt
+    )
+
+
+def test_the_agent_calls_its_tool_and_is_paid_for_the_right_product():
+    called = rolled_out("[mul(a=12, b=3)]", "36")
+    (trajectory,) = called.trajectories
+    assert decode(trajectory.response_ids) == "[mul(a=12, b=3)]<stop>36<stop>"
+    assert decode(trajectory.token_ids).endswith("<stop>tool:36|assistant:36<stop>")
+    assert called.episode.reward == 1.0
+    assert rolled_out("[mul(a=12, b=4)]", "48").episode.reward == 0.0
+    assert rolled_out("36").episode.reward == 1.0
+    assert rolled_out("[mul(a=12)]").episode.reward == 0.0
+
+
+def test_the_launcher_is_a_valid_run(launch, tmp_path):
+    inputs = tmp_path / "work" / "inputs"
+    model = make_checkpoint(inputs / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    rows = [{"prompt": f"12*{n}=", "label": str(12 * n)} for n in range(16)]
+    (inputs / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = launch("openai_agent/run.sh", "--dry-run", WORK_DIR=str(tmp_path / "work"))
+    assert done.returncode == 0, done.stderr
+    assert '"custom_agent_function_path"' in done.stdout
+
+
+def test_what_the_model_has_seen_is_what_its_template_writes():
+    tokenizer = load_function(f"{EXAMPLE}/prepare.py:tokenizer_with_template", "example")()
+    call = {"type": "function", "function": {"name": "mul", "arguments": {"a": 347, "b": 89}}}
+    messages = [
+        {"role": "user", "content": "347*89="},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "30883"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "347*89=[mul(a=347,b=89)]<eos>(30883)"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
