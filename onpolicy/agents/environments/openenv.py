@@ -1,8 +1,7 @@
 """An environment that an OpenEnv server has, as a class with `reset` and `step`.
 
 The server runs wherever it likes, with or without a container, and its package need not be installed
-here: it is spoken to over its WebSocket, a connection for each episode (openenv-core 0.3.0,
-`env_server/http_server.py`).
+here: it is spoken to over its WebSocket, a connection for each episode (openenv-core 0.3.0).
 """
 
 from __future__ import annotations
