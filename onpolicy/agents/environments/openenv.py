@@ -15,7 +15,7 @@ import aiohttp
 from onpolicy.types import Prompt
 
 MOST_BYTES = 100 << 20
-"""Of a message, as in OpenEnv's own client."""
+"""The most that a message may have, as in OpenEnv's own client."""
 
 
 class OpenEnv:
