@@ -16,10 +16,9 @@ def test_it_is_valid(file):
     argv = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl"]
     argv += ["--eval-prompt-data", "/e.jsonl"] if "eval_interval" in file.read_text() else []
     argv += ["--save", "/s"] if "save_interval" in file.read_text() else []
-    if "rollout_max_context_len" in file.read_text():  # of an agent
-        argv += ["--environment", "module.Class"]
-    elif "rm_type" not in file.read_text():
-        argv += ["--rm-type", "exact"]
+    argv += [] if "rm_type" in file.read_text() else ["--rm-type", "exact"]
+    if "rollout_max_context_len" in file.read_text() or "tool_call_parser" in file.read_text():
+        argv += ["--custom-agent-function-path", "module.function"]
     config = parse(TrainConfig, [*argv, "--custom-config-path", str(file)], "onpolicy train")
     validate(config)
 

@@ -29,7 +29,7 @@ def rolled_out(words=(), row=1, **arguments):
     (found,) = [each for n, each in enumerate(ours.rows(*given.values())) if n == row]
     metadata = {ours.INPUT: found[ours.INPUT]}
     prompt = Prompt(index=row, prompt_ids=[1], label=found["label"], text="", metadata=metadata)
-    rules = SessionRules(renderer=SpelledOut(), parser=AnswerParser(tool_call_parser="hermes"))
+    rules = SessionRules(template=SpelledOut(), parser=AnswerParser(tool_call_parser="hermes"))
 
     async def function(turns, prompt):
         return await ours.roll_out(turns, prompt, **given)
