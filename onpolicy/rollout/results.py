@@ -131,7 +131,7 @@ def sample_of(
 
 
 def _rewards(episode: Episode, num_trajectories: int) -> list[float] | None:
-    """Rewards of each trajectory: its own, the episode's, or what all tokens of the episode come to, added
+    """Rewards of each trajectory: its own, the episode's, or what all its tokens come to, added
     up and rounded once; None if a reward function is to say it."""
     if episode.rewards is not None:
         return [*episode.rewards]

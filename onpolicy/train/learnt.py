@@ -13,7 +13,7 @@ from onpolicy.types import LearntTokens
 
 
 def learnt_tokens(steps: Sequence[TrainedStep]) -> dict[int, LearntTokens]:
-    """What was learnt of all ranks' samples that are shown, by their numbers in the rollout; collective."""
+    """What all ranks learnt of the samples that are shown, by their numbers; collective."""
     pairs = [pair for step in steps for pair in zip(*step, strict=True)]
     ours = {number: found for batch, own in pairs for number, found in _of_batch(batch, own)}
     return gather_by_number(ours)
