@@ -559,7 +559,8 @@ def arguments(argv, directory, port):
 def servers():
     """The servers that this process has started; those of other tests may be among them."""
     children = psutil.Process().children(recursive=True)
-    return {c for c in children if "sglang_patches.serve" in " ".join(c.cmdline())}
+    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return {c for c in alive if "sglang_patches.serve" in " ".join(c.cmdline())}
 
 
 @pytest.mark.parametrize(
