@@ -94,6 +94,7 @@ class Session:
             each.is_wanted = True
         while len(asked) < call.num_answers:
             sampling = asyncio.create_task(self._sample(call, digest, len(equal)))
+            sampling.add_done_callback(_seen)
             asked.append(Asked(sampling))
             equal.append(asked[-1])
         try:
@@ -235,3 +236,9 @@ class Session:
         known = "" if before is None or before.text is None else before.text
         text = prompt.removeprefix(known)
         return before, length, self.rules.template.encode(text, begins=before is None)
+
+
+def _seen(sampling: asyncio.Task[KnownTurn]) -> None:
+    """Its error is a client's, if there is one still; asyncio would log it otherwise."""
+    if not sampling.cancelled():
+        sampling.exception()

@@ -15,6 +15,7 @@ from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.parsing import Parsed
 from onpolicy.agents.gateway.protocols import chat_completions, completions
 from onpolicy.agents.gateway.session import Session, SessionRules
+from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode
 from tests.support.acting import PARAMS, Draws, SpelledOut, roll_out
 
@@ -135,7 +136,11 @@ def play(seed, *, names=("", ""), leaves=False, order=0):
             late.cancel()
         return Episode(trajectories=branches, reward=1.0)
 
-    return roll_out(act, draws), draws, kept["got"]
+    try:
+        return roll_out(act, draws), draws, kept["got"]
+    except AgentError as error:
+        assert error.reason == "result" and not kept["got"]
+        return None, draws, []
 
 
 def learnt(episode, draws):
@@ -159,6 +164,9 @@ def learnt(episode, draws):
 
 
 def require_sound(episode, draws, got):
+    """How many answers clients got; an episode in which they got none has failed."""
+    if episode is None:
+        return 0
     found = learnt(episode, draws)
     assert set(found.values()) <= {1}
     tokens = [trajectory.token_ids for trajectory in episode.trajectories]
@@ -171,12 +179,14 @@ def require_sound(episode, draws, got):
     return len(got)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(i, marks=pytest.mark.runs) for i in range(1, 20))]
+)
 def test_in_ten_thousand_sessions_every_learnt_token_was_sampled_and_is_learnt_once(part):
     count = 0
-    for seed in range(part, 10_000, 4):
+    for seed in range(part, 10_000, 20):
         count += require_sound(*play(seed, leaves=seed % 3 == 0))
-    assert count > 5_000
+    assert count > 1_000
 
 
 def test_a_mask_that_is_shifted_by_a_token_is_found():
