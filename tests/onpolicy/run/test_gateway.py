@@ -133,20 +133,6 @@ def test_a_run_of_agents_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mode
     assert run(tmp_path / "part", **values).run_hash == whole.run_hash
 
 
-class Speaks(Acts):
-    """Its agent says something else each time."""
-
-    act = staticmethod(lambda url, key, prompt: agent(url, key, replace(prompt, index=next(said))))
-
-
-def test_a_resumed_run_whose_agent_says_something_else_ends(tmp_path):
-    save = str(tmp_path / "save")
-    values = {"save": save, "load": save, "save_interval": 1, **MODES["segments"]}
-    run(tmp_path, make_run=Speaks, num_rollout=1, **values)
-    with pytest.raises(OtherTokensError, match="prompt"):
-        run(tmp_path, make_run=Speaks, **values)
-
-
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_run_of_agents_that_is_killed_goes_on_from_an_earlier_checkpoint(tmp_path, mode):
     save = tmp_path / "save"
@@ -165,6 +151,40 @@ def test_a_free_run_of_agents_is_repeated_from_its_journal_on_another_clock(tmp_
     again = Clock(seed + 99, Acts).run(tmp_path / "again", replay=str(journal), **values)
     assert again.run_hash == ran.run_hash
     assert steps_of(journal_of(tmp_path / "again")) == steps_of(journal)
+
+
+def interrupted(directory, **more):
+    """The values of a free run that ended in its third rollout, with episodes under way."""
+    save = str(directory / "save")
+    values = {"save": save, "load": save, "save_interval": 1, "max_staleness": 3, **more}
+    with pytest.raises(Interrupted):
+        Clock(5, Ends).run(directory, **values)
+    return values
+
+
+def test_a_free_run_of_agents_that_is_resumed_is_repeated_as_a_whole(tmp_path):
+    ran = Clock(6, Acts).run(tmp_path / "one", **interrupted(tmp_path / "one"))
+    journal = str(journal_of(tmp_path / "one"))
+    again = Clock(7, Acts).run(tmp_path / "two", max_staleness=3, replay=journal)
+    assert again.run_hash == ran.run_hash
+
+
+def test_a_replay_of_agents_that_is_resumed_is_the_same_run(tmp_path):
+    ran = Clock(8, Acts, engines=2).run(tmp_path / "one", max_staleness=3)
+    values = interrupted(tmp_path / "two", replay=str(journal_of(tmp_path / "one")))
+    assert Clock(9, Acts).run(tmp_path / "two", **values).run_hash == ran.run_hash
+
+
+class Speaks(Acts):
+    """Its agent says something else each time."""
+
+    act = staticmethod(lambda url, key, prompt: agent(url, key, replace(prompt, index=next(said))))
+
+
+def test_a_resumed_run_whose_agent_says_something_else_ends(tmp_path):
+    values = interrupted(tmp_path)
+    with pytest.raises(OtherTokensError, match=r"prompt \d.* as before"):
+        Clock(6, Speaks).run(tmp_path, **values)
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
