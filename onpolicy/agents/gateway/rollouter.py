@@ -50,6 +50,7 @@ class AgentRollouter(Rollouter):
         opened = await gateway.open(turns)
         try:
             found = Episode.of(await self._act(opened, prompt))
+            await opened.session.settle()
         finally:
             branches = await gateway.end(opened)
         if (drift := opened.session.refused_drift) is not None:

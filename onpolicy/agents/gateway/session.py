@@ -115,6 +115,30 @@ class Session:
         for each in asked:
             each.is_wanted = False
 
+    async def settle(self) -> None:
+        """The agent is done: what its clients have got by now is learnt, and nothing that comes later.
+
+        When a client gives up is the clock's to say, so this is observed: an episode that is repeated
+        waits for what was got before, and leaves out what was not.
+        """
+        self._is_over = True
+        asked = {
+            f"{digest}.{number}": each
+            for digest, equal in self._asked.items()
+            for number, each in enumerate(equal)
+        }
+
+        async def not_got() -> list[str]:
+            return sorted(
+                key for key, each in asked.items() if not each.is_wanted or each.turn is None
+            )
+
+        missed = await self.turns.observe(not_got)
+        for key, each in asked.items():
+            each.is_wanted = key not in missed
+        got = [each.sampling for each in asked.values() if each.is_wanted]
+        await asyncio.gather(*got, return_exceptions=True)
+
     async def close(self) -> list[Turns]:
         """End it, and what is still being sampled: the branches to learn from, by their keys.
 

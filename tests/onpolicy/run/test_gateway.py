@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -185,6 +186,33 @@ def test_a_resumed_run_whose_agent_says_something_else_ends(tmp_path):
     values = interrupted(tmp_path)
     with pytest.raises(OtherTokensError, match=r"prompt \d.* as before"):
         Clock(6, Speaks).run(tmp_path, **values)
+
+
+def slow():
+    """A host whose answers some clients of `leaves` wait for, and some do not."""
+    host, chance = Host(), random.Random(1)
+    host.pause = lambda: chance.random() * 0.003
+    return host
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_what_clients_gave_up_before_a_kill_is_given_up_again(tmp_path, mode):
+    save = tmp_path / "save"
+    values = {"save": str(save), "load": str(save), "save_interval": 1, **mode}
+    ran = run(tmp_path, slow(), make_run=Leaves, **values)
+    for later in sorted(save.glob("step_*"))[1:]:
+        shutil.rmtree(later)
+    observed = (tmp_path / "run" / "observations.jsonl").read_bytes()
+    assert run(tmp_path, Host(), make_run=Leaves, **values).run_hash == ran.run_hash
+    assert (tmp_path / "run" / "observations.jsonl").read_bytes() == observed
+
+
+def test_what_clients_gave_up_in_a_free_run_is_given_up_in_its_replay(tmp_path):
+    values = {"rollout_max_response_len": 12, "max_staleness": 2}
+    ran = Clock(1, Leaves, engines=2).run(tmp_path / "ran", **values)
+    journal = str(journal_of(tmp_path / "ran"))
+    again = Clock(2, Leaves).run(tmp_path / "again", replay=journal, **values)
+    assert again.run_hash == ran.run_hash
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
