@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import random
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -44,9 +43,9 @@ def agent(base_url, api_key, prompt):
         ask(messages=messages, n=2)
 
 
-def leaves(base_url, api_key, prompt):
+def leaves(base_url, api_key, prompt, patience=0.01):
     """Asks for something that it does not wait for, and then acts."""
-    client = openai.OpenAI(base_url=base_url, api_key=api_key, timeout=0.01, max_retries=0)
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, timeout=patience, max_retries=0)
     with client, contextlib.suppress(openai.APITimeoutError):
         messages = [{"role": "user", "content": "("}]
         client.chat.completions.create(model="policy", messages=messages)
@@ -79,6 +78,10 @@ class Acts(Run):
 
 class Leaves(Acts):
     act = staticmethod(leaves)
+
+
+class Waits(Acts):
+    act = staticmethod(partial(leaves, patience=2.0))
 
 
 def run(directory, host=None, make_run=Acts, **values):
@@ -188,30 +191,30 @@ def test_a_resumed_run_whose_agent_says_something_else_ends(tmp_path):
         Clock(6, Speaks).run(tmp_path, **values)
 
 
-def slow():
-    """A host whose answers some clients of `leaves` wait for, and some do not."""
-    host, chance = Host(), random.Random(1)
-    host.pause = lambda: chance.random() * 0.003
-    return host
-
-
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_what_clients_gave_up_before_a_kill_is_given_up_again(tmp_path, mode):
     save = tmp_path / "save"
     values = {"save": str(save), "load": str(save), "save_interval": 1, **mode}
-    ran = run(tmp_path, slow(), make_run=Leaves, **values)
+    slow = Host()
+    slow.pause = lambda: 0.005
+    ran = run(tmp_path, slow, make_run=Leaves, **values)
     for later in sorted(save.glob("step_*"))[1:]:
         shutil.rmtree(later)
     observed = (tmp_path / "run" / "observations.jsonl").read_bytes()
-    assert run(tmp_path, Host(), make_run=Leaves, **values).run_hash == ran.run_hash
+    # C1
+    assert b'"value": ["' in observed
+    assert run(tmp_path, make_run=Waits, **values).run_hash == ran.run_hash
     assert (tmp_path / "run" / "observations.jsonl").read_bytes() == observed
 
 
 def test_what_clients_gave_up_in_a_free_run_is_given_up_in_its_replay(tmp_path):
     values = {"rollout_max_response_len": 12, "max_staleness": 2}
-    ran = Clock(1, Leaves, engines=2).run(tmp_path / "ran", **values)
+    slow = Clock(1, Leaves, engines=2)
+    slow.host.pause = lambda: 0.005
+    ran = slow.run(tmp_path / "ran", **values)
+    assert b'"value": ["' in (tmp_path / "ran" / "run" / "observations.jsonl").read_bytes()
     journal = str(journal_of(tmp_path / "ran"))
-    again = Clock(2, Leaves).run(tmp_path / "again", replay=journal, **values)
+    again = Clock(2, Waits).run(tmp_path / "again", replay=journal, **values)
     assert again.run_hash == ran.run_hash
 
 
