@@ -201,7 +201,6 @@ def test_what_clients_gave_up_before_a_kill_is_given_up_again(tmp_path, mode):
     for later in sorted(save.glob("step_*"))[1:]:
         shutil.rmtree(later)
     observed = (tmp_path / "run" / "observations.jsonl").read_bytes()
-    # C1
     assert b'"value": ["' in observed
     assert run(tmp_path, make_run=Waits, **values).run_hash == ran.run_hash
     assert (tmp_path / "run" / "observations.jsonl").read_bytes() == observed
