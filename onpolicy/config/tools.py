@@ -265,9 +265,8 @@ class BenchConfig:
 class ServeConfig:
     """Start SGLang servers under a contract and print how to connect to them.
 
-    They serve runs with --rollout-server-url, and text: /v1/completions, /v1/chat/completions,
-    /generate. With --ray-address they are on the hosts of that cluster. All end when one does, and
-    with this command.
+    They serve runs with --rollout-server-url, and text (docs/serving.md); with --ray-address on the
+    hosts of that cluster. All end when one does, and with this command.
     """
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
@@ -275,6 +274,7 @@ class ServeConfig:
     server: groups.ServerConfig = field(default_factory=groups.ServerConfig)
     engines: groups.EngineCountConfig = field(default_factory=groups.EngineCountConfig)
     cluster: groups.HostsConfig = field(default_factory=groups.HostsConfig)
+    gateway: groups.SessionsConfig = field(default_factory=groups.SessionsConfig)
 
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones."""

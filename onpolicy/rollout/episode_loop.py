@@ -11,7 +11,11 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PATIENCE = 10.0
 
 
 class EpisodeLoop:
@@ -25,6 +29,13 @@ class EpisodeLoop:
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have the thread begin it. From any thread."""
         self._loop.call_soon_threadsafe(lambda: self._keep(self._loop.create_task(work())))
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Have the thread do it, and wait for what it returns. From any other thread.
+
+        Raises TimeoutError if the thread is held up for `PATIENCE` seconds.
+        """
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(PATIENCE)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         """A loop alone does not keep a task alive."""

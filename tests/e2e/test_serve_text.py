@@ -13,6 +13,7 @@ import pytest
 import requests
 
 from onpolicy.cli.main import main
+from onpolicy.outputs.trajectories import read
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.types import Request, SamplingParams
@@ -26,8 +27,8 @@ LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
-    """(base URL, key) of a server as a user starts it.
+def started(checkpoint, tmp_path_factory):
+    """(base URL, key, URL of sessions) of a server as a user starts it.
 
     The checkpoint has a chat template, and wants top_p and top_k like many published ones.
     """
@@ -41,6 +42,7 @@ def server(checkpoint, tmp_path_factory):
     command = [
         sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(model),
         "--dtype", "float32", "--run-dir", str(directory), "--cpu-threads", "1",
+        "--sessions",
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -53,9 +55,15 @@ def server(checkpoint, tmp_path_factory):
     else:
         pytest.fail("".join(printed))
     assert f"base_url {found[1]}/v1" in "".join(printed)
-    yield found[1], Path(found[2].removeprefix("@")).read_text().strip()
+    sessions = re.search(r"sessions: POST (\S+)", "".join(printed))
+    yield found[1], Path(found[2].removeprefix("@")).read_text().strip(), sessions[1]
     process.terminate()
     process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def server(started):
+    return started[:2]
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +308,30 @@ def test_every_endpoint_takes_any_name_for_the_model_and_answers_by_it(client):
         client.responses.create(model="any", input="12+34", max_output_tokens=16),
     ):
         assert answer.model == "any"
+
+
+def test_what_a_client_had_sampled_in_a_session_has_the_trainers_log_probabilities(
+    engines, started
+):
+    _, key, url = started
+    headers = {"Authorization": f"Bearer {key}"}
+    session = requests.post(url, headers=headers, timeout=60).json()
+    with openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
+        messages = [{"role": "user", "content": "12+34"}]
+        for _ in range(2):
+            (choice,) = client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=6
+            ).choices
+            messages += [choice.message, {"role": "user", "content": "x"}]
+    found = requests.delete(f"{url}/{session['id']}", headers=headers, timeout=60).json()
+    assert not found["failures"] and found["metrics"]["gateway/num_answers"] == 2
+    # The template ends with `=`, and has none before the answer when the chat goes on: it drifts.
+    assert found["metrics"]["gateway/num_drifts"] == 1 < len(found["trajectories"])
+    for trajectory in map(read, found["trajectories"]):
+        (trained,) = engines.trainer.log_probs([trajectory.token_ids], [1], 1.0)
+        theirs = trained.numpy()[numpy.array(trajectory.sampled[1:])]
+        ours = numpy.array(trajectory.rollout_log_probs, numpy.float32)
+        assert len(ours) and ours.tobytes() == theirs.tobytes()
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(checkpoint, tmp_path):

@@ -13,7 +13,7 @@ from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.rollouter import Agent
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
-from onpolicy.config.groups.agents import AgentConfig
+from onpolicy.config.groups.agents import GatewayConfig
 from onpolicy.errors import ConfigError
 from onpolicy.system.user_functions import load_function
 
@@ -33,7 +33,7 @@ def load_agent(path: str) -> Agent:
     return function
 
 
-def require_parsers(config: AgentConfig) -> None:
+def require_parsers(config: GatewayConfig) -> None:
     """Raise ConfigError for names that SGLang has no parser of."""
     if config.tool_call_parser:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -55,7 +55,7 @@ def _require_known(flag: str, name: str, known: Collection[str]) -> None:
 
 
 def make_gateway(
-    config: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+    config: GatewayConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
 ) -> Gateway:
     """One that listens when the first session is opened."""
     for client in ("httpx", "httpx2"):  # they log a line for each request

@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from onpolicy.agents.gateway.server import Gateway, OpenSession
 from onpolicy.errors import AgentError
+from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episodes import Episode, Rollouter, Turns
 from onpolicy.types import Prompt
 
@@ -27,17 +29,28 @@ class AgentRollouter(Rollouter):
 
     `make_gateway` is called for the first of them. `act` says where the agent runs; it may return a
     reward, None if the run's reward function is to say it, or an Episode with rewards, metrics and info,
-    to which the session adds the trajectories.
+    to which the session adds the trajectories. `end` ends what the agents run in.
     """
 
-    def __init__(self, make_gateway: Callable[[], Gateway], act: Act):
-        self._make_gateway, self._act = cache(make_gateway), act
+    def __init__(
+        self, make_gateway: Callable[[], Gateway], act: Act, end: Callable[[], None] = lambda: None
+    ):
+        self._make_gateway, self._act, self._end = make_gateway, act, end
+        self._gateway: Gateway | None = None
+
+    def close(self) -> None:
+        """End all sessions, and have the gateway listen no more. Not from the episode loop."""
+        self._end()
+        if self._gateway is not None:
+            with suppress(TimeoutError):  # a function of the user's holds the loop up
+                episode_loop().run(self._gateway.close)
 
     async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
-        gateway = self._make_gateway()
+        gateway = self._gateway = self._gateway or self._make_gateway()
         opened = await gateway.open(turns)
         try:
             found = Episode.of(await self._act(opened, prompt))
+            await opened.session.settle()
         finally:
             branches = await gateway.end(opened)
         if (drift := opened.session.refused_drift) is not None:

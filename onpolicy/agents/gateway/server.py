@@ -39,6 +39,7 @@ class OpenSession:
     """What a client needs, and what it does there."""
 
     session: Session
+    name: str
 
     base_url: str
     """For clients of OpenAI's; Anthropic's add `/v1` themselves."""
@@ -53,6 +54,12 @@ class Gateway:
     def __init__(self, rules: SessionRules, host: str = "127.0.0.1", port: int = 0):
         self.rules = rules
         self._host, self._port = host, port
+        self.routes: list[web.RouteDef] = []
+        """What else is served there, if it is added before the first session."""
+
+        self.url = ""
+        """Where it listens, once it has started."""
+
         self._sessions: dict[str, OpenSession] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
@@ -68,6 +75,7 @@ class Gateway:
             if self._runner is not None:
                 return
             app = web.Application(client_max_size=MOST_BYTES)
+            app.router.add_routes(self.routes)
             for protocol in PROTOCOLS:
                 path = f"/sessions/{{name}}/v1{protocol.PATH}"
                 app.router.add_post(path, partial(self._answer, protocol))
@@ -80,7 +88,8 @@ class Gateway:
             await runner.setup()
             site = web.TCPSite(runner, self._host, self._port)
             await site.start()
-            self._port = runner.addresses[0][1]
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            self.url = f"http://{host}:{runner.addresses[0][1]}"
             self._runner = runner
 
     async def close(self) -> None:
@@ -95,10 +104,10 @@ class Gateway:
         """A session in which clients act on branches of `turns`."""
         await self.start()
         name = secrets.token_hex(8)
-        host = f"[{self._host}]" if ":" in self._host else self._host
         opened = OpenSession(
             session=Session(self.rules, turns),
-            base_url=f"http://{host}:{self._port}/sessions/{name}/v1",
+            name=name,
+            base_url=f"{self.url}/sessions/{name}/v1",
             api_key=secrets.token_urlsafe(32),
         )
         self._sessions[name] = opened
@@ -106,9 +115,7 @@ class Gateway:
 
     async def end(self, opened: OpenSession) -> list[Turns]:
         """End a session, whose key is dead from here on: the branches to learn from."""
-        self._sessions = {
-            name: other for name, other in self._sessions.items() if other is not opened
-        }
+        self._sessions.pop(opened.name, None)
         return await opened.session.close()
 
     async def _answer(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
@@ -148,13 +155,18 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         """The one of a request. Refuses a key that opens no other than it."""
-        headers = request.headers
-        given = headers.get("x-api-key") or headers.get("Authorization") or ""
         opened = self._sessions.get(request.match_info["name"])
-        key = given.removeprefix("Bearer ").strip().encode()
-        if opened is None or not secrets.compare_digest(key, opened.api_key.encode()):
+        if opened is None or not has_key(request, opened.api_key):
             raise session_is_over()
         return opened.session
+
+
+def has_key(request: web.Request, api_key: str) -> bool:
+    """Whether a client gave this key, as those of OpenAI's or Anthropic's do."""
+    headers = request.headers
+    given = headers.get("x-api-key") or headers.get("Authorization") or ""
+    key = given.removeprefix("Bearer ").strip()
+    return secrets.compare_digest(key.encode(), api_key.encode())
 
 
 async def _body(request: web.Request) -> Any:

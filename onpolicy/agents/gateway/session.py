@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onpolicy.agents.chat import ChatDriftError, ChatTemplate, loosely
+from onpolicy.agents.chat import ChatDriftError, ChatTemplate, exactly, loosely
 from onpolicy.agents.gateway.calls import Call, Message
 from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
@@ -77,6 +77,9 @@ class Session:
         self.num_drifts = 0
         """Requests whose past the chat template writes anew."""
 
+        self.num_loose_matches = 0
+        """Requests that give an earlier chat back with the same meaning, and not as it was."""
+
         self._is_over = False
         self._known = KnownTurns(rules.same)
         self._asked = defaultdict[str, list[Asked]](list)
@@ -113,6 +116,30 @@ class Session:
         for each in asked:
             each.is_wanted = False
 
+    async def settle(self) -> None:
+        """The agent is done: what its clients have got by now is learnt, and nothing that comes later.
+
+        When a client gives up is the clock's to say, so this is observed: an episode that is repeated
+        waits for what was got before, and leaves out what was not.
+        """
+        self._is_over = True
+        asked = {
+            f"{digest}.{number}": each
+            for digest, equal in self._asked.items()
+            for number, each in enumerate(equal)
+        }
+
+        async def not_got() -> list[str]:
+            return sorted(
+                key for key, each in asked.items() if not each.is_wanted or each.turn is None
+            )
+
+        missed = await self.turns.observe(not_got)
+        for key, each in asked.items():
+            each.is_wanted = key not in missed
+        got = [each.sampling for each in asked.values() if each.is_wanted]
+        await asyncio.gather(*got, return_exceptions=True)
+
     async def close(self) -> list[Turns]:
         """End it, and what is still being sampled: the branches to learn from, by their keys.
 
@@ -138,6 +165,7 @@ class Session:
             "gateway/num_given_up": float(self.num_given_up),
             "gateway/num_refused": float(self.num_refused),
             "gateway/num_drifts": float(self.num_drifts),
+            "gateway/num_loose_matches": float(self.num_loose_matches),
         }
 
     def _require(self, call: Call) -> None:
@@ -216,6 +244,8 @@ class Session:
             if before is None:
                 return None, 0, template.begin(call.messages, call.tools)
             token_ids, known = before.turns.trajectory.token_ids, before.messages
+            given_back = map(exactly, call.messages[: len(known)])
+            self.num_loose_matches += [*map(exactly, known)] != [*given_back]
             more = template.go_on(token_ids, known, call.messages[len(known) :], call.tools)
             self.num_drifts += more.drift is not None
             return before, more.kept, more.token_ids

@@ -7,7 +7,7 @@ Its range, what reads it, what it contradicts and whether it decides results sta
 under the prefix that stands beside it (`config.flags`).
 """
 
-from onpolicy.config.groups.agents import AgentConfig
+from onpolicy.config.groups.agents import AgentConfig, SessionsConfig
 from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
@@ -32,5 +32,6 @@ __all__ = [
     "EngineConfig", "EngineCountConfig", "EvalConfig", "FallbackConfig", "GovernorFlags",
     "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
     "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",
-    "ServersConfig", "TrainBackend", "TrainerConfig", "WeightSync", "WeightSyncConfig",
+    "ServersConfig", "SessionsConfig", "TrainBackend", "TrainerConfig", "WeightSync",
+    "WeightSyncConfig",
 ]  # fmt: skip

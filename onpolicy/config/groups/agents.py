@@ -1,10 +1,11 @@
 """Who acts in an episode, and what becomes of one that fails."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy, above, at_least, at_most
+from onpolicy.config.flags import also
 from onpolicy.config.kinds import Count, Seconds
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
 from onpolicy.errors import ConfigError
@@ -51,7 +52,54 @@ BY_STEPS = ReadBy(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig:
+class GatewayConfig:
+    gateway_host: str = "127.0.0.1"
+    """Address that the gateway listens at, for agents that run elsewhere; whoever reaches it needs the
+    key of a session."""
+
+    gateway_model_name: str = "policy"
+    """What agents call the model."""
+
+    gateway_parallel_answers: Count = 64
+    """Most answers of one episode that are sampled at the same time; an agent that asks for more gets
+    the error 429."""
+
+    tool_call_parser: str = ""
+    """Parser of SGLang's that finds tool calls in answers, by the name that its --tool-call-parser has.
+    Without one a request with tools is refused."""
+
+    reasoning_parser: str = ""
+    """Parser of SGLang's that finds reasoning in answers, by the name in its --reasoning-parser."""
+
+    chat_drift: Literal["new", "keep", "refuse"] = "new"
+    """What becomes of a chat whose past the chat template writes anew. new: a new trajectory begins at
+    the first token that differs. keep: the tokens stay, and what is new follows them. refuse: the
+    episode fails. All are counted (docs/agents.md)."""
+
+
+BY_SESSIONS = ReadBy("--sessions", lambda run: run.sessions)
+
+
+def gateway_read_by(reader: ReadBy) -> dict[str, list[ReadBy]]:
+    """The flags of the gateway, with what reads them."""
+    return {field.name: [reader] for field in fields(GatewayConfig)}
+
+
+@also(**gateway_read_by(BY_SESSIONS))
+@dataclass(frozen=True, kw_only=True)
+class SessionsConfig(GatewayConfig):
+    sessions: bool = False
+    """Also serve a gateway, as agents of a run have it: POST /sessions there opens a session for one,
+    DELETE ends it and returns what was sampled (docs/agents.md)."""
+
+    session_time_limit: Annotated[Seconds, BY_SESSIONS] = 3600.0
+    """Seconds besides sampling after which a session ends by itself, and after its end those that its
+    trajectories are kept for."""
+
+
+@also(**gateway_read_by(BY_GATEWAY))
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig(GatewayConfig):
     custom_generate_function_path: str = ""
     """Own function that rolls prompts out: package.module.function or path/to/file.py:function, an
     `async def function(turns, prompt)` (docs/agents.md)."""
@@ -94,29 +142,6 @@ class AgentConfig:
     environment_rewards: Annotated[Literal["episode", "turn", "token"], BY_STEPS] = "episode"
     """What the rewards of steps are for. episode: their sum, for all that was sampled. turn: each, for
     the last token of its action. token: each step returns a number for each token of its action."""
-
-    gateway_host: Annotated[str, BY_GATEWAY] = "127.0.0.1"
-    """Address that the gateway listens at, for agents that run elsewhere; whoever reaches it needs the
-    key of a session."""
-
-    gateway_model_name: Annotated[str, BY_GATEWAY] = "policy"
-    """What agents call the model."""
-
-    gateway_parallel_answers: Annotated[Count, BY_GATEWAY] = 64
-    """Most answers of one episode that are sampled at the same time; an agent that asks for more gets
-    the error 429."""
-
-    tool_call_parser: Annotated[str, BY_GATEWAY] = ""
-    """Parser of SGLang's that finds tool calls in answers, by the name that its --tool-call-parser has.
-    Without one a request with tools is refused."""
-
-    reasoning_parser: Annotated[str, BY_GATEWAY] = ""
-    """Parser of SGLang's that finds reasoning in answers, by the name in its --reasoning-parser."""
-
-    chat_drift: Annotated[Literal["new", "keep", "refuse"], BY_GATEWAY] = "new"
-    """What becomes of a chat whose past the chat template writes anew. new: a new trajectory begins at
-    the first token that differs. keep: the tokens stay, and what is new follows them. refuse: the
-    episode fails (--episode-failures). All are counted (docs/agents.md)."""
 
     rollout_max_context_len: Annotated[
         int | None, at_least(2), BY_AGENT,

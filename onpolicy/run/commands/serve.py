@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from onpolicy.agents.gateway.launch import make_gateway, require_parsers
 from onpolicy.cluster.engine_host import make_server
 from onpolicy.cluster.engine_places import Places
+from onpolicy.config.groups import EngineConfig
 from onpolicy.config.tools import ServeConfig
-from onpolicy.errors import EngineError
+from onpolicy.errors import ConfigError, EngineError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.models.weight_files import require_fit
-from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.client import EngineClient
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, EngineSpec
+from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.server import EngineServer, make_servers, open_private, require_place
+from onpolicy.run.commands.sessions import ServedSessions
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import serve_spec
 from onpolicy.run.launch.memory_checks import Needs, require_memory
 from onpolicy.run.launch.memory_model import server_memory
+from onpolicy.run.launch.stop_tokens import stop_token_ids
+from onpolicy.system.network import free_port
+from onpolicy.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +44,11 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     """What each server is started with. Raises ConfigError for whatever it could not run."""
     model, server = config.model, config.server
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
-    if config.serves_text:
+    if config.serves_text or config.gateway.sessions:
         load_tokenizer(model.hf_checkpoint, model.trust_remote_code)
+    if config.gateway.sessions:
+        require_parsers(config.gateway)
+        _require_host(config.gateway.gateway_host)
     contract = contract_for(config, hf_config, aligned=config.plan.starts_aligned)
     spec = serve_spec(config, hf_config, contract)
     number = config.engines.rollout_num_engines
@@ -47,6 +59,16 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
         require_memory(held, contract.device, ray_address=config.cluster.ray_address)
         flags.require_passed()
     return spec
+
+
+def _require_host(host: str) -> None:
+    try:
+        free_port(host)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--gateway-host={host}: no gateway can listen there ({error}). Give an address of this "
+            "host, such as 127.0.0.1, or leave the flag out."
+        ) from error
 
 
 def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
@@ -76,8 +98,10 @@ def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:
             _write_key(own_key_file, spec.api_key)
         for server in servers:
             server.wait_until_healthy(START_SECONDS)
-        _print_how_to_use(servers, str(own_key_file or given[1:]))
-        _keep(servers)
+        key_file = str(own_key_file or given[1:])
+        with _sessions(config, servers) as sessions:
+            _print_how_to_use(servers, key_file, sessions)
+            _keep(servers)
     finally:
         for server in servers:
             server.stop()
@@ -85,12 +109,45 @@ def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:
             own_key_file.unlink(missing_ok=True)
 
 
+@contextmanager
+def _sessions(
+    config: ServeConfig, servers: Sequence[EngineServer]
+) -> Iterator[ServedSessions | None]:
+    """What --sessions asks for, while it is served."""
+    if not config.gateway.sessions:
+        yield None
+        return
+    path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    hf_config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
+    stops, room = stop_token_ids(path, hf_config), hf_config.max_position_embeddings
+    api_key, limits = servers[0].spec.api_key, EngineConfig()
+    seconds = limits.rollout_request_timeout, limits.rollout_health_timeout
+    sessions = ServedSessions(
+        make_gateway(config.gateway, tokenizer, stops),
+        [EngineClient(server.url, api_key, *seconds) for server in servers],
+        api_key=api_key,
+        params=SamplingParams(temperature=1.0, max_new_tokens=room, stop_token_ids=stops),
+        rules=EpisodeRules(
+            max_context_len=room - CONTEXT_MARGIN, on_failure="drop", decode=tokenizer.decode
+        ),
+        seed=config.seed,
+        time_limit=config.gateway.session_time_limit,
+    )
+    sessions.start()
+    try:
+        yield sessions
+    finally:
+        sessions.close()
+
+
 def _write_key(file: Path, api_key: str) -> None:
     with open(file, "w", opener=open_private) as key:
         key.write(f"{api_key}\n")
 
 
-def _print_how_to_use(servers: Sequence[EngineServer], key_file: str) -> None:
+def _print_how_to_use(
+    servers: Sequence[EngineServer], key_file: str, sessions: ServedSessions | None
+) -> None:
     spec, urls = servers[0].spec, [server.url for server in servers]
     print(
         f"contract {spec.contract.fingerprint}; log {', '.join(str(s.log_file) for s in servers)}"
@@ -98,6 +155,8 @@ def _print_how_to_use(servers: Sequence[EngineServer], key_file: str) -> None:
     if spec.serves_text:
         bases = " or ".join(f"{url}/v1" for url in urls)
         print(f"OpenAI clients: base_url {bases}, and what is in {key_file} as api_key")
+    if sessions is not None:
+        print(f"sessions: POST {sessions.gateway.url}/sessions with the same key as Bearer token")
     print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{key_file}", flush=True)
 
 

@@ -1,23 +1,31 @@
 """Whole runs of an agent that acts through the gateway have one hash."""
 
 import contextlib
+import itertools
+import shutil
+from dataclasses import replace
 from functools import partial
 
 import openai
 import pytest
+import requests
 
 from onpolicy.agents.chat import ChatTemplate
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.run.run import Run
+from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import even_tokens, run_in_memory, samples_of
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import END
 
 pytestmark = pytest.mark.usefixtures("undrawn")
+
+said = itertools.count()
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}"
@@ -35,9 +43,9 @@ def agent(base_url, api_key, prompt):
         ask(messages=messages, n=2)
 
 
-def leaves(base_url, api_key, prompt):
+def leaves(base_url, api_key, prompt, patience=0.01):
     """Asks for something that it does not wait for, and then acts."""
-    client = openai.OpenAI(base_url=base_url, api_key=api_key, timeout=0.01, max_retries=0)
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, timeout=patience, max_retries=0)
     with client, contextlib.suppress(openai.APITimeoutError):
         messages = [{"role": "user", "content": "("}]
         client.chat.completions.create(model="policy", messages=messages)
@@ -51,14 +59,37 @@ def make_gateway():
     return Gateway(SessionRules(template=template, parser=AnswerParser()))
 
 
-def run(directory, host=None, act=agent, **values):
-    rollouter = AgentRollouter(make_gateway, in_thread(act))
-    make_run = partial(Run, rollouter=rollouter)
+MODES = {
+    "lag 0": {},
+    "segments": {"rollout_segment_tokens": 3},
+    "lag 1, segments": {"rollout_lag": 1, "rollout_segment_tokens": 3},
+}
+
+
+class Acts(Run):
+    """A run of `agent` through a gateway of its own."""
+
+    act = staticmethod(agent)
+
+    def __init__(self, *args, **more):
+        rollouter = AgentRollouter(make_gateway, in_thread(self.act))
+        super().__init__(*args, rollouter=rollouter, **more)
+
+
+class Leaves(Acts):
+    act = staticmethod(leaves)
+
+
+class Waits(Acts):
+    act = staticmethod(partial(leaves, patience=2.0))
+
+
+def run(directory, host=None, make_run=Acts, **values):
     values = {"rollout_max_response_len": 12, "eval_interval": None, **values}
     return run_in_memory(directory, host or Host(), even_tokens, make_run=make_run, **values)
 
 
-@pytest.mark.parametrize("mode", [{}, {"rollout_segment_tokens": 3}], ids=["lag 0", "segments"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_no_engine_and_no_arrival_decides_the_hash_of_a_run_of_agents(tmp_path, mode):
     ran = run(tmp_path / "one", **mode)
     assert ran.totals.num_mismatched_tokens == 0 < ran.totals.num_compared_tokens
@@ -69,7 +100,124 @@ def test_no_engine_and_no_arrival_decides_the_hash_of_a_run_of_agents(tmp_path, 
     assert of_both[0] == of_both[1]
 
 
-@pytest.mark.parametrize("mode", [{}, {"rollout_segment_tokens": 3}], ids=["lag 0", "segments"])
+def test_the_gateway_of_a_run_listens_no_more_when_it_has_ended(tmp_path):
+    def answers(url):
+        with contextlib.suppress(requests.ConnectionError):
+            return requests.get(url, timeout=10).status_code
+        return None
+
+    class Asks(Acts):
+        def train(self, groups, step):
+            urls.append(self._rollouter._gateway.url)
+            assert answers(urls[-1]) == 404
+            return super().train(groups, step)
+
+    urls = []
+    run(tmp_path, make_run=Asks, num_rollout=1)
+    assert urls and answers(urls[-1]) is None
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Ends(Acts):
+    def train(self, groups, step):
+        if step == 2:
+            raise Interrupted
+        return super().train(groups, step)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_run_of_agents_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mode):
+    whole, save = run(tmp_path / "whole", **mode), str(tmp_path / "save")
+    values = {"save": save, "load": save, "save_interval": 1, **mode}
+    with pytest.raises(Interrupted):
+        run(tmp_path / "part", make_run=Ends, **values)
+    assert run(tmp_path / "part", **values).run_hash == whole.run_hash
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_run_of_agents_that_is_killed_goes_on_from_an_earlier_checkpoint(tmp_path, mode):
+    save = tmp_path / "save"
+    values = {"save": str(save), "load": str(save), "save_interval": 1, **mode}
+    ran = run(tmp_path, **values)
+    for later in sorted(save.glob("step_*"))[1:]:
+        shutil.rmtree(later)
+    assert run(tmp_path, **values).run_hash == ran.run_hash
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_free_run_of_agents_is_repeated_from_its_journal_on_another_clock(tmp_path, seed):
+    values = {"rollout_max_response_len": 12, "max_staleness": 2}
+    ran = Clock(seed, Acts, engines=2).run(tmp_path / "ran", **values)
+    journal = journal_of(tmp_path / "ran")
+    again = Clock(seed + 99, Acts).run(tmp_path / "again", replay=str(journal), **values)
+    assert again.run_hash == ran.run_hash
+    assert steps_of(journal_of(tmp_path / "again")) == steps_of(journal)
+
+
+def interrupted(directory, **more):
+    """The values of a free run that ended in its third rollout, with episodes under way."""
+    save = str(directory / "save")
+    values = {"save": save, "load": save, "save_interval": 1, "max_staleness": 3, **more}
+    with pytest.raises(Interrupted):
+        Clock(5, Ends).run(directory, **values)
+    return values
+
+
+def test_a_free_run_of_agents_that_is_resumed_is_repeated_as_a_whole(tmp_path):
+    ran = Clock(6, Acts).run(tmp_path / "one", **interrupted(tmp_path / "one"))
+    journal = str(journal_of(tmp_path / "one"))
+    again = Clock(7, Acts).run(tmp_path / "two", max_staleness=3, replay=journal)
+    assert again.run_hash == ran.run_hash
+
+
+def test_a_replay_of_agents_that_is_resumed_is_the_same_run(tmp_path):
+    ran = Clock(8, Acts, engines=2).run(tmp_path / "one", max_staleness=3)
+    values = interrupted(tmp_path / "two", replay=str(journal_of(tmp_path / "one")))
+    assert Clock(9, Acts).run(tmp_path / "two", **values).run_hash == ran.run_hash
+
+
+class Speaks(Acts):
+    """Its agent says something else each time."""
+
+    act = staticmethod(lambda url, key, prompt: agent(url, key, replace(prompt, index=next(said))))
+
+
+def test_a_resumed_run_whose_agent_says_something_else_ends(tmp_path):
+    values = interrupted(tmp_path)
+    with pytest.raises(OtherTokensError, match=r"prompt \d.* as before"):
+        Clock(6, Speaks).run(tmp_path, **values)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_what_clients_gave_up_before_a_kill_is_given_up_again(tmp_path, mode):
+    save = tmp_path / "save"
+    values = {"save": str(save), "load": str(save), "save_interval": 1, **mode}
+    slow = Host()
+    slow.pause = lambda: 0.005
+    ran = run(tmp_path, slow, make_run=Leaves, **values)
+    for later in sorted(save.glob("step_*"))[1:]:
+        shutil.rmtree(later)
+    observed = (tmp_path / "run" / "observations.jsonl").read_bytes()
+    assert b'"value": ["' in observed
+    assert run(tmp_path, make_run=Waits, **values).run_hash == ran.run_hash
+    assert (tmp_path / "run" / "observations.jsonl").read_bytes() == observed
+
+
+def test_what_clients_gave_up_in_a_free_run_is_given_up_in_its_replay(tmp_path):
+    values = {"rollout_max_response_len": 12, "max_staleness": 2}
+    slow = Clock(1, Leaves, engines=2)
+    slow.host.pause = lambda: 0.005
+    ran = slow.run(tmp_path / "ran", **values)
+    assert b'"value": ["' in (tmp_path / "ran" / "run" / "observations.jsonl").read_bytes()
+    journal = str(journal_of(tmp_path / "ran"))
+    again = Clock(2, Waits).run(tmp_path / "again", replay=journal, **values)
+    assert again.run_hash == ran.run_hash
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_run_whose_agents_give_answers_up_ends(tmp_path, mode):
-    ran = run(tmp_path, act=leaves, **mode)
+    ran = run(tmp_path, make_run=Leaves, **mode)
     assert ran.totals.num_mismatched_tokens == 0 < ran.totals.num_compared_tokens

@@ -265,6 +265,23 @@ def test_an_agent_acts_in_a_thread_and_its_reward_is_the_episodes():
         assert decode(trajectory.response_ids) == "abc<stop>"
 
 
+@pytest.mark.parametrize(("change", "count"), [(str, 0), (" {}\n".format, 1)])
+def test_a_chat_that_is_given_back_in_another_form_is_gone_on_with_and_counted(change, count):
+    async def act(post, opened, gateway):
+        _, answer = await post(HI)
+        said = answer["choices"][0]["message"]
+        messages = [*HI["messages"], {**said, "content": change(said["content"])}]
+        for text in ("more", "and more"):
+            messages.append({"role": "user", "content": text})
+            _, answer = await post({**HI, "messages": messages})
+            messages.append(answer["choices"][0]["message"])
+        assert opened.session.num_loose_matches == count
+        assert opened.session.metrics["gateway/num_loose_matches"] == count
+
+    (trajectory,) = through(act, Says(["abc"])).trajectories
+    assert decode(trajectory.response_ids) == "abc<stop>" * 3
+
+
 class Refuses(SpelledOut):
     """A template that writes the past anew, where that is refused."""
 

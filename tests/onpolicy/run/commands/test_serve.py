@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from onpolicy.config.groups import EngineCountConfig, ModelConfig
+from onpolicy.config.groups import EngineCountConfig, ModelConfig, SessionsConfig
 from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import ConfigError
 from onpolicy.run.commands.serve import checked_spec, needs_of_servers
@@ -27,3 +27,16 @@ def test_servers_that_do_not_fit_the_memory_are_refused_with_the_sum(config, mon
     checked_spec(two)
     with pytest.raises(ConfigError, match=r"^memory=.* GiB together: .*3 x SGLang server: "):
         checked_spec(three)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"gateway_host": "no.such.host.invalid"}, r"^--gateway-host=no.such.*can listen there"),
+        ({"tool_call_parser": "none such"}, r"^--tool-call-parser=none such: SGLang has no such"),
+    ],
+)
+def test_sessions_that_cannot_be_served_are_refused_before_anything_starts(config, given, says):
+    gateway = SessionsConfig(sessions=True, **given)
+    with pytest.raises(ConfigError, match=says):
+        checked_spec(dataclasses.replace(config, gateway=gateway))

@@ -1,0 +1,162 @@
+"""Sessions that clients open and end themselves, to try an agent out without a run.
+
+`POST /sessions` opens one: its id, base URL and key. `DELETE /sessions/ID` ends it, and returns what was
+sampled in it. Both want the key of the servers that sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from onpolicy.agents.gateway.errors import RefusedError
+from onpolicy.agents.gateway.rollouter import AgentRollouter
+from onpolicy.agents.gateway.server import Gateway, OpenSession, has_key
+from onpolicy.errors import OnPolicyError
+from onpolicy.outputs import trajectories
+from onpolicy.rollout.client import EngineClient
+from onpolicy.rollout.episode_loop import episode_loop
+from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.turns import Ask, Turns
+from onpolicy.trajectory import Trajectory
+from onpolicy.types import Prompt, Request, SamplingParams
+
+
+class ServedSession:
+    """An episode that acts until it is told to end, or for `time_limit` seconds; `engine` answers it."""
+
+    def __init__(self, engine: EngineClient, time_limit: float):
+        self._engine, self._time_limit = engine, time_limit
+        self.opened: asyncio.Future[OpenSession] = asyncio.get_running_loop().create_future()
+        self.is_to_end, self.has_ended = asyncio.Event(), asyncio.Event()
+
+    async def act(self, opened: OpenSession, prompt: Prompt) -> None:
+        """What an agent does in a run."""
+        self.opened.set_result(opened)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.is_to_end.wait(), self._time_limit)
+
+    def asked(self, branch: Turns) -> None:
+        if (ask := branch.ask) is not None:
+            episode_loop().begin(partial(self._answer, branch, ask))
+
+    async def _answer(self, branch: Turns, ask: Ask) -> None:
+        """Have the engine sample all that is asked for; an error of its is that of who waits."""
+        is_answered = False
+        try:
+            async with aiohttp.ClientSession() as connection:
+                while not is_answered and branch.ask is ask:
+                    request = branch.episode.request(branch, ask)
+                    completion = await self._engine.generate(connection, request)
+                    is_answered = branch.episode.add(branch, ask, completion)
+        except OnPolicyError as error:
+            branch.episode.withdraw(branch, ask)
+            if not ask.answered.done():
+                ask.answered.set_exception(error)
+
+    def ended(self, episode: OpenEpisode) -> None:
+        self.has_ended.set()
+
+
+class ServedSessions:
+    """All that are open, behind one gateway; what they sample is a function of `seed`, of how many were
+    opened before, and of what is asked for."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        engines: Sequence[EngineClient],
+        *,
+        api_key: str,
+        params: SamplingParams,
+        rules: EpisodeRules,
+        seed: int,
+        time_limit: float,
+    ):
+        self.gateway, self._engines, self._api_key = gateway, engines, api_key
+        self._params, self._rules, self._seed = params, rules, seed
+        self._time_limit = time_limit
+        self._numbers = itertools.count()
+        self._known: dict[str, tuple[ServedSession, OpenEpisode]] = {}
+        gateway.routes = [
+            web.post("/sessions", self._answered(self._open)),
+            web.delete("/sessions/{name}", self._answered(self._end)),
+        ]
+
+    def start(self) -> None:
+        """Listen. Raises OSError where the gateway cannot."""
+        episode_loop().run(self.gateway.start)
+
+    def close(self) -> None:
+        """End all sessions, and listen no more."""
+        for _, episode in list(self._known.values()):
+            episode.end()
+        episode_loop().run(self.gateway.close)
+
+    def _answered(self, handle: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                if not has_key(request, self._api_key):
+                    raise RefusedError(
+                        401,
+                        "Sessions are opened and ended with the key of the servers.",
+                        code="invalid_api_key",
+                    )
+                return web.json_response(await handle(request))
+            except RefusedError as refused:
+                return web.json_response(refused.as_openai(), status=refused.status)
+
+        return answer
+
+    async def _open(self, _: web.Request) -> dict[str, str]:
+        number = next(self._numbers)
+        session = ServedSession(self._engines[number % len(self._engines)], self._time_limit)
+        rollouter = AgentRollouter(lambda: self.gateway, session.act)
+        seed = sampling_seed(self._seed, "session", number)
+        request = Request(prompt_ids=[], sampling_seed=seed, params=self._params)
+        prompt = Prompt(index=number, prompt_ids=[], label="", text="")
+        episode = OpenEpisode(rollouter, prompt, request, self._rules)
+        episode.go_on(session)
+        opened = await asyncio.shield(session.opened)
+        self._known[opened.name] = session, episode
+        episode_loop().begin(partial(self._forget, opened.name, session))
+        return {"id": opened.name, "base_url": opened.base_url, "api_key": opened.api_key}
+
+    async def _forget(self, name: str, session: ServedSession) -> None:
+        await session.has_ended.wait()
+        await asyncio.sleep(self._time_limit)
+        del self._known[name]
+
+    async def _end(self, request: web.Request) -> dict[str, Any]:
+        name = request.match_info["name"]
+        if (known := self._known.get(name)) is None:
+            message = f"There is no session {name!r}, or it ended long ago."
+            raise RefusedError(404, message, code="session_not_found")
+        session, episode = known
+        session.is_to_end.set()
+        await session.has_ended.wait()
+        metrics = {} if episode.episode is None else dict(episode.episode.metrics)
+        return {
+            "id": name,
+            "trajectories": [self._written(each) for each in episode.trajectories],
+            "metrics": metrics,
+            "failures": [failure.message for failure in episode.failures],
+        }
+
+    def _written(self, trajectory: Trajectory) -> dict[str, Any]:
+        """As checkpoints have it, and the texts of what was given and sampled in turn."""
+        tokens = zip(trajectory.sampled, trajectory.token_ids, strict=True)
+        turns = [
+            {"sampled": is_sampled, "text": self._rules.decode([token for _, token in stretch])}
+            for is_sampled, stretch in groupby(tokens, key=lambda token: token[0])
+        ]
+        return {**trajectories.write(trajectory), "turns": turns}

@@ -1,0 +1,152 @@
+"""Sessions without a run: who may open them, what comes of them, and when they end."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import requests
+from openai import InternalServerError, OpenAI
+
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.outputs import trajectories
+from onpolicy.rollout.client import EngineLostError
+from onpolicy.rollout.episode_rules import EpisodeRules
+from onpolicy.run.commands.sessions import ServedSessions
+from onpolicy.trajectory import Completion, FinishReason
+from tests.support.acting import PARAMS, STOP, SpelledOut, decode
+
+KEY = {"Authorization": "Bearer the servers' own"}
+HI = {"role": "user", "content": "hi"}
+
+
+class Engine:
+    """Answers with the last three characters that it reads; or is lost."""
+
+    is_lost = False
+
+    async def generate(self, connection, request):
+        if self.is_lost:
+            raise EngineLostError("the engine is gone.")
+        token_ids = [*request.prompt_ids[-3:], STOP][: request.params.max_new_tokens]
+        has_stopped = token_ids[-1] == STOP
+        return Completion(
+            response_ids=token_ids,
+            rollout_log_probs=[-0.5] * len(token_ids),
+            finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
+            weight_version=0,
+            num_cached_tokens=0,
+        )
+
+
+@contextmanager
+def served(*engines, time_limit=100.0):
+    """The URL at which sessions are opened, while they are served."""
+    sessions = ServedSessions(
+        Gateway(SessionRules(template=SpelledOut(), parser=AnswerParser())),
+        engines or [Engine()],
+        api_key=KEY["Authorization"].removeprefix("Bearer "),
+        params=PARAMS,
+        rules=EpisodeRules(max_context_len=1000, on_failure="drop", decode=decode),
+        seed=0,
+        time_limit=time_limit,
+    )
+    sessions.start()
+    try:
+        yield f"{sessions.gateway.url}/sessions"
+    finally:
+        sessions.close()
+
+
+def opened(url):
+    answer = requests.post(url, headers=KEY, timeout=10)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ended(url, session):
+    return requests.delete(f"{url}/{session['id']}", headers=KEY, timeout=10)
+
+
+def client_of(session):
+    return OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
+
+
+def test_a_client_acts_in_a_session_and_its_trajectories_are_returned_when_it_ends():
+    with served() as url:
+        session = opened(url)
+        with client_of(session) as client:
+            ask = client.chat.completions.create
+            said = ask(model="policy", messages=[HI]).choices[0].message.model_dump()
+            ask(model="policy", messages=[HI, said, {"role": "user", "content": "more"}], n=2)
+            answer = ended(url, session)
+            assert answer.json() == ended(url, session).json()
+        found = answer.json()
+        assert found["metrics"]["gateway/num_answers"] == 3 and not found["failures"]
+        first, second = found["trajectories"]
+        assert first["turns"] == [
+            {"sampled": False, "text": "user:hi|assistant:"},
+            {"sampled": True, "text": "nt:<stop>"},
+            {"sampled": False, "text": "user:more|assistant:"},
+            {"sampled": True, "text": "nt:<stop>"},
+        ]
+        for turns in (first.pop("turns"), second.pop("turns")):
+            assert "".join(turn["text"] for turn in turns)
+        of_both = [trajectories.read(each) for each in (first, second)]
+        assert [each.num_sampled for each in of_both] == [8, 4]
+        dead = requests.get(
+            f"{session['base_url']}/models",
+            headers={"Authorization": f"Bearer {session['api_key']}"},
+            timeout=10,
+        )
+        assert dead.status_code == 401
+
+
+def test_sessions_are_opened_and_ended_with_the_key_of_the_servers_alone():
+    with served() as url:
+        session = opened(url)
+        for key in ("", session["api_key"], KEY["Authorization"][:-1]):
+            wrong = {"Authorization": key}
+            assert requests.post(url, headers=wrong, timeout=10).status_code == 401
+            at = f"{url}/{session['id']}"
+            assert requests.delete(at, headers=wrong, timeout=10).status_code == 401
+        unknown = requests.delete(f"{url}/other", headers=KEY, timeout=10)
+        assert unknown.status_code == 404 and "no session 'other'" in unknown.text
+
+
+def test_a_session_that_nobody_ends_ends_by_itself_and_is_forgotten_later():
+    with served(time_limit=0.5) as url:
+        session = opened(url)
+        with client_of(session) as client:
+            client.completions.create(model="policy", prompt="abc")
+            models = f"{session['base_url']}/models"
+            key = {"Authorization": f"Bearer {session['api_key']}"}
+            while requests.get(models, headers=key, timeout=10).status_code == 200:
+                time.sleep(0.05)
+        while (answer := ended(url, session)).status_code == 200:
+            assert len(answer.json()["trajectories"]) == 1
+            time.sleep(0.05)
+        assert answer.status_code == 404
+
+
+def test_nothing_is_left_of_sessions_whose_server_stops():
+    with served() as url:
+        session = opened(url)
+    with pytest.raises(requests.ConnectionError):
+        ended(url, session)
+
+
+def test_a_client_is_told_that_its_engine_is_gone_and_sessions_take_turns():
+    lost = Engine()
+    lost.is_lost = True
+    with served(Engine(), lost) as url:
+        first, second, third = (opened(url) for _ in range(3))
+        for session in (first, third):
+            with client_of(session) as client:
+                client.chat.completions.create(model="policy", messages=[HI])
+        gone = pytest.raises(InternalServerError, match="the engine is gone")
+        with client_of(second) as client, gone:
+            client.chat.completions.create(model="policy", messages=[HI])
+        found = ended(url, second).json()
+        assert found["trajectories"] == [] and "anything sampled" in found["failures"][0]
