@@ -40,7 +40,7 @@ class WeightSyncError(OnPolicyError, RuntimeError):
 
 
 class RewardError(OnPolicyError, RuntimeError):
-    """A reward rule that fails on more samples than the run lets pass."""
+    """A reward rule that is missing, or fails on more samples than the run lets pass."""
 
 
 class AgentError(OnPolicyError, RuntimeError):

@@ -84,8 +84,13 @@ class Scorer:
         """Set every sample's reward and return metrics.
 
         A sample whose scoring takes too long or fails gets the reward 0 and is counted. Raises
-        RewardError if more of them fail than --rm-max-error-rate lets pass.
+        RewardError if more of them fail than --rm-max-error-rate lets pass, or if there is no rule.
         """
+        if samples and not (self.config.rm_type or self.config.custom_rm_path):
+            raise RewardError(
+                f"{samples[0].name}: its episode said no reward, and no rule would. Say one, or give "
+                "--rm-type or --custom-rm-path."
+            )
         if self._pool is None:
             self._pool = _pool(self.config, self.config.rm_workers or default_workers())
         jobs = [self._submit(self._pool, sample) for sample in samples]

@@ -10,11 +10,13 @@ import asyncio
 import importlib
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from onpolicy.agents.environments.sessions import session_of
 from onpolicy.errors import ConfigError, in_one_line
@@ -24,19 +26,27 @@ from onpolicy.types import Prompt
 INPUT = "verifiers_input"
 """The field of a prompt's metadata that holds the row of the environment's dataset."""
 
+_loading = threading.Lock()
 _scoring_errors: ContextVar[list[str]] = ContextVar("errors that a rubric logged")
 
 
-@cache
 def load(name: str, arguments: str) -> Any:
-    """The environment, once in a process; `arguments` is a JSON object.
+    """The environment, once in a process and from any thread; `arguments` is a JSON object.
 
     Raises ConfigError where the package or the environment is not there, where it cannot be made, and
     where its rubric compares episodes.
     """
+    with _loading:
+        return _load(name, arguments)
+
+
+@cache
+def _load(name: str, arguments: str) -> Any:
     try:
         verifiers = importlib.import_module("verifiers")
-        made = verifiers.load_environment(name, **json.loads(arguments))
+        # It would set handlers of SIGINT and SIGTERM: a thread cannot, and a run has its own.
+        with patch("signal.signal"):
+            made = verifiers.load_environment(name, **json.loads(arguments))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--environment=verifiers:{name}: verifiers is not installed ({error}). Run pip install "

@@ -4,19 +4,23 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import at_least, at_most
+from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.kinds import Seconds
-from onpolicy.config.rules import NO_RESULT, Together
+from onpolicy.config.rules import NO_RESULT, Against, Together
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     rm_type: Annotated[
         Literal["", "math", "dapo", "exact"],
-        Together(lambda run: bool(run.rm_type) == bool(run.custom_rm_path) and not run.environment,
-            "--rm-type={run.rm_type!r}, --custom-rm-path={run.custom_rm_path!r}: a run needs exactly "
-            "one of them. Give --rm-type math, dapo or exact, or a function of your own."),
+        Together(lambda run: not (run.rm_type or run.custom_rm_path or has_agent(run)),
+            "--rm-type='', --custom-rm-path='': a run needs exactly one of them. Give --rm-type math, "
+            "dapo or exact, or a function of your own."),
+        Against(lambda run: run.custom_rm_path,
+            "it stands beside --custom-rm-path={found}, and a run needs exactly one of them"),
     ] = ""  # fmt: skip
-    """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact."""
+    """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact. Not needed where
+    episodes say their rewards themselves."""
 
     custom_rm_path: str = ""
     """Own rule instead: package.module.function or path/to/file.py:function, which takes a Sample and

@@ -212,6 +212,12 @@ def test_a_module_that_hangs_is_found(scorer, tmp_path, monkeypatch):
         scorer(custom_rm_path=f"{tmp_path}/slow.py:f", rm_time_limit=1.0).try_out(sample("").prompt)
 
 
+def test_a_sample_without_a_reward_needs_a_rule(scorer):
+    assert scorer().score([])["rollout/reward_errors"] == 0.0
+    with pytest.raises(RewardError, match="its episode said no reward, and no rule would"):
+        scorer().score([sample("")])
+
+
 def test_a_label_that_the_rule_cannot_read_is_named(scorer):
     prompts = [sample("", "42").prompt, sample("", " ").prompt]
     with pytest.raises(ConfigError, match=r"data.jsonl: prompt 0, label=' ': --rm-type exact"):

@@ -1,6 +1,8 @@
 """Environments of the `verifiers` package act through the gateway, unmodified."""
 
 import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,6 +52,15 @@ def test_its_dataset_are_the_prompts():
     ]
     assert [row["label"] for row in rows] == ["0", "3", "6", "9"]
     assert rows[2][ours.INPUT]["info"] == {"a": 2} and rows[2][ours.INPUT]["example_id"] == 2
+
+
+def test_it_is_loaded_once_by_threads_and_leaves_the_signals_of_the_run_alone():
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with ThreadPoolExecutor(4) as pool:
+        made = set(pool.map(lambda _: ours.load(NAME, '{"kind": "asks" }'), range(4)))
+    assert len(made) == 1
+    ours.load(NAME, '{"kind":  "asks"}')
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_an_environment_of_several_turns_is_rewarded_by_its_rubric():

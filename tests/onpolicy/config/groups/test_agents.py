@@ -30,3 +30,11 @@ def test_what_only_an_agent_reads_is_refused_without_one(tmp_path, values):
 def test_a_limit_that_leaves_no_room_is_refused(tmp_path, values, says):
     with pytest.raises(ConfigError, match=says):
         validate(make_config(tmp_path, **ACTS, **values))
+
+
+def test_an_agent_needs_no_reward_rule_and_takes_one_at_most(tmp_path):
+    validate(make_config(tmp_path, **{**ACTS, "rm_type": ""}))
+    with pytest.raises(ConfigError, match="a run needs exactly one of them"):
+        validate(make_config(tmp_path, rm_type="", prompt_data="p.jsonl"))
+    with pytest.raises(ConfigError, match=r"beside --custom-rm-path=a\.b, and a run needs exactly"):
+        validate(make_config(tmp_path, **ACTS, custom_rm_path="a.b"))
