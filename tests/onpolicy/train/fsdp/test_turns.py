@@ -1,6 +1,7 @@
 """Trajectories of several turns: what was given between sampled tokens is read, and not learnt."""
 
 import random
+from itertools import compress
 
 import pytest
 import torch
@@ -22,9 +23,8 @@ def in_turns(sample, rng):
     return with_trajectory(
         sample,
         sampled=[*trajectory.sampled[:start], *kept],
-        rollout_log_probs=[
-            x for x, keep in zip(trajectory.rollout_log_probs, kept, strict=True) if keep
-        ],
+        rollout_log_probs=[*compress(trajectory.rollout_log_probs, kept)],
+        temperatures=[*compress(trajectory.temperatures, kept)],
     )
 
 
