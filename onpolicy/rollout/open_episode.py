@@ -12,7 +12,7 @@ from onpolicy.errors import AgentError, ConfigError
 from onpolicy.rollout.branches import learnt_once, order_of, require_own, require_possible
 from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
-from onpolicy.rollout.episode_rules import EpisodeRules as EpisodeRules
+from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.failures import RETRIES, EpisodeFailure, OtherTokensError
 from onpolicy.rollout.results import with_learnt

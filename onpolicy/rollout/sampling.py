@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from onpolicy.errors import EngineError
 from onpolicy.rollout.branches import spans_of
+from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Rollouter
-from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.results import sample_of
 from onpolicy.rollout.seeds import sampling_seed

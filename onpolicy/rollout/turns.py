@@ -193,10 +193,6 @@ class Turns:
             raise ContextExceededError(self._exceeds(len(token_ids)))
         self.trajectory = self.trajectory.given(token_ids)
 
-    def give(self, token_ids: Sequence[int]) -> None:
-        """`append`, by the name that it had before."""
-        self.append(token_ids)
-
     def fork(self, length: int | None = None, *, key: str | None = None) -> Turns:
         """A branch with the first `length` tokens, all if not given, which samples others after them.
 

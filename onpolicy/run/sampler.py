@@ -17,9 +17,9 @@ from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.errors import AgentError, TrainingError
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
+from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Rollouter, SingleTurn
 from onpolicy.rollout.observations import Observations
-from onpolicy.rollout.open_episode import EpisodeRules
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup, OpenGroups, Staleness
 from onpolicy.rollout.rounds import Round
 from onpolicy.rollout.sampling import make_group, open_group, sample_groups

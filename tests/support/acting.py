@@ -7,8 +7,9 @@ import random
 import threading
 
 from onpolicy.agents.chat import Continuation
+from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Rollouter
-from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.trajectory import Completion, FinishReason, Span
 from onpolicy.types import Prompt, Request, SamplingParams
 

@@ -18,7 +18,7 @@ from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
-from onpolicy.types import Prompt, RunSummary, Sample
+from onpolicy.types import Prompt, RunSummary, Sample, SampleGroup
 from tests.support.engines_in_memory import Host
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import ALIGNED, END, STOCK
@@ -35,6 +35,23 @@ GOVERNED = {
     "governor_rise_after": 1,
 }
 """A governor that climbs at every rollout which differs at all."""
+
+
+class Interrupted(Exception):
+    """Ends a run between two of its steps."""
+
+
+def interrupted_at(step: int, kind: type[Run] = Run) -> type[Run]:
+    """That kind of run, which is interrupted before it trains on a rollout."""
+
+    class InterruptedRun(kind):
+        def train(self, groups: Sequence[SampleGroup], at: int) -> dict[str, float]:
+            if at == step:
+                raise Interrupted
+            return super().train(groups, at)
+
+    return InterruptedRun
+
 
 Reward = Callable[[Sample], float]
 

@@ -24,7 +24,8 @@ from onpolicy.errors import OnPolicyError
 from onpolicy.outputs import trajectories
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.episode_loop import episode_loop
-from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.rollout.episode_rules import EpisodeRules
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.turns import Ask, Turns
 from onpolicy.trajectory import Trajectory

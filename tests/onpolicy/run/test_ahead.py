@@ -16,7 +16,9 @@ from onpolicy.run.run import Run
 from tests.support.engines_in_memory import Engine, Host
 from tests.support.run_in_memory import (
     GOVERNED,
+    Interrupted,
     even_tokens,
+    interrupted_at,
     records_of,
     run_in_memory,
 )
@@ -146,22 +148,6 @@ def test_neither_clocks_nor_engines_nor_their_deaths_change_a_bit(
     }  # fmt: skip
     summary = run(tmp_path_factory.mktemp("run"), mode, host, Slow, **deaths)
     assert summary.run_hash == plain(mode)[1].run_hash
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupted_at(step):
-    """A run that is interrupted before it trains."""
-
-    class InterruptedRun(Run):
-        def train(self, groups, at):
-            if at == step:
-                raise Interrupted
-            return super().train(groups, at)
-
-    return InterruptedRun
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,7 +9,13 @@ import pytest
 from onpolicy.errors import ConfigError, EngineError, ParityError
 from onpolicy.run.run import Run
 from tests.support.engines_in_memory import Host
-from tests.support.run_in_memory import even_tokens, records_of, run_in_memory
+from tests.support.run_in_memory import (
+    Interrupted,
+    even_tokens,
+    interrupted_at,
+    records_of,
+    run_in_memory,
+)
 from tests.support.tiny_policy import log_probs_of, make_weights
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -144,26 +150,12 @@ def test_every_token_is_of_the_weights_that_its_span_says(tmp_path):
             assert sample.rollout_log_probs[span.start : span.end] == scores[span.start : span.end]
 
 
-class Interrupted(Exception):
-    pass
-
-
-def ends_at(step):
-    class Ends(Run):
-        def train(self, groups, at):
-            if at == step:
-                raise Interrupted
-            return super().train(groups, at)
-
-    return Ends
-
-
 def run_and_resume(directory, **more):
     """A run that is ended in rollout 3, after two checkpoints or three, and goes on."""
     save = str(directory / "save")
     values = {"save": save, "load": save, "save_interval": 1, "max_staleness": 3, **more}
     with pytest.raises(Interrupted):
-        Clock(5, ends_at(3)).run(directory, **values)
+        Clock(5, interrupted_at(3)).run(directory, **values)
     return Clock(6).run(directory, **values)
 
 
@@ -227,7 +219,7 @@ def test_a_free_run_that_fails_says_why_and_ends_its_engines(tmp_path):
 
 
 def test_what_is_being_drawn_ends_with_the_run(tmp_path):
-    clock = Clock(14, ends_at(1))
+    clock = Clock(14, interrupted_at(1))
     with pytest.raises(Interrupted):
         clock.run(tmp_path)
     assert not any(engine.is_running for engine in clock.host.engines)
@@ -323,7 +315,7 @@ def test_a_journal_from_another_model_is_refused_before_the_first_step(free, tmp
         "tests.support.trainer_in_memory.make_weights", lambda: make_weights(seed=1)
     )
     with pytest.raises(ConfigError, match="another model, or another checkpoint"):
-        Clock(0, ends_at(0)).run(tmp_path, max_staleness=3, replay=str(journal))
+        Clock(0, interrupted_at(0)).run(tmp_path, max_staleness=3, replay=str(journal))
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 0}\n', "what?\n"])

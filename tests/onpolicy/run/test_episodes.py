@@ -7,7 +7,13 @@ import pytest
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.run.run import Run
 from tests.support.engines_in_memory import Host
-from tests.support.run_in_memory import even_tokens, records_of, run_in_memory
+from tests.support.run_in_memory import (
+    Interrupted,
+    even_tokens,
+    interrupted_at,
+    records_of,
+    run_in_memory,
+)
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -88,24 +94,13 @@ def test_a_group_has_its_episodes_and_every_sampled_token_is_learnt_once(tmp_pat
         assert 0 <= record["episodes/num_rewarded"] <= 12 and "episodes/num_calls" in record
 
 
-class Interrupted(Exception):
-    pass
-
-
-class Ends(Keeps):
-    def train(self, groups, step):
-        if step == 2:
-            raise Interrupted
-        return super().train(groups, step)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_of_branches_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mode):
     whole, save = run(tmp_path / "whole", **MODES[mode]), str(tmp_path / "save")
     expected = [(s.reward, s.info, s.metrics) for g in Keeps.last.groups for s in g.samples]
     values = {"save": save, "load": save, "save_interval": 1, **MODES[mode]}
     with pytest.raises(Interrupted):
-        run(tmp_path / "part", make_run=Ends, **values)
+        run(tmp_path / "part", make_run=interrupted_at(2, Keeps), **values)
     kept = Keeps.last.groups
     assert run(tmp_path / "part", **values).run_hash == whole.run_hash
     found = [(s.reward, s.info, s.metrics) for g in kept + Keeps.last.groups for s in g.samples]

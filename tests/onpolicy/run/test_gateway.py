@@ -19,7 +19,13 @@ from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
 from tests.support.engines_in_memory import Host
-from tests.support.run_in_memory import even_tokens, run_in_memory, samples_of
+from tests.support.run_in_memory import (
+    Interrupted,
+    even_tokens,
+    interrupted_at,
+    run_in_memory,
+    samples_of,
+)
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import END
 
@@ -117,23 +123,12 @@ def test_the_gateway_of_a_run_listens_no_more_when_it_has_ended(tmp_path):
     assert urls and answers(urls[-1]) is None
 
 
-class Interrupted(Exception):
-    pass
-
-
-class Ends(Acts):
-    def train(self, groups, step):
-        if step == 2:
-            raise Interrupted
-        return super().train(groups, step)
-
-
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_run_of_agents_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mode):
     whole, save = run(tmp_path / "whole", **mode), str(tmp_path / "save")
     values = {"save": save, "load": save, "save_interval": 1, **mode}
     with pytest.raises(Interrupted):
-        run(tmp_path / "part", make_run=Ends, **values)
+        run(tmp_path / "part", make_run=interrupted_at(2, Acts), **values)
     assert run(tmp_path / "part", **values).run_hash == whole.run_hash
 
 
@@ -162,7 +157,7 @@ def interrupted(directory, **more):
     save = str(directory / "save")
     values = {"save": save, "load": save, "save_interval": 1, "max_staleness": 3, **more}
     with pytest.raises(Interrupted):
-        Clock(5, Ends).run(directory, **values)
+        Clock(5, interrupted_at(2, Acts)).run(directory, **values)
     return values
 
 

@@ -8,7 +8,7 @@ from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import FREE, journal_of
 from tests.support.engines_in_memory import Engine, Host
-from tests.support.run_in_memory import even_tokens, run_in_memory
+from tests.support.run_in_memory import Interrupted, even_tokens, interrupted_at, run_in_memory
 from tests.support.tiny_policy import log_probs_of
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -93,23 +93,12 @@ def test_a_free_run_of_turns_is_repeated_from_its_journal(tmp_path):
     assert run(tmp_path / "again", replay=replay, **values).run_hash == ran.run_hash
 
 
-class Interrupted(Exception):
-    pass
-
-
-class Ends(Keeps):
-    def train(self, groups, step):
-        if step == 2:
-            raise Interrupted
-        return super().train(groups, step)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_of_turns_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mode):
     whole, save = run(tmp_path / "whole", **MODES[mode]), str(tmp_path / "save")
     values = {"save": save, "load": save, "save_interval": 1, **MODES[mode]}
     with pytest.raises(Interrupted):
-        run(tmp_path / "part", make_run=Ends, **values)
+        run(tmp_path / "part", make_run=interrupted_at(2, Keeps), **values)
     assert run(tmp_path / "part", **values).run_hash == whole.run_hash
 
 

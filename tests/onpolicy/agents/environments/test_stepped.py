@@ -10,8 +10,9 @@ import pytest
 
 from onpolicy.agents.environments import stepped
 from onpolicy.errors import AgentError
+from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Episode, Turns
-from onpolicy.rollout.open_episode import EpisodeRules, OpenEpisode
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.types import Request
 from tests.support.acting import PARAMS, PROMPT, Acts, Draws, decode
 
