@@ -94,8 +94,8 @@ class Gateway:
 
     async def close(self) -> None:
         """End all sessions, and listen no more."""
-        for name in list(self._sessions):
-            await self.end(self._sessions[name])
+        for opened in list(self._sessions.values()):
+            await self.end(opened)
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -107,6 +107,15 @@ def test_a_session_that_ends_while_a_request_is_being_read_samples_nothing():
     assert len(through(act).branches) == 2
 
 
+def test_sessions_may_end_while_their_gateway_closes():
+    async def act(post, opened, gateway):
+        assert (await post(HI))[0] == 200
+        opens = [await gateway.open(opened.session.turns.fork(key=f"{i}")) for i in range(3)]
+        await asyncio.gather(gateway.close(), *map(gateway.end, opens))
+
+    through(act)
+
+
 class Holds(Draws):
     """Answers when it is told to."""
 
