@@ -50,7 +50,8 @@ def _rollout_of(
     if not any(group.samples for group in groups):
         raise AgentError(
             "--episode-failures: all episodes of a rollout have failed, and the log says why. Mend the "
-            "function that rolls them out.",
+            "function that rolls them out; a run that goes on from a checkpoint has those that failed "
+            "after it fail again, unless observations.jsonl is removed from its --run-dir.",
             reason="all",
         )
     speed = tokens / seconds if seconds else 0.0
@@ -73,19 +74,21 @@ class Sampler:
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self.on_requests = scorer, on_requests
-        self._rollouter, self.observations = rollouter, Observations(observations)
+        repeated = None
         if inputs.replayed is not None:
-            self.observations.read(Path(inputs.replayed.file).with_name(observations.name))
+            repeated = Path(inputs.replayed.file).with_name(observations.name)
+        self._rollouter, self.observations = rollouter, Observations(observations, repeated)
         agent = config.agent
         self._rules = EpisodeRules(
             max_context_len=inputs.max_context_len(config),
             time_limit=agent.episode_time_limit,
             on_failure=agent.episode_failures,
+            is_repeated=inputs.replayed is not None,
             observations=self.observations,
             decode=self._text_of,
             tokens_of=self._tokens_of,
         )
-        self._eval_rules = replace(self._rules, observations=Observations())
+        self._eval_rules = replace(self._rules, observations=Observations(), is_repeated=False)
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""

@@ -31,7 +31,7 @@ def make_rollouter(config: TrainConfig) -> Rollouter:
         launch.require_parsers(config.agent)
         acting = _calling(environment_function(config.agent), config.agent)
         if is_of_verifiers(config.agent):
-            return AgentRollouter(partial(_gateway, config), acts_by(acting), acting.close)
+            return acts_by(acting, partial(_gateway, config))
         return acting
     return SingleTurn()
 
