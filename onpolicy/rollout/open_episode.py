@@ -106,7 +106,7 @@ class OpenEpisode:
                 self._stopwatch = Stopwatch()
                 work = self._rollouter.roll_out(self.prompt, self.turns)
                 limit = None if self.rules.is_repeated else self.rules.time_limit
-                found = Episode.of(await within(limit, self._stopwatch, work))
+                found = Episode.of(await within(limit, self._stopwatch, work, self.name))
                 if failed := self._written.of(self.num_failures):  # it may have caught that
                     raise failed.error
                 require_past(self)

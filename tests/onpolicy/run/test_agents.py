@@ -18,10 +18,13 @@ MODES = {
     "lag 0": {},
     "lag 1": {"rollout_lag": 1},
     "segments": {"rollout_segment_tokens": 3},
-    # What `acts` observes differs from run to run: none may learn so fast that no group has a signal left.
+    # What `acts` observes differs from run to run: none may learn so fast that no signal is left.
     "dynamic": {
-        "dynamic_sampling": True, "over_sampling_batch_size": 2, "n_samples_per_prompt": 2, "lr": 0.1,
-    },  # fmt: skip
+        "dynamic_sampling": True,
+        "over_sampling_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "lr": 0.1,
+    },
 }
 
 
@@ -80,9 +83,7 @@ def free_values(name, **more):
 
 
 @pytest.mark.parametrize("failures", ["retry", "drop"])
-def test_what_the_clock_had_fail_in_a_free_run_fails_in_its_replay(
-    tmp_path, monkeypatch, failures
-):
+def test_what_the_clock_had_fail_in_a_free_run_fails_in_its_replay(tmp_path, monkeypatch, failures):
     monkeypatch.setattr("tests.support.agents.pause", 0.4)
     values = free_values("acts_or_takes_long", episode_time_limit=0.2, episode_failures=failures)
     ran = Clock(1, engines=2).run(tmp_path / "ran", **values)
