@@ -13,6 +13,7 @@ import threading
 
 from onpolicy.agents.remote_episode import RemoteEpisode
 from onpolicy.agents.worker_link import AgentFunction, WorkerLink
+from onpolicy.config.groups.agents import AgentConfig
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.turns import Turns
@@ -67,6 +68,15 @@ class WorkerRollouter(Rollouter):
             links = [link for link in self._links if link is not None]
         for link in (*links, *self._leaving):
             link.end()
+
+
+def num_workers(config: AgentConfig) -> int:
+    """Those of a run."""
+    if not (config.custom_generate_function_path or config.environment):
+        return 0
+    if config.agent_workers is not None:
+        return config.agent_workers
+    return default_workers()
 
 
 def default_workers() -> int:

@@ -66,7 +66,7 @@ async def within(
 def _say_if_it_stays(cancelled: asyncio.Task[Any], name: str) -> None:
     if not cancelled.done():
         logger.warning(
-            "%s: a function goes on %g seconds after it was cancelled, and stays in this process. Have it "
-            "end when CancelledError is raised in it.",
+            "%s: a function goes on %g seconds after it was cancelled, and stays in this process. Have "
+            "it end when CancelledError is raised in it.",
             name, PATIENCE,
         )  # fmt: skip
