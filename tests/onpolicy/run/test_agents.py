@@ -18,7 +18,7 @@ MODES = {
     "lag 0": {},
     "lag 1": {"rollout_lag": 1},
     "segments": {"rollout_segment_tokens": 3},
-    # What `acts` observes differs from run to run: none may learn so fast that no signal is left.
+    # What `acts` observes differs from run to run: groups are to tie by chance, not by what was learnt.
     "dynamic": {
         "dynamic_sampling": True,
         "over_sampling_batch_size": 2,
