@@ -88,7 +88,6 @@ class Sampler:
             decode=self._text_of,
             tokens_of=self._tokens_of,
         )
-        self._eval_rules = replace(self._rules, observations=Observations(), is_repeated=False)
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
@@ -215,13 +214,14 @@ class Sampler:
         params = self._params(evaluation.eval_temperature, length)
         prompts, count = self.inputs.eval_sets[name], evaluation.n_samples_per_eval_prompt
         seed_key = ["eval", name] if name else ["eval"]
+        rules = replace(self._rules, observations=Observations(), is_repeated=False)
         drawn = [
             open_group(
                 position,
                 prompt,
                 make_group(prompt, count, params, self.config.seed, *seed_key, position),
                 self._rollouter,
-                self._eval_rules,
+                rules,
             )
             for position, prompt in enumerate(prompts)
         ]
