@@ -88,6 +88,9 @@ class Sample:
 
     trajectory: Trajectory
 
+    number: int = 0
+    """Its place among the trajectories of the episode."""
+
     response: str = ""
     """What was sampled, as text."""
 
@@ -119,8 +122,9 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """For messages. Example: 'prompt 12, sample 3'"""
-        return f"prompt {self.prompt.index}, sample {self.sample_index}"
+        """For messages. Example: 'prompt 12, sample 3', or 'prompt 12, sample 3, trajectory 1'"""
+        name = f"prompt {self.prompt.index}, sample {self.sample_index}"
+        return f"{name}, trajectory {self.number}" if self.number else name
 
     @property
     def token_ids(self) -> list[int]:
@@ -168,7 +172,7 @@ class SampleGroup:
     """Position of the prompt in the endless order of a run's prompts."""
 
     branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
-    """What the branches of each episode sampled from which versions, whatever became of it."""
+    """What the branches of each episode sampled from which versions; nothing of one that failed."""
 
     @property
     def episodes(self) -> list[list[Sample]]:

@@ -19,7 +19,8 @@ from onpolicy.run.launch.duration import Work, say_how_long
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import check_layout
 from onpolicy.run.launch.memory_checks import require_cache, require_memory
-from onpolicy.run.launch.memory_model import ProcessMemory, RunMemory
+from onpolicy.run.launch.memory_model import RunMemory
+from onpolicy.run.launch.process_memory import ProcessMemory
 
 
 def check_inputs(config: BenchConfig) -> BenchConfig:

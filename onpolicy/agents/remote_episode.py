@@ -21,6 +21,11 @@ class RemoteEpisode:
         self.branches = [turns]
         self.outcome: asyncio.Future[Episode] = asyncio.get_running_loop().create_future()
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.branches[0].episode.name
+
     def begins(self) -> Message:
         """What the worker is told first."""
         turns = self.branches[0]

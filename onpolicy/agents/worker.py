@@ -109,6 +109,8 @@ class Worker:
                 self._tasks[message["episode"]] = task
             case "cancel" if known := self._tasks.get(message["episode"]):
                 known.cancel()
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._hang_limit, self._say_if_it_stays, known, message["name"])
             case "make" if make := self._makes.get(message["number"]):
                 making = make()
                 self._others.add(making)
@@ -120,6 +122,10 @@ class Worker:
                     waiting.set_exception(_error(*error))
                 else:
                     waiting.set_result(message["value"])
+
+    def _say_if_it_stays(self, cancelled: asyncio.Task[None], name: str) -> None:
+        if not cancelled.done():
+            self._link.send(kind="stays", name=name)
 
     def _load(self, message: Message) -> None:
         try:

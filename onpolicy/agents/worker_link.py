@@ -52,7 +52,9 @@ class WorkerLink:
 
     def __init__(self, function: AgentFunction, hang_limit: float):
         self.episodes: dict[int, RemoteEpisode] = {}
-        self.is_lost = False
+        self.is_lost = self.is_leaving = False
+        """Whether it is gone, or to be gone with the last episode in it."""
+
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """When the function is there. Its error: ConfigError or AgentError."""
 
@@ -82,10 +84,12 @@ class WorkerLink:
         try:
             return await episode.outcome
         except asyncio.CancelledError:
-            self._send({"kind": "cancel", "episode": episode.number})
+            self._send({"kind": "cancel", "episode": episode.number, "name": episode.name})
             raise
         finally:
             del self.episodes[episode.number]
+            if self.is_leaving and not self.episodes and self._writer is not None:
+                self._writer.close()
 
     def end(self) -> int:
         """End the process and all that it began: its exit code. From any thread."""
@@ -173,6 +177,15 @@ class WorkerLink:
                 episode.end(message)
             case "failed" if episode:
                 episode.fail(failure(message))
+            case "stays":
+                text = f"a function goes on {self._hang_limit:g} seconds after it was cancelled"
+                logger.warning(
+                    "%s: %s: its worker process is replaced, and ends with the %d others in it",
+                    message["name"], text, len(self.episodes),
+                )  # fmt: skip
+                self.is_leaving = True
+                if not self.episodes:
+                    raise AgentError(text, reason="hung")
             case "hung":
                 text = (
                     f"computes for longer than {self._hang_limit:g} seconds at {message['where']}"

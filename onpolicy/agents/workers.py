@@ -13,6 +13,7 @@ import threading
 
 from onpolicy.agents.remote_episode import RemoteEpisode
 from onpolicy.agents.worker_link import AgentFunction, WorkerLink
+from onpolicy.config.groups.agents import AgentConfig
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.turns import Turns
@@ -22,15 +23,17 @@ FEWEST, MOST = 1, 16
 
 
 class WorkerRollouter(Rollouter):
-    """Hands each episode to the worker that has the fewest; a worker that is lost is replaced.
+    """Hands each episode to the worker that has the fewest; a worker that is lost is replaced, and so is
+    one that has a function which does not end.
 
-    `hang_limit`: seconds that a function may compute without awaiting anything. What a lost worker was
-    at has failed (AgentError).
+    `hang_limit`: seconds that a function may compute without awaiting anything, and go on when it was
+    cancelled. What a lost worker was at has failed (AgentError).
     """
 
     def __init__(self, function: AgentFunction, num_workers: int, hang_limit: float):
         self._function, self._hang_limit = function, hang_limit
         self._links: list[WorkerLink | None] = [None] * num_workers
+        self._leaving = list[WorkerLink]()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -52,8 +55,10 @@ class WorkerRollouter(Rollouter):
             if self._is_closed:
                 raise AgentError("the run has ended", reason="died")
             for place, link in enumerate(self._links):
-                if link is None or link.is_lost:
+                if link is None or link.is_lost or link.is_leaving:
+                    self._leaving += [link] if link else []
                     self._links[place] = WorkerLink(self._function, self._hang_limit)
+            self._leaving = [link for link in self._leaving if not link.is_lost]
             return [link for link in self._links if link is not None]
 
     def close(self) -> None:
@@ -61,8 +66,17 @@ class WorkerRollouter(Rollouter):
         with self._lock:
             self._is_closed = True
             links = [link for link in self._links if link is not None]
-        for link in links:
+        for link in (*links, *self._leaving):
             link.end()
+
+
+def num_workers(config: AgentConfig) -> int:
+    """Those of a run."""
+    if not (config.custom_generate_function_path or config.environment):
+        return 0
+    if config.agent_workers is not None:
+        return config.agent_workers
+    return default_workers()
 
 
 def default_workers() -> int:

@@ -57,6 +57,8 @@ class RunDirectory:
             _move_aside(self.path, needed or {})
             self._held.enter_context(locked(self.path, "--run-dir"))
         with self.writing():
+            if not resumes:  # of a run that did not come to its first metrics
+                self.observations.unlink(missing_ok=True)
             self.logs.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
 

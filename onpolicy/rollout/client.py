@@ -129,7 +129,8 @@ class EngineClient:
         return answer
 
     def report(self) -> dict[str, Any]:
-        """What the engine's plug-in says of itself: contract, self_check, patches, weights.
+        """What the engine's plug-in says of itself: contract, self_check, patches, weights; and whether
+        it has a tokenizer ("serves_text").
 
         Raises ContractError if the server carries no plug-in.
         """
@@ -144,7 +145,7 @@ class EngineClient:
                 "contract. Start it with `onpolicy serve`; if it was, look for 'Failed to load "
                 "plugin' in its log."
             )
-        return report
+        return {**report, "serves_text": not answer.get("skip_tokenizer_init")}
 
     def flush_cache(self) -> None:
         """Drop every cached prefix, as soon as the server is idle: a health check may be under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -10,6 +11,11 @@ from typing import Any, TypeVar
 from onpolicy.rollout.failures import EpisodeTimeoutError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 10.0
+"""Seconds after which a function that was cancelled is expected to have ended."""
 
 _LEAST_PAUSE = 0.05
 """Seconds between two looks at an episode whose time is nearly up while it waits for the policy."""
@@ -36,9 +42,11 @@ class Stopwatch:
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
 
-async def within(limit: float | None, watch: Stopwatch, work: Coroutine[Any, Any, T]) -> T:
+async def within(
+    limit: float | None, watch: Stopwatch, work: Coroutine[Any, Any, T], name: str = ""
+) -> T:
     """What `work` returns. Raises EpisodeTimeoutError when the watch shows more seconds, whether or
-    not the work heeds that it is cancelled."""
+    not the work heeds that it is cancelled; if it does not, that is said under its name."""
     if limit is None:
         return await work
     task = asyncio.create_task(work)
@@ -51,4 +59,14 @@ async def within(limit: float | None, watch: Stopwatch, work: Coroutine[Any, Any
             f"took more than --episode-time-limit={limit:g} seconds besides sampling"
         )
     finally:
-        task.cancel()
+        if task.cancel():
+            asyncio.get_running_loop().call_later(PATIENCE, _say_if_it_stays, task, name)
+
+
+def _say_if_it_stays(cancelled: asyncio.Task[Any], name: str) -> None:
+    if not cancelled.done():
+        logger.warning(
+            "%s: a function goes on %g seconds after it was cancelled, and stays in this process. Have "
+            "it end when CancelledError is raised in it.",
+            name, PATIENCE,
+        )  # fmt: skip

@@ -34,6 +34,11 @@ class EpisodeRules:
     """Seconds that an episode may take besides sampling."""
 
     on_failure: OnFailure = "stop"
+
+    is_repeated: bool = False
+    """Whether a run is repeated: those attempts fail that failed in it, and no others, whatever their
+    time."""
+
     observations: Observations = field(default_factory=Observations)
     decode: Callable[[list[int]], str] = _no_text
     tokens_of: Callable[..., list[int]] = _only_tokens

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from onpolicy.errors import AgentError, OnPolicyError
+from onpolicy.rollout.observations import Observations
 from onpolicy.system.user_functions import describe
 
 OnFailure = Literal["drop", "retry", "stop"]
@@ -43,6 +44,38 @@ class EpisodeFailure:
         if isinstance(error, AgentError):
             return EpisodeFailure(reason=error.reason, message=str(error))
         return EpisodeFailure(reason="raised", message=f"raised {describe(error)}")
+
+    @property
+    def error(self) -> AgentError:
+        """What `of` makes it of again."""
+        return AgentError(self.message, reason=self.reason)
+
+
+class WrittenFailures:
+    """Why attempts at one episode failed, written beside what was observed before anything follows from
+    it: the clock may have decided that, and a run that goes on or is repeated has the same ones fail.
+
+        {"number": 12, "key": "3/0/failed", "value": {"sampled": 0, "reason": ..., "message": ...}}
+
+    `sampled`: what its first branch had sampled when the round in which it failed began.
+    """
+
+    def __init__(self, observations: Observations, number: int, index: int):
+        self._observations, self._number, self._index = observations, number, index
+
+    def write(self, attempt: int, failure: EpisodeFailure, sampled: int) -> None:
+        value = {"sampled": sampled, **asdict(failure)}
+        self._observations.note(self._number, self._key(attempt), value)
+
+    def of(self, attempt: int, sampled: int | None = None) -> EpisodeFailure | None:
+        """Why it failed, if it did; `sampled`: by a round that begins with so many tokens."""
+        said = self._observations.known(self._number, self._key(attempt))
+        if said is None or (sampled is not None and said["sampled"] > sampled):
+            return None
+        return EpisodeFailure(reason=said["reason"], message=said["message"])
+
+    def _key(self, attempt: int) -> str:
+        return f"{self._index}/{attempt}/failed"
 
 
 class EpisodeTimeoutError(TimeoutError):

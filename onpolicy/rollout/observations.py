@@ -4,7 +4,7 @@
 
 The key says which episode of the group, which attempt at it, which branch, the how-manieth observation
 of the branch, and after which tokens: so a run that goes on or is repeated gets a value where it stands
-as the one before it did, and nowhere else.
+as the one before it did, and nowhere else. That an attempt failed is such a value too (`failures.py`).
 """
 
 from __future__ import annotations
@@ -30,37 +30,46 @@ def observation_key(
 
 
 class Observations:
-    """What a run has observed. `file`: where they are written, and those from before are."""
+    """What a run has observed. `file`: where they are written, and those from before are; those of the
+    run that is `repeated`, if there are none."""
 
-    def __init__(self, file: Path | None = None):
+    def __init__(self, file: Path | None = None, repeated: Path | None = None):
         self._file = file
         self._known = defaultdict[int, dict[str, Json]](dict)
         if file is not None:
-            self.read(file)
+            if repeated is not None and repeated.exists() and not file.exists():
+                files.write(file, repeated.read_bytes())
+            self._read(file)
 
-    def read(self, file: Path) -> None:
+    def _read(self, file: Path) -> None:
         """Know what a run wrote there; a line that a kill cut off is none."""
-        if file.exists():
-            for line in file.read_bytes().splitlines():
-                try:
-                    record = json.loads(line)
-                    self._known[record["number"]][record["key"]] = record["value"]
-                except (ValueError, KeyError, TypeError):
-                    continue
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            try:
+                record = json.loads(line)
+                self._known[record["number"]][record["key"]] = record["value"]
+            except (ValueError, KeyError, TypeError):
+                continue
 
     async def observe(self, number: int, key: str, make: Callable[[], Awaitable[Json]]) -> Json:
         """What is known under the key; else what `make` returns, written down first.
 
         Raises TypeError or ValueError for what JSON cannot say.
         """
-        known = self._known[number]
-        if key not in known:
-            value = json.dumps(await make(), allow_nan=False)
-            if self._file is not None:
-                record = f'{{"number": {number}, "key": {json.dumps(key)}, "value": {value}}}'
-                files.append(self._file, record.encode())
-            known[key] = json.loads(value)
-        return known[key]
+        if key not in self._known[number]:
+            self.note(number, key, await make())
+        return self._known[number][key]
+
+    def note(self, number: int, key: str, value: Json) -> None:
+        """Write down what is to be known under the key. Raises as `observe`."""
+        text = json.dumps(value, allow_nan=False)
+        if self._file is not None:
+            record = f'{{"number": {number}, "key": {json.dumps(key)}, "value": {text}}}'
+            files.append(self._file, record.encode())
+        self._known[number][key] = json.loads(text)
+
+    def known(self, number: int, key: str) -> Json:
+        """What is known under the key; None if nothing is."""
+        return self._known[number].get(key)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Those groups are complete, and are not begun again."""

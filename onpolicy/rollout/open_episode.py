@@ -9,13 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onpolicy.errors import AgentError, ConfigError
-from onpolicy.rollout.branches import learnt_once, order_of, require_own, require_possible
+from onpolicy.rollout.branches import order_of, require_possible
 from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.failures import RETRIES, EpisodeFailure, OtherTokensError
-from onpolicy.rollout.results import with_learnt
+from onpolicy.rollout.failures import (
+    RETRIES,
+    EpisodeFailure,
+    OtherTokensError,
+    WrittenFailures,
+)
+from onpolicy.rollout.past import answer_as_before, require_past
+from onpolicy.rollout.results import result_of
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.rollout.stop_strings import until_stop_string
 from onpolicy.rollout.turns import Ask, BranchRecord, Listener, Turns
@@ -45,6 +51,7 @@ class OpenEpisode:
         self.rules, self.prompt = rules or EpisodeRules(), prompt
         self.number, self.index = number, index
         self._rollouter, self._request = rollouter, request
+        self._written = WrittenFailures(self.rules.observations, number, index)
         self.past: Mapping[tuple[str, ...], BranchRecord] = {}
         self.failures: list[EpisodeFailure] = []
         """Why attempts came to nothing."""
@@ -72,26 +79,38 @@ class OpenEpisode:
 
         False: it is complete.
         """
+        self.sampled_before = self.record()[0].trajectory.num_sampled
         with self._lock:
             self._listener = listener
             begins, self._is_begun = not self._is_begun, True
-            asking = [branch for branch in self.branches.values() if branch.ask is not None]
+            asking = [(branch, branch.ask) for branch in self.branches.values() if branch.ask]
         if self.is_complete:
             return False
         if begins:
             episode_loop().begin(self._run)
-        for branch in asking:
-            listener.asked(branch)
+        failed = self._written.of(self.num_failures, self.sampled_before)
+        for branch, ask in asking:
+            if failed:
+                ask.wake(failed.error)
+            else:
+                listener.asked(branch)
         return True
 
     async def _run(self) -> None:
         self._task = asyncio.current_task()
         while not self.is_complete:
             try:
-                await self._be_ready()
+                if failed := self._written.of(self.num_failures, self.sampled_before):
+                    raise failed.error
+                await self._rollouter.ready()  # which is none of the episode's time
+                self._stopwatch = Stopwatch()
                 work = self._rollouter.roll_out(self.prompt, self.turns)
-                found = await within(self.rules.time_limit, self._stopwatch, work)
-                self._complete(Episode.of(found))
+                limit = None if self.rules.is_repeated else self.rules.time_limit
+                found = Episode.of(await within(limit, self._stopwatch, work, self.name))
+                if failed := self._written.of(self.num_failures):  # it may have caught that
+                    raise failed.error
+                require_past(self)
+                self.episode = result_of(found, self.branches.values())
             except BaseException as error:  # SystemExit too
                 if self._task is not None and self._task.cancelling():
                     raise
@@ -101,33 +120,10 @@ class OpenEpisode:
         assert listener is not None
         listener.ended(self)
 
-    async def _be_ready(self) -> None:
-        """Wait until the rollouter can begin, which is none of the episode's time."""
-        await self._rollouter.ready()
-        self._stopwatch = Stopwatch()
-
     def end(self) -> None:
         """The run has ended: have the function clean up, and do not wait for it."""
         if (task := self._task) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
-
-    def _complete(self, found: Episode) -> None:
-        for key, past in self.past.items():
-            if (branch := self.branches.get(key)) is None:
-                raise self.differs(f"{self.name}: the rollouter makes no branch {key}, as before")
-            branch.require_past(branch.trajectory)
-            if len(branch.trajectory.token_ids) < len(past.trajectory.token_ids):
-                raise branch.differs()
-        if found.trajectories is None:
-            branches = sorted(self.branches.values(), key=lambda branch: order_of(branch.key))
-            kept: list[Turns | Trajectory] = [branch for branch in branches if branch.answers]
-        else:
-            kept = [*found.trajectories]
-        if not kept:
-            raise AgentError("ended without anything sampled", reason="result")
-        whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
-        require_own(whole, [branch.trajectory for branch in self.branches.values()])
-        self.episode = with_learnt(found, whole, learnt_once(whole))
 
     def differs(self, message: str) -> OtherTokensError:
         """What ends the run, whatever the function makes of it."""
@@ -135,14 +131,22 @@ class OpenEpisode:
         return self._mismatch
 
     def _fail(self, error: BaseException) -> None:
-        """It begins anew, or is complete without anything to learn, or ends the run."""
-        on_failure = self.rules.on_failure
-        failure = EpisodeFailure.of(error)
+        """The attempt has failed, which may end the run."""
+        failed = self._written.of(self.num_failures)
+        failure = failed or EpisodeFailure.of(error)
         if self._mismatch is not None:
             self.error = self._mismatch
         elif isinstance(error, ConfigError):
             self.error = error
-        elif on_failure == "stop":
+        elif failed:
+            logger.info("%s: as before, the episode %s", self.name, failure.message)
+        elif self.rules.is_repeated:
+            self.error = OtherTokensError(
+                f"--replay: {self.name}: the episode {failure.message}, and in the run that is "
+                "repeated it did not. Have it find what it found then."
+            )
+            self.error.__cause__ = error
+        elif self.rules.on_failure == "stop":
             self.error = AgentError(
                 f"--episode-failures=stop: {self.name}: the episode {failure.message}. Mend its "
                 "function, or have such episodes dropped or retried.",
@@ -151,15 +155,28 @@ class OpenEpisode:
             self.error.__cause__ = error
         else:
             logger.warning("%s: the episode %s", self.name, failure.message)
+            try:
+                self._written.write(self.num_failures, failure, self.sampled_before)
+            except OSError as full:
+                self.error = full
+        self._give_up(failure)
+
+    def _give_up(self, failure: EpisodeFailure) -> None:
+        """It begins anew, or is complete without anything to learn."""
         self.failures.append(failure)
         with self._lock:
             for branch in self.branches.values():
                 branch.ask = None
-        if on_failure == "retry" and self.num_failures <= RETRIES:
+        if self.rules.on_failure == "retry" and self.num_failures <= RETRIES:
             self.past = {}
             self._start_over()
         elif self.error is None:
             self.episode = Episode(trajectories=[])
+
+    def fail_as_before(self) -> None:
+        """Begin with the attempt that did not fail in the run that is repeated, if there is one."""
+        while not self.is_complete and (failed := self._written.of(self.num_failures)):
+            self._give_up(failed)
 
     def _start_over(self) -> None:
         """With other seeds than the attempts before."""
@@ -170,6 +187,8 @@ class OpenEpisode:
         self.turns = Turns(self, request, Trajectory.begin(request.prompt_ids), ())
         self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
         self._stopwatch = Stopwatch()
+        self.sampled_before = 0
+        """What the first branch had sampled when the present round began."""
 
     @property
     def num_failures(self) -> int:
@@ -231,29 +250,12 @@ class OpenEpisode:
                 raise ValueError("the episode has ended: nothing is sampled any more")
             branch.ask = ask
             self._stopwatch.stop()
-            if branch.past is not None and self._answer_as_before(branch, ask, branch.past):
+            if branch.past and (reason := answer_as_before(branch, ask, branch.past)):
+                self._answered(branch, ask, reason)
                 return
             listener = self._listener
         assert listener is not None
         listener.asked(branch)
-
-    def _answer_as_before(self, branch: Turns, ask: Ask, past: BranchRecord) -> bool:
-        """Whether all that is asked for was sampled before. Raises ValueError if it was asked for after
-        other tokens."""
-        branch.require_past(ask.before)
-        number, begins = len(branch.answers), len(ask.before.token_ids)
-        if number < len(past.answers):
-            end, reason = past.answers[number]
-            branch.trajectory = replace(past.trajectory.until(end), finish_reason=reason)
-        else:
-            branch.past = None
-            if begins < len(past.trajectory.token_ids):
-                branch.trajectory = past.trajectory
-        if not all(branch.trajectory.sampled[begins:]):
-            raise branch.differs()
-        if branch.past is not None:
-            self._answered(branch, ask, reason)
-        return branch.past is not None
 
     def withdraw(self, branch: Turns, ask: Ask) -> None:
         """Nobody waits for the answer any more: the branch is as it was before."""
@@ -292,9 +294,4 @@ class OpenEpisode:
         if all(other.ask is None for other in self.branches.values()):
             self._stopwatch.start()
         branch.answers.append((len(branch.trajectory.token_ids), reason))
-        ask.answered.get_loop().call_soon_threadsafe(_wake, ask.answered)
-
-
-def _wake(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+        ask.wake()

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.branches import learnt_once, order_of, require_own
+from onpolicy.rollout.episodes import Episode, Turns
 from onpolicy.rollout.statistics import COUNTED
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
+
+
+def result_of(found: Episode, branches: Collection[Turns]) -> Episode:
+    """What an episode is that its function ended so: every sampled token is learnt once.
+
+    Raises AgentError where nothing was sampled, and for what does not fit.
+    """
+    kept: Sequence[Turns | Trajectory] = found.trajectories or ()
+    if found.trajectories is None:
+        ordered = sorted(branches, key=lambda branch: order_of(branch.key))
+        kept = [branch for branch in ordered if branch.answers]
+    if not kept:
+        raise AgentError("ended without anything sampled", reason="result")
+    whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
+    require_own(whole, [branch.trajectory for branch in branches])
+    return with_learnt(found, whole, learnt_once(whole))
 
 
 def with_learnt(
@@ -120,6 +137,7 @@ def sample_of(
     return Sample(
         prompt=prompt,
         sample_index=place,
+        number=number,
         trajectory=trajectories[number],
         response=text,
         reward=0.0 if rewards is None else rewards[number],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from onpolicy.rollout.base import SamplingJob
+from onpolicy.rollout.episode_loop import episode_loop
+from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.sampling import require_version
 from onpolicy.rollout.turns import Ask, Turns, UnderWay
@@ -100,9 +103,6 @@ class Round(EpisodesJob):
     ):
         super().__init__(version, by_token=by_token)
         self._most = most
-        self._sampled_before: Mapping[UnderWay, int] = {
-            episode: episode.record()[0].trajectory.num_sampled for episode in episodes
-        }
         self.begin(episodes)
 
     def asked(self, branch: Turns) -> None:
@@ -110,7 +110,7 @@ class Round(EpisodesJob):
         if most is None or len(episode.branches) > 1:
             self._ask(branch, None)
         else:
-            sampled = branch.trajectory.num_sampled - self._sampled_before[episode]
+            sampled = branch.trajectory.num_sampled - episode.sampled_before
             if sampled < most:
                 self._ask(branch, most - sampled)
             else:
@@ -135,15 +135,51 @@ class FreeJob(EpisodesJob):
 class ReplayedRound(EpisodesJob):
     """What a run drew under the weights of `version`: so many tokens of each branch, by its key.
 
-    None: the episode came to its end under them.
+    None: the episode came to its end under them. `patience`: seconds in which a function that was not
+    waiting then has to ask for something.
     """
 
-    def __init__(self, drawn: Mapping[OpenEpisode, Mapping[BranchKey, int] | None], version: int):
+    def __init__(
+        self,
+        drawn: Mapping[OpenEpisode, Mapping[BranchKey, int] | None],
+        version: int,
+        patience: float,
+    ):
         super().__init__(version, by_token=True)
         self._left: Mapping[UnderWay, dict[BranchKey, int] | None] = {
             episode: None if tokens is None else {**tokens} for episode, tokens in drawn.items()
         }
+        self._patience = patience
         self.begin(drawn)
+        episode_loop().begin(self._watch)
+
+    async def _watch(self) -> None:
+        """End the round when nobody asks for what is still to be drawn."""
+        seen = -1
+        while not self.is_done and self.error is None:
+            num_asked = len(self.requests)
+            if self.num_done == num_asked == seen:
+                with self._lock:
+                    episode = next(iter(self._busy), None)
+                if episode is not None:
+                    self.error = OtherTokensError(self._waits(episode))
+                    self.on_news()
+            seen = num_asked if self.num_done == num_asked else -1
+            await asyncio.sleep(self._patience)
+
+    def _waits(self, episode: UnderWay) -> str:
+        asking = [key for key, branch in episode.branches.items() if branch.ask is not None]
+        asks = "for branch " + ", ".join(map(_named, asking)) if asking else "for nothing"
+        left = {key: count for key, count in (self._left[episode] or {}).items() if count}
+        journal = "has it end"
+        if left:
+            key, count = next(iter(left.items()))
+            journal = f"has {count} more tokens of branch {_named(key)}"
+        return (
+            f"--replay: {episode.name}: its function has asked {asks} for {self._patience:g} seconds, "
+            f"and under version {self._version} the journal {journal}. What it asks for must depend on "
+            "its arguments, on what is sampled and on what it observes alone."
+        )
 
     def asked(self, branch: Turns) -> None:
         left = self._left[branch.episode]
@@ -163,3 +199,7 @@ class ReplayedRound(EpisodesJob):
         super().add(number, completion)
         if left is not None and not any(left.values()):
             self._leave(branch.episode)
+
+
+def _named(key: BranchKey) -> str:
+    return "/".join(key) or "''"

@@ -89,7 +89,10 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
             prompt=group.prompt,
             samples=[],
             number=group.number,
-            branches=[spans_of(episode.record()) for episode in group.episodes],
+            branches=[
+                spans_of(episode.record() if episode.trajectories else ())
+                for episode in group.episodes
+            ],
         )
         for group in groups
     ]

@@ -104,6 +104,11 @@ class SglangGroup(RolloutGroup):
             report = client.report()
             self._require_contract(client, report)
             self._require_cache(client, report["cache_tokens"])
+            if self._spec.serves_text and not report["serves_text"]:
+                raise ConfigError(
+                    f"{client.url}: has no tokenizer (--skip-tokenizer-init), and the stop strings of "
+                    "agents and environments are found in text. Start it without that flag."
+                )
 
     def _require_cache(self, client: EngineClient, found: int) -> None:
         """SGLang takes a smaller cache where memory is short, and tells its log alone."""

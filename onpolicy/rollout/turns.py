@@ -49,6 +49,19 @@ class Ask:
     before: Trajectory
     answered: asyncio.Future[None]
 
+    def wake(self, error: Exception | None = None) -> None:
+        """Have the call return, or raise. From any thread."""
+
+        def tell() -> None:
+            if self.answered.done():
+                return
+            if error is None:
+                self.answered.set_result(None)
+            else:
+                self.answered.set_exception(error)
+
+        self.answered.get_loop().call_soon_threadsafe(tell)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRecord:
@@ -68,6 +81,7 @@ class UnderWay(Hashable, Protocol):
     branches: Mapping[BranchKey, Turns]
     number: int
     index: int
+    sampled_before: int
 
     @property
     def num_failures(self) -> int: ...
@@ -241,27 +255,6 @@ class Turns:
     def room(self) -> int:
         """Tokens that still fit the context."""
         return self.episode.rules.max_context_len - len(self.trajectory.token_ids)
-
-    def require_past(self, so_far: Trajectory) -> None:
-        """Raise ValueError unless a branch that goes on begins as it did before."""
-        if self.past is None:
-            return
-        before = self.past.trajectory
-        length = min(len(before.token_ids), len(so_far.token_ids))
-        same = before.token_ids[:length] == so_far.token_ids[:length]
-        if not (same and before.sampled[:length] == so_far.sampled[:length]):
-            raise self.differs()
-        if before.forks != so_far.forks:
-            raise self.differs()
-
-    def differs(self) -> OtherTokensError:
-        """What ends the run where the function of an episode that goes on is another than before."""
-        after = self.answers[-1][0] if self.answers else 0
-        return self.episode.differs(
-            f"{self.episode.name}: the rollouter gives other tokens than before after token {after}. "
-            "What it gives must depend on its arguments, on what is sampled and on what it observes "
-            "alone."
-        )
 
     def _require_quiet(self) -> None:
         if self.ask is not None:

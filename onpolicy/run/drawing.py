@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from onpolicy.errors import ConfigError, ParityError
-from onpolicy.outputs.rollout_journal import Record, RolloutJournal, record_of
+from onpolicy.outputs.rollout_journal import Record, RolloutJournal, branches_of, record_of
+from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup
 from onpolicy.rollout.rounds import FreeJob, ReplayedRound
@@ -17,6 +18,9 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.replay_checks import require_steps
 from onpolicy.run.sampler import Rollout, Sampler
 from onpolicy.types import BranchKey
+
+PATIENCE = 300.0
+"""Seconds, besides --episode-time-limit, that a replay waits for functions that ask for nothing."""
 
 
 class Replayed(Drawing):
@@ -41,6 +45,9 @@ class Replayed(Drawing):
         record = self._journal.steps[step]
         self._require_weights(step, record)
         self._begin_groups()
+        for group in self._open.groups:
+            for episode in group.episodes:
+                episode.fail_as_before()
         started = time.perf_counter()
         with self._measured():
             tokens = self._draw(step)
@@ -63,7 +70,8 @@ class Replayed(Drawing):
         """How many tokens were."""
         drawn = dict(self._drawn_under(version))
         self._sampler.on_requests(len(drawn))
-        job = ReplayedRound(drawn, version)
+        limit = self._sampler.config.agent.episode_time_limit or 0.0
+        job = ReplayedRound(drawn, version, PATIENCE + limit)
         self._engines.work(job)
         return job.num_tokens
 
@@ -102,6 +110,7 @@ class Replayed(Drawing):
 
     def _require_same(self, recorded: Record, now: Record) -> None:
         for group, again in zip(recorded["groups"], now["groups"], strict=True):
+            self._require_same_branches(recorded["step"], group, again)
             for i, (was, found) in enumerate(zip(group["samples"], again["samples"], strict=True)):
                 if was != found:
                     raise ParityError(
@@ -111,6 +120,26 @@ class Replayed(Drawing):
                         "The journal was changed, or the engines' operators have other bits here than "
                         "where it was written."
                     )
+
+    def _require_same_branches(self, step: int, recorded: Record, now: Record) -> None:
+        """Raise OtherTokensError for an episode whose function had other branches sampled, or returned
+        more of them or fewer, than in the run."""
+        if "branches" not in {*recorded, *now}:
+            return
+        prompt = self._sampler.inputs.prompts.at(recorded["number"]).index
+        name = f"--replay={self._journal.file}: rollout {step}, prompt {prompt}"
+        for i, (was, found) in enumerate(zip(branches_of(recorded), branches_of(now), strict=True)):
+            if was != found:
+                raise OtherTokensError(
+                    f"{name}, sample {i}: its branches sampled {found}, and the journal says {was}: its "
+                    "function says something else than in the run."
+                )
+        counts = len(now["samples"]), len(recorded["samples"])
+        if counts[0] != counts[1]:
+            raise OtherTokensError(
+                f"{name}: its episodes returned {counts[0]} trajectories, and the journal has "
+                f"{counts[1]}: a function returns something else than in the run."
+            )
 
 
 class FreeRollouts(Drawing):

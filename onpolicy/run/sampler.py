@@ -50,7 +50,8 @@ def _rollout_of(
     if not any(group.samples for group in groups):
         raise AgentError(
             "--episode-failures: all episodes of a rollout have failed, and the log says why. Mend the "
-            "function that rolls them out.",
+            "function that rolls them out; a run that goes on from a checkpoint has those that failed "
+            "after it fail again, unless observations.jsonl is removed from its --run-dir.",
             reason="all",
         )
     speed = tokens / seconds if seconds else 0.0
@@ -73,19 +74,20 @@ class Sampler:
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self.on_requests = scorer, on_requests
-        self._rollouter, self.observations = rollouter, Observations(observations)
+        repeated = None
         if inputs.replayed is not None:
-            self.observations.read(Path(inputs.replayed.file).with_name(observations.name))
+            repeated = Path(inputs.replayed.file).with_name(observations.name)
+        self._rollouter, self.observations = rollouter, Observations(observations, repeated)
         agent = config.agent
         self._rules = EpisodeRules(
             max_context_len=inputs.max_context_len(config),
             time_limit=agent.episode_time_limit,
             on_failure=agent.episode_failures,
+            is_repeated=inputs.replayed is not None,
             observations=self.observations,
             decode=self._text_of,
             tokens_of=self._tokens_of,
         )
-        self._eval_rules = replace(self._rules, observations=Observations())
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
@@ -212,13 +214,14 @@ class Sampler:
         params = self._params(evaluation.eval_temperature, length)
         prompts, count = self.inputs.eval_sets[name], evaluation.n_samples_per_eval_prompt
         seed_key = ["eval", name] if name else ["eval"]
+        rules = replace(self._rules, observations=Observations(), is_repeated=False)
         drawn = [
             open_group(
                 position,
                 prompt,
                 make_group(prompt, count, params, self.config.seed, *seed_key, position),
                 self._rollouter,
-                self._eval_rules,
+                rules,
             )
             for position, prompt in enumerate(prompts)
         ]

@@ -109,6 +109,10 @@ async def by_prompt(turns, prompt):
             os.kill(os.getpid(), signal.SIGKILL)
         case "wait":
             await asyncio.sleep(3600)
+        case "stay":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
         case "forge":
             trajectory = turns.trajectory
             trajectory.rollout_log_probs.append(-1.0)

@@ -76,3 +76,20 @@ async def takes_one(turns):
 
 def is_no_coroutine(turns, prompt):
     return None
+
+
+async def acts_or_takes_long(turns, prompt):
+    """As `acts`, but chance holds it up for `pause` seconds at the end."""
+    await acts(turns, prompt)
+    if chance.random() < 0.3:
+        await asyncio.sleep(pause)
+
+
+hears, pause = str, 1.0
+
+
+async def forks_by(turns, prompt):
+    """Forks under a key that is not what it was when a test says so."""
+    await turns.sample(max_tokens=3)
+    turns.append(GIVEN)
+    await turns.fork(key=hears(prompt.index)).sample()

@@ -65,6 +65,7 @@ class Memory:
             "weights": self._proof(),
             "tp_size": 1,
             "cache_tokens": CACHE_TOKENS,
+            "serves_text": True,
         }
 
     def _proof(self) -> str:

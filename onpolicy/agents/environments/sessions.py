@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from onpolicy.agents.gateway.rollouter import Act
-from onpolicy.agents.gateway.server import OpenSession
+from onpolicy.agents.gateway.rollouter import AgentRollouter
+from onpolicy.agents.gateway.server import Gateway, OpenSession
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.types import Prompt
 
@@ -21,8 +22,8 @@ class SessionAddress:
     model: str
 
 
-def acts_by(rollouter: Rollouter) -> Act:
-    """What `rollouter` makes of a prompt in which `session_of` finds the session's address."""
+def acts_by(rollouter: Rollouter, make_gateway: Callable[[], Gateway]) -> AgentRollouter:
+    """Has `rollouter` roll out prompts in which `session_of` finds the address of a session."""
 
     async def act(opened: OpenSession, prompt: Prompt) -> Episode:
         rules = opened.session.rules
@@ -32,7 +33,7 @@ def acts_by(rollouter: Rollouter) -> Act:
         told = replace(prompt, metadata={**prompt.metadata, _SESSION: asdict(address)})
         return await rollouter.roll_out(told, opened.session.turns)
 
-    return act
+    return AgentRollouter(make_gateway, act, rollouter)
 
 
 def session_of(prompt: Prompt) -> SessionAddress:

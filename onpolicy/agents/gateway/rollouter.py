@@ -29,18 +29,24 @@ class AgentRollouter(Rollouter):
 
     `make_gateway` is called for the first of them. `act` says where the agent runs; it may return a
     reward, None if the run's reward function is to say it, or an Episode with rewards, metrics and info,
-    to which the session adds the trajectories. `end` ends what the agents run in.
+    to which the session adds the trajectories. `inner`: what the agents run in, if
+    that is to be started and ended.
     """
 
     def __init__(
-        self, make_gateway: Callable[[], Gateway], act: Act, end: Callable[[], None] = lambda: None
+        self, make_gateway: Callable[[], Gateway], act: Act, inner: Rollouter | None = None
     ):
-        self._make_gateway, self._act, self._end = make_gateway, act, end
+        self._make_gateway, self._act, self._inner = make_gateway, act, inner
         self._gateway: Gateway | None = None
+
+    async def ready(self) -> None:
+        if self._inner is not None:
+            await self._inner.ready()
 
     def close(self) -> None:
         """End all sessions, and have the gateway listen no more. Not from the episode loop."""
-        self._end()
+        if self._inner is not None:
+            self._inner.close()
         if self._gateway is not None:
             with suppress(TimeoutError):  # a function of the user's holds the loop up
                 episode_loop().run(self._gateway.close)

@@ -20,7 +20,8 @@ from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
 from onpolicy.run.launch.engine_specs import rollout_spec
-from onpolicy.run.launch.memory_model import ProcessMemory, RunMemory
+from onpolicy.run.launch.memory_model import RunMemory
+from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.system.memory import Gpu, free_memory, gib, gpus
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def require_run_fits(
     if servers:
         require_cache(spec)
     run = RunMemory(config, hf_config, spec, size)
-    processes = [*run.with_push(config.cluster.num_ranks, servers), run.controller()]
+    processes = run.with_push(config.cluster.num_ranks, servers)
+    processes += [run.controller(), *run.agents()]
     try:
         require_memory(processes, spec.contract.device, config.cluster.ray_address, run)
     except ConfigError as error:

@@ -7,19 +7,21 @@ No sum for a GPU has been measured yet; beside measured peaks: benchmarks/README
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
 
+from onpolicy.agents.workers import num_workers
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
 from onpolicy.contract import NumericsContract
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.system.memory import gib
+from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.train.engine import recomputes_activations
 
 FLOAT32 = 4
@@ -30,6 +32,9 @@ LIBRARIES = 800 * MIB
 
 SERVER_LIBRARIES = 1600 * MIB
 """SGLang's processes together: HTTP and tokenizer, scheduler, detokenizer, guard."""
+
+WORKER_LIBRARIES = 64 * MIB
+"""A worker of agents, and the guard in front of it; 55 MiB were measured."""
 
 UNCUT = 16384
 """Tokens that are prefilled at once where prompts are not cut into chunks."""
@@ -46,43 +51,6 @@ of them in the trainer's share."""
 
 MOST_RANKS = 4096
 """Where the search for enough ranks ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Bytes of one process, by what they are for; or of several like it."""
-
-    name: str
-
-    parts: dict[str, int]
-    """Where it computes: on its GPU, or in the memory of its host."""
-
-    count: int = 1
-
-    host: dict[str, int] = field(default_factory=dict)
-    """In the memory of the host of a process that computes on a GPU."""
-
-    @property
-    def each(self) -> int:
-        """One process's, where it computes."""
-        return sum(self.parts.values())
-
-    @property
-    def bytes(self) -> int:
-        return self.count * self.each
-
-    @property
-    def host_bytes(self) -> int:
-        return self.count * sum(self.host.values())
-
-    def __str__(self) -> str:
-        times = f"{self.count} x " if self.count > 1 else ""
-        beside = f"; on its host {_terms(self.host)}" if self.host else ""
-        return f"{times}{self.name}: {_terms(self.parts)} = {gib(self.bytes)} GiB{beside}"
-
-
-def _terms(parts: dict[str, int]) -> str:
-    return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
 
 
 def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
@@ -119,9 +87,10 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
 
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
-    """The tokens of a micro-batch, or of all samples if they are fewer."""
-    total = -(-_num_samples(config) // config.cluster.num_ranks) * longest_sequence
-    return max(longest_sequence, min(config.trainer.max_tokens_per_gpu, total))
+    """The tokens of a micro-batch, or of all samples if they are fewer; episodes may have any number."""
+    total, most = _num_samples(config) * longest_sequence, config.trainer.max_tokens_per_gpu
+    fewer = most if has_agent(config.agent) else min(most, -(-total // config.cluster.num_ranks))
+    return max(longest_sequence, fewer)
 
 
 def _num_samples(config: TrainConfig) -> int:
@@ -214,11 +183,22 @@ class RunMemory:
         return ProcessMemory("a push", parts, senders)
 
     def controller(self) -> ProcessMemory:
-        """The process that asks, whose libraries are in memory already: a rollout's samples."""
+        """The process that asks, whose libraries are in memory already: a rollout's samples, each of one
+        trajectory, since how often an episode branches is not known."""
         num_bytes = _num_samples(self.config) * self.spec.longest_sequence * TOKEN_RECORD
-        records = {"samples of a rollout": num_bytes}
-        on_gpus = self.spec.contract.device == "cuda"
-        return ProcessMemory("controller", *([{}, 1, records] if on_gpus else [records]))
+        branches = ", if no episode branches" * has_agent(self.config.agent)
+        records = {f"samples of a rollout{branches}": num_bytes}
+        return ProcessMemory.on_host("controller", records, self.spec.contract.device)
+
+    def agents(self) -> list[ProcessMemory]:
+        """The workers that episodes run in, without what their functions import and keep."""
+        config, count = self.config, num_workers(self.config.agent)
+        if not count:
+            return []
+        under_way = -(-config.open_groups * config.rollout.n_samples_per_prompt // count)
+        episodes = under_way * self.spec.longest_sequence * TOKEN_RECORD
+        parts = {"libraries": WORKER_LIBRARIES, "episodes under way": episodes}
+        return [ProcessMemory.on_host("agent worker", parts, self.spec.contract.device, count)]
 
     def sides(self, ranks: int, servers: int) -> list[ProcessMemory]:
         """Trainer and servers."""

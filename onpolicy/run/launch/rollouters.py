@@ -11,7 +11,7 @@ from onpolicy.agents.gateway import launch
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.worker_link import AgentFunction
-from onpolicy.agents.workers import WorkerRollouter, default_workers
+from onpolicy.agents.workers import WorkerRollouter, num_workers
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import AgentConfig, is_of_verifiers
 from onpolicy.models.hf_config import load_config
@@ -31,17 +31,17 @@ def make_rollouter(config: TrainConfig) -> Rollouter:
         launch.require_parsers(config.agent)
         acting = _calling(environment_function(config.agent), config.agent)
         if is_of_verifiers(config.agent):
-            return AgentRollouter(partial(_gateway, config), acts_by(acting), acting.close)
+            return acts_by(acting, partial(_gateway, config))
         return acting
     return SingleTurn()
 
 
 def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
     """Calls a function in worker processes, or in the run's own where there are to be none."""
-    function, workers = load_agent(own.path, own.flag, own.arguments), config.agent_workers
-    if workers == 0:
-        return FunctionRollouter(function)
-    return WorkerRollouter(own, workers or default_workers(), config.agent_hang_limit)
+    function = load_agent(own.path, own.flag, own.arguments)
+    if workers := num_workers(config):
+        return WorkerRollouter(own, workers, config.agent_hang_limit)
+    return FunctionRollouter(function)
 
 
 def _gateway(config: TrainConfig) -> Gateway:

@@ -267,6 +267,7 @@ def _read_group(prompts: Sequence[Prompt], record: _Group) -> SampleGroup:
         Sample(
             prompt=prompt,
             sample_index=each["index"],
+            number=sum(other["index"] == each["index"] for other in record["samples"][:place]),
             trajectory=read(each["trajectory"]),
             response=each["response"],
             reward=each["reward"],
@@ -276,6 +277,6 @@ def _read_group(prompts: Sequence[Prompt], record: _Group) -> SampleGroup:
             metrics=each["metrics"],
             info=each["info"],
         )
-        for each in record["samples"]
+        for place, each in enumerate(record["samples"])
     ]
     return SampleGroup(prompt=prompt, samples=samples, number=record["number"])

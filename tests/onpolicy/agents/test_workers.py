@@ -54,11 +54,11 @@ def prompt_of(label="", index=5):
     return Prompt(index=index, prompt_ids=[4, 2, 7], label=label, text="", metadata={"a": {1, 2}})
 
 
-def begin(rollouter, prompt=None, answers=None):
+def begin(rollouter, prompt=None, answers=None, time_limit=None):
     """An episode under way, and what says when it has ended."""
     prompt = prompt or prompt_of()
     request = Request(prompt_ids=prompt.prompt_ids, sampling_seed=11, params=PARAMS)
-    rules = EpisodeRules(max_context_len=100)
+    rules = EpisodeRules(max_context_len=100, time_limit=time_limit)
     episode, answers = OpenEpisode(rollouter, prompt, request, rules), answers or Answers()
     episode.go_on(answers)
     return episode, answers
@@ -204,6 +204,29 @@ def test_a_worker_that_is_lost_is_replaced(workers, label, reason, text):
     assert beside.error.reason == ("hung" if label == "hold" else "died")
     assert rolled_out(rollouter, prompt_of("fine")).info["worker"] != first
     assert not psutil.pid_exists(first)
+
+
+def test_a_function_that_stays_when_it_is_cancelled_is_named_and_its_worker_ends(workers, caplog):
+    rollouter = workers("by_prompt", hang_limit=1.0)
+    first = rolled_out(rollouter, prompt_of("fine")).info["worker"]
+    beside, _ = begin(rollouter, prompt_of("wait", index=9))
+    begin(rollouter, prompt_of("stay", index=7), answers := Answers(), time_limit=0.1)
+    assert answers.done.wait(60)
+    while "prompt 7, sample 0: a function goes on 1 seconds after" not in caplog.text:
+        time.sleep(0.05)
+    assert rolled_out(rollouter, prompt_of("fine")).info["worker"] != first
+    assert psutil.pid_exists(first), "the other episode in it goes on"
+    beside.end()
+    while psutil.pid_exists(first):
+        time.sleep(0.05)
+
+
+def test_one_that_stays_in_this_process_is_named(monkeypatch, caplog):
+    monkeypatch.setattr("onpolicy.rollout.deadline.PATIENCE", 0.1)
+    begin(here("by_prompt"), prompt_of("stay", index=7), answers := Answers(), time_limit=0.1)
+    assert answers.done.wait(60)
+    while "prompt 7, sample 0: a function goes on 0.1 seconds after it" not in caplog.text:
+        time.sleep(0.05)
 
 
 def test_a_function_that_cannot_be_used_is_refused(workers):

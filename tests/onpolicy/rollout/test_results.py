@@ -33,6 +33,7 @@ def samples(**more):
 def test_the_trajectories_of_an_episode_are_samples_with_its_place_metrics_and_info():
     found = samples(metrics={"num_calls": 2}, info={"calls": [["add", (1, 2)]]})
     assert [s.sample_index for s in found] == [2, 2]
+    assert [s.name for s in found] == ["prompt 4, sample 2", "prompt 4, sample 2, trajectory 1"]
     assert [s.response for s in found] == ["text 0", "text 1"]
     assert [s.response_ids for s in found] == [[5, 6, 8], [2, 3]]
     assert all(s.metrics == {"num_calls": 2.0} for s in found)

@@ -285,6 +285,14 @@ def test_a_server_that_cannot_hold_the_longest_sequence_is_refused():
         connect(longest_sequence=CACHE_TOKENS - CACHE_MARGIN + 1)
 
 
+def test_a_server_without_a_tokenizer_is_refused_where_stop_strings_may_be_asked_for(monkeypatch):
+    report = Engine.report
+    monkeypatch.setattr(Engine, "report", lambda engine: {**report(engine), "serves_text": False})
+    connect()
+    with pytest.raises(ConfigError, match=r"^http.*: has no tokenizer \(--skip-tokenizer-init\)"):
+        connect(serves_text=True)
+
+
 @pytest.mark.parametrize("colocate", [False, True])
 def test_servers_that_share_gpus_are_up_before_the_trainer_loads(monkeypatch, colocate):
     waited = []

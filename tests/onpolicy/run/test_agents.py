@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from onpolicy.errors import AgentError, ConfigError
+from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
@@ -74,6 +75,64 @@ def test_a_free_run_of_branches_is_repeated_from_its_journal_on_another_clock(tm
     again = Clock(seed + 99).run(tmp_path / "again", replay=str(journal), **values)
     assert again.run_hash == ran.run_hash
     assert steps_of(journal_of(tmp_path / "again")) == steps_of(journal)
+
+
+def free_values(name, **more):
+    function = {"custom_generate_function_path": path_of(name), "rollout_max_response_len": 12}
+    return {**function, "agent_workers": 0, "max_staleness": 2, "num_rollout": 2, **more}
+
+
+@pytest.mark.parametrize("failures", ["retry", "drop"])
+def test_what_the_clock_had_fail_in_a_free_run_fails_in_its_replay(tmp_path, monkeypatch, failures):
+    monkeypatch.setattr("tests.support.agents.pause", 0.4)
+    values = free_values("acts_or_takes_long", episode_time_limit=0.2, episode_failures=failures)
+    ran = Clock(1, engines=2).run(tmp_path / "ran", **values)
+    journal = journal_of(tmp_path / "ran")
+    failed = [record["rollout/num_failed_episodes"] for record in records_of(tmp_path / "ran")]
+    assert sum(failed) > 0
+    for name in ("again", "and again"):  # the second repeats what the first one wrote
+        again = Clock(9).run(tmp_path / name, replay=str(journal), **values)
+        assert again.run_hash == ran.run_hash
+        assert steps_of(journal_of(tmp_path / name)) == steps_of(journal)
+        records = records_of(tmp_path / name)
+        assert [record["rollout/num_failed_episodes"] for record in records] == failed
+        journal = journal_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("mode", ["lag 0", "segments"])
+def test_what_the_clock_had_fail_fails_again_in_a_run_that_was_killed(tmp_path, monkeypatch, mode):
+    save = tmp_path / "save"
+    values = {
+        "save": str(save), "load": str(save), "save_interval": 1, "num_rollout": 2,
+        "episode_time_limit": 0.5, "episode_failures": "retry", "eval_sets": {},
+        "agent_workers": 0, **MODES[mode],
+    }  # fmt: skip
+    ran = run(tmp_path, "acts_or_takes_long", **values)
+    failed = [record["rollout/num_failed_episodes"] for record in records_of(tmp_path)]
+    shutil.rmtree(save / "step_000002")
+    monkeypatch.setattr("tests.support.agents.pause", 0.0)
+    assert run(tmp_path, "acts_or_takes_long", **values).run_hash == ran.run_hash
+    assert failed[1] > 0
+    assert [record["rollout/num_failed_episodes"] for record in records_of(tmp_path)] == failed
+
+
+def test_a_replay_whose_agent_says_something_else_ends_and_names_the_episode(tmp_path, monkeypatch):
+    values = free_values("forks_by")
+    Clock(2).run(tmp_path / "ran", **values)
+    monkeypatch.setattr("onpolicy.run.drawing.PATIENCE", 0.3)
+    monkeypatch.setattr("tests.support.agents.hears", lambda index: f"other{index}")
+    replay = str(journal_of(tmp_path / "ran"))
+    with pytest.raises(OtherTokensError, match=r"^--replay.* prompt \d, sample \d: .*other\d"):
+        Clock(3).run(tmp_path / "again", replay=replay, **values)
+
+
+def test_a_replay_in_which_an_episode_fails_that_did_not_ends(tmp_path, monkeypatch):
+    values = free_values("forks_by", episode_failures="drop")
+    Clock(2).run(tmp_path / "ran", **values)
+    monkeypatch.setattr("tests.support.agents.hears", None)
+    replay = str(journal_of(tmp_path / "ran"))
+    with pytest.raises(OtherTokensError, match=r"--replay: prompt \d, sample \d: .*it did not"):
+        Clock(3).run(tmp_path / "again", replay=replay, **values)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Environments of the `verifiers` package act through the gateway, unmodified."""
 
+import asyncio
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,6 @@ from onpolicy.agents.environments import verifiers as ours
 from onpolicy.agents.environments.sessions import acts_by
 from onpolicy.agents.function import FunctionRollouter
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.rollouter import AgentRollouter
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.errors import AgentError, ConfigError
@@ -37,8 +37,25 @@ def rolled_out(words=(), row=1, **arguments):
         return await ours.roll_out(turns, prompt, **given)
 
     gateway = Gateway(rules)
-    rollouter = AgentRollouter(lambda: gateway, acts_by(FunctionRollouter(function)))
+    rollouter = acts_by(FunctionRollouter(function), lambda: gateway)
     return roll_out(rollouter, Draws(words), prompt=prompt)
+
+
+def test_what_its_workers_take_to_start_is_none_of_an_episodes_time():
+    class Starts(FunctionRollouter):
+        readied = closed = 0
+
+        async def ready(self):
+            self.readied += 1
+
+        def close(self):
+            self.closed += 1
+
+    inner = Starts(None)
+    rollouter = acts_by(inner, lambda: None)
+    asyncio.run(rollouter.ready())
+    rollouter.close()
+    assert (inner.readied, inner.closed) == (1, 1)
 
 
 def spelled(trajectory):

@@ -24,7 +24,7 @@ from onpolicy.run.launch.memory_checks import (
     require_room_of,
     require_run_fits,
 )
-from onpolicy.run.launch.memory_model import ProcessMemory
+from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.system.memory import Gpu
 from tests.support.sized_runs import make_config, make_spec, run_on_gpus
 

@@ -13,7 +13,12 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.triton import TritonOperators
 from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.memory_model import LOGITS_COPIES, RunMemory, server_memory
+from onpolicy.run.launch.memory_model import (
+    LOGITS_COPIES,
+    TOKEN_RECORD,
+    RunMemory,
+    server_memory,
+)
 from onpolicy.train import distributed, make_trainer
 from onpolicy.train.state import create_missing_moments
 from onpolicy.types import Prompt
@@ -145,3 +150,19 @@ def test_a_push_holds_as_many_buckets_as_ranks_that_send(tmp_path, way, senders)
     for ranks, servers in ((3, 2), (2, 3)):
         assert run.with_push(ranks, servers)[-1].count == senders
     assert run.with_push(1, 3)[-1].count == run.with_push(0, 1)[-1].count == 1
+
+
+def test_workers_of_agents_are_counted_and_branches_may_fill_a_micro_batch(checkpoint):
+    config = make_config(checkpoint)
+    hf_config, spec = make_spec(config)
+    plain = RunMemory(config, hf_config, spec, ModelSize.of(hf_config))
+    agent = dataclasses.replace(config.agent, custom_generate_function_path="a.b", agent_workers=3)
+    config = dataclasses.replace(
+        config, agent=agent, trainer=dataclasses.replace(config.trainer, max_tokens_per_gpu=1000)
+    )
+    acting = RunMemory(config, hf_config, spec, ModelSize.of(hf_config))
+    assert plain.agents() == []
+    (workers,) = acting.agents()
+    assert workers.count == 3 and workers.parts["episodes under way"] == 2 * 50 * TOKEN_RECORD
+    assert acting.trainer().parts["activations"] == 5 * plain.trainer().parts["activations"]
+    assert "if no episode branches" in str(acting.controller())

@@ -1,0 +1,57 @@
+"""Branches that go on where they were: they are answered as before, and must be what they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onpolicy.rollout.failures import OtherTokensError
+from onpolicy.rollout.turns import Ask, BranchRecord, Turns, UnderWay
+from onpolicy.trajectory import FinishReason, Trajectory
+
+
+def answer_as_before(branch: Turns, ask: Ask, past: BranchRecord) -> FinishReason | None:
+    """Give what was sampled before of what is asked for: why that ended, if it is all.
+
+    Raises OtherTokensError if it was asked for after other tokens.
+    """
+    _require_same(branch, past, ask.before)
+    number, begins, reason = len(branch.answers), len(ask.before.token_ids), None
+    if number < len(past.answers):
+        end, reason = past.answers[number]
+        branch.trajectory = replace(past.trajectory.until(end), finish_reason=reason)
+    else:
+        branch.past = None
+        if begins < len(past.trajectory.token_ids):
+            branch.trajectory = past.trajectory
+    if not all(branch.trajectory.sampled[begins:]):
+        raise _differs(branch)
+    return reason
+
+
+def require_past(episode: UnderWay) -> None:
+    """Raise OtherTokensError unless an episode that has ended has come as far as it was before."""
+    for key, past in episode.past.items():
+        if (branch := episode.branches.get(key)) is None:
+            raise episode.differs(f"{episode.name}: the rollouter makes no branch {key}, as before")
+        if branch.past is not None:
+            _require_same(branch, past, branch.trajectory)
+        if len(branch.trajectory.token_ids) < len(past.trajectory.token_ids):
+            raise _differs(branch)
+
+
+def _require_same(branch: Turns, past: BranchRecord, so_far: Trajectory) -> None:
+    """Raise OtherTokensError unless one is the beginning of the other."""
+    before = past.trajectory
+    length = min(len(before.token_ids), len(so_far.token_ids))
+    same = before.token_ids[:length] == so_far.token_ids[:length]
+    same = same and before.sampled[:length] == so_far.sampled[:length]
+    if not (same and before.forks == so_far.forks):
+        raise _differs(branch)
+
+
+def _differs(branch: Turns) -> OtherTokensError:
+    after = branch.answers[-1][0] if branch.answers else 0
+    return branch.episode.differs(
+        f"{branch.episode.name}: the rollouter gives other tokens than before after token {after}. "
+        "What it gives must depend on its arguments, on what is sampled and on what it observes alone."
+    )
