@@ -2,34 +2,28 @@
 
     python examples/openai_agent/prepare.py OUT_DIR
 
-OUT_DIR/data.jsonl, OUT_DIR/eval.jsonl   `{"prompt": "347*89=", "label": "30883"}`
-OUT_DIR/model/                           a real Hugging Face checkpoint with a character tokenizer
+OUT_DIR/data.jsonl          `{"prompt": "37*58=", "label": "2146"}`
+OUT_DIR/warm_start.jsonl    what the model has seen
+OUT_DIR/model/              a real Hugging Face checkpoint with a character tokenizer
 
-The model is trained for a minute on calls, `[mul(a=347,b=89)]`, on results of the tool, and on answers.
-Of these many are wrong on purpose: guesses without a call, and slips in copying. Does nothing if OUT_DIR
-is complete.
+The model sees calls, `[mul(a=37,b=58)]`, guesses without a call, and answers after the tool's, many of
+which are wrong on purpose. Does nothing if OUT_DIR is complete.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
+from itertools import product
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedTokenizerFast
-
-from onpolicy.compat.process import prepare_process
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
-from prepare import make_model, make_tokenizer, save, warm_start
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from warm_start import is_complete, make_tokenizer, warm_start, write_rows
 
 CHARACTERS = "0123456789*=[](),mulab"
+TWO_DIGITS = range(11, 100)
+NUM_PROBLEMS, NUM_ROWS, STEPS = 2000, 20_000, 200
 GUESSED_SHARE, SLIPPED_SHARE = 0.5, 0.4
-STEPS = 600
-SIZES = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -43,15 +37,14 @@ TEMPLATE = (
 )
 
 
-def tokenizer_with_template() -> PreTrainedTokenizerFast:
+def tokenizer_with_template():
     """One token per character, and chats as the model is to see them."""
-    tokenizer = make_tokenizer(CHARACTERS)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return make_tokenizer(CHARACTERS, TEMPLATE)
 
 
-def problem(rng: random.Random) -> tuple[int, int]:
-    return rng.randint(100, 999), rng.randint(10, 99)
+def problems(rng: random.Random) -> list[dict[str, str]]:
+    pairs = rng.sample([*product(TWO_DIGITS, repeat=2)], NUM_PROBLEMS)
+    return [{"prompt": f"{a}*{b}=", "label": str(a * b)} for a, b in pairs]
 
 
 def slip(digits: str, rng: random.Random) -> str:
@@ -60,39 +53,23 @@ def slip(digits: str, rng: random.Random) -> str:
     return digits[:place] + str((int(digits[place]) + rng.randint(1, 9)) % 10) + digits[place + 1 :]
 
 
-def training_row(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], int]:
-    """What the model reads, and the answer or the call that it is to write then."""
-    a, b = problem(rng)
+def seen(rng: random.Random) -> dict[str, str]:
+    """A call, a guess in its place, or an answer after the tool's."""
+    a, b = rng.choice(TWO_DIGITS), rng.choice(TWO_DIGITS)
     question, call, value = f"{a}*{b}=", f"[mul(a={a},b={b})]", str(a * b)
-    end = tokenizer.eos_token_id
     if rng.random() < 0.5:
-        read = tokenizer.encode(question)
         write = slip(value, rng) if rng.random() < GUESSED_SHARE else call
-    else:
-        read = [*tokenizer.encode(question + call), end, *tokenizer.encode(f"({value})")]
-        write = slip(value, rng) if rng.random() < SLIPPED_SHARE else value
-    return [*read, *tokenizer.encode(write), end], len(read)
+        return {"prompt": question, "response": write}
+    write = slip(value, rng) if rng.random() < SLIPPED_SHARE else value
+    return {"prompt": f"{question}{call}<eos>({value})", "response": write}
 
 
-def write_problems(file: Path, count: int, rng: random.Random) -> None:
-    problems = dict.fromkeys(problem(rng) for _ in range(count))
-    rows = ({"prompt": f"{a}*{b}=", "label": str(a * b)} for a, b in problems)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def main(out: Path, steps: int = STEPS) -> None:
-    if (out / "model" / "config.json").exists():
+def main(out: Path) -> None:
+    if is_complete(out):
         return
-    prepare_process()
-    out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
-    write_problems(out / "data.jsonl", 3000, rng)
-    write_problems(out / "eval.jsonl", 100, rng)
-    torch.manual_seed(0)
-    tokenizer = tokenizer_with_template()
-    model = make_model(len(tokenizer), **SIZES)
-    warm_start(model, lambda step: training_row(tokenizer, rng), steps, 2e-3)
-    save(model, tokenizer, out / "model")
+    write_rows(out / "data.jsonl", problems(rng))
+    warm_start(out, tokenizer_with_template(), [seen(rng) for _ in range(NUM_ROWS)], STEPS)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The agent that is written with the openai package: what it does with answers, and its launcher."""
 
 import json
+import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,3 +62,11 @@ def test_what_the_model_has_seen_is_what_its_template_writes():
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "347*89=[mul(a=347,b=89)]<eos>(30883)"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    seen, rng = load_function(f"{EXAMPLE}/prepare.py:seen", "example"), random.Random(0)
+    rows = [seen(rng) for _ in range(400)]
+    assert all(
+        tokenizer.pad_token_id not in tokenizer.encode("".join(row.values())) for row in rows
+    )
+    shapes = {re.sub(r"\d+", "N", f"{row['prompt']}|{row['response']}") for row in rows}
+    call = "[mul(a=N,b=N)]"
+    assert shapes == {f"N*N=|{call}", "N*N=|N", f"N*N={call}<eos>(N)|N"}
