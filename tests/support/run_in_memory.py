@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.outputs.metrics import read_jsonl
-from onpolicy.rollout.prompts import PromptSource
+from onpolicy.rollout.prompt_order import PromptSource
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.launch.replay_checks import read_replayed

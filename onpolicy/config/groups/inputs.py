@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from fallback_correction.ranges import ReadBy, above
 from onpolicy.config.groups.agents import is_of_verifiers
-from onpolicy.config.rules import NO_RESULT, Together
+from onpolicy.config.kinds import Count
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +24,50 @@ class ModelConfig(CheckpointConfig):
     """Run Python code that comes with a checkpoint whose architecture transformers does not have."""
 
 
+PROCEDURAL = "reasoning-gym:"
+"""What a source of --prompt-data begins with that is made, and not read."""
+
+
+def _num_weights(run: Facts) -> object:
+    """Of weights that are as many as the sources: nothing."""
+    return len(run.prompt_data_weights) != len(run.prompt_data) and len(run.prompt_data)
+
+
+def says_rewards(run: Facts) -> bool:
+    """Whether all prompts bring the rule that scores them."""
+    return bool(run.prompt_data) and all(x.startswith(PROCEDURAL) for x in run.prompt_data)
+
+
+BY_TEMPLATE = ReadBy("--apply-chat-template", lambda run: run.apply_chat_template)
+BY_PROCEDURAL = ReadBy(
+    "--prompt-data reasoning-gym:NAME or --eval-prompt-data with it",
+    lambda run: any(x.startswith(PROCEDURAL) for x in (*run.prompt_data, *run.eval_prompt_data)),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     prompt_data: Annotated[
-        str,
-        Together(lambda run: not run.prompt_data and not is_of_verifiers(run),
+        tuple[str, ...],
+        Together(lambda run: not any(run.prompt_data) and not is_of_verifiers(run),
             "--prompt-data is missing: a run needs it. Give a path."),
-    ] = ""  # fmt: skip
-    """Training prompts: a .jsonl or .parquet file. Required, but with --environment verifiers:NAME."""
+        Together(lambda run: "" in run.prompt_data[1:] and " ".join(map(repr, run.prompt_data)),
+            "--prompt-data={found}: one of its paths is empty. Give a path, or leave it out."),
+    ] = ()  # fmt: skip
+    """Training prompts: a .jsonl, .json, .csv, .parquet or .arrow file, a directory of save_to_disk, or
+    reasoning-gym:NAME[,NAME] for problems that this package makes and scores; or several of these.
+    Required, but with --environment verifiers:NAME."""
+
+    prompt_data_weights: Annotated[
+        tuple[float, ...], above(0),
+        Against(_num_weights, "there must be one for each of the {found} values of --prompt-data",
+            "Give as many, or leave them out: then all prompts come equally often."),
+    ] = ()  # fmt: skip
+    """Shares of several --prompt-data in what is visited, in proportion, each with epochs of its own. If
+    not given, all are visited as if they stood in one file."""
+
+    reasoning_gym_size: Annotated[Count, BY_PROCEDURAL] = 1000
+    """Problems of each dataset of reasoning-gym; more of them begin with the same."""
 
     input_key: str = "prompt"
     """Field with the prompt: a string, or a list of chat messages."""
@@ -37,8 +75,17 @@ class DataConfig:
     label_key: str = "label"
     """Field with the reference answer; dots reach into objects, as in reward_model.ground_truth."""
 
+    tool_key: Annotated[str, BY_TEMPLATE] = "tools"
+    """Field with the tools that a row's chat template is given, if the row has it: JSON schemas of
+    functions as OpenAI has them, or their JSON as text."""
+
     apply_chat_template: bool = False
     """Turn prompts into chats with the tokenizer's template."""
 
     shuffle: bool = True
     """Visit the prompts in a new order in every epoch, fixed by --seed."""
+
+    @property
+    def sources(self) -> str:
+        """What --prompt-data was given, for messages."""
+        return " ".join(self.prompt_data)
