@@ -132,8 +132,13 @@ def flag_values(config: Any) -> dict[str, Any]:
     return {flag.name: flag.value(config) for flag in flags_of(type(config))}
 
 
-def flag_defaults(config_class: type) -> dict[str, Any]:
+def flag_defaults(config_class: type) -> Mapping[str, Any]:
     """The default of every flag that has one."""
+    return _flag_defaults(config_class)
+
+
+@cache
+def _flag_defaults(config_class: type) -> Mapping[str, Any]:
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
         if field.default_factory is not dataclasses.MISSING:
