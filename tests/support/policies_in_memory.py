@@ -108,14 +108,13 @@ def inputs_of(config: TrainConfig) -> Inputs:
 
 
 class KeptRun(Run):
-    """Keeps what it has trained, and draws no plot, which would take longer than all else."""
+    """Keeps what it has trained."""
 
     weights: dict[str, Tensor]
 
     def summary(self) -> RunSummary:
         buckets = self.engines.trainer.policy.weight_buckets(1 << 30)  # type: ignore[attr-defined]
         type(self).weights = {name: x.clone() for bucket in buckets for name, x in bucket}
-        self.journal.on_end = lambda: None  # type: ignore[method-assign]
         return super().summary()
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, above
+from fallback_correction.ranges import ReadBy, above, at_least, at_most
 from onpolicy.config.groups.agents import is_of_verifiers
 from onpolicy.config.kinds import Count
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
@@ -43,6 +43,7 @@ BY_PROCEDURAL = ReadBy(
     "--prompt-data reasoning-gym:NAME or --eval-prompt-data with it",
     lambda run: any(x.startswith(PROCEDURAL) for x in (*run.prompt_data, *run.eval_prompt_data)),
 )
+BY_CURRICULUM = ReadBy("--curriculum", lambda run: run.curriculum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,25 @@ class DataConfig:
 
     shuffle: bool = True
     """Visit the prompts in a new order in every epoch, fixed by --seed."""
+
+    curriculum: Annotated[
+        Literal["", "failures", "learnability"],
+        Against(lambda run: run.rollout_schedule == "free",
+            "goes by what rollouts have shown before one is drawn, and with --rollout-schedule free the "
+            "clock decides what that is"),
+    ] = ""  # fmt: skip
+    """Pass over prompts by their measured pass rate p: failures visits one with probability 1 - p
+    (Kimi k1.5, arXiv 2501.12599), learnability with 4 p (1 - p) (arXiv 2502.12272); those that were not
+    measured always (docs/data.md)."""
+
+    curriculum_window: Annotated[Count, BY_CURRICULUM] = 1
+    """Visits of a prompt, the last ones, that its pass rate is the mean of."""
+
+    curriculum_floor: Annotated[float, at_least(0.001), at_most(1), BY_CURRICULUM] = 0.05
+    """Smallest probability of a visit, so that no prompt is left out for good."""
+
+    curriculum_pass_reward: Annotated[float, BY_CURRICULUM] = 1.0
+    """A response passes from this reward on."""
 
     @property
     def sources(self) -> str:

@@ -14,7 +14,7 @@ from tests.support.policies_in_memory import SIZES, PolicyMemory, checked_operat
 from tests.support.tiny import make_checkpoint
 from tests.support.unstarted_run import changed
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("undrawn")]
 
 ROWS = 75
 """In the tests that are always run."""
