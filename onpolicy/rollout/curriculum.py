@@ -36,7 +36,7 @@ class Curriculum:
         """Indices of prompts, by the numbers of their groups."""
 
         self._rates: dict[int, deque[float]] = {}
-        """Of each prompt that was visited: its pass rates, the latest last."""
+        """The pass rates of each prompt that was visited, the latest last."""
 
         self._measured: deque[tuple[int, int, float]] = deque()
         """(rollout, prompt, pass rate) of rollouts that no choice may go by yet."""

@@ -130,4 +130,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""By the ends of files' names."""
+"""What reads a file, by the end of its name."""

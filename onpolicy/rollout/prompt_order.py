@@ -46,9 +46,9 @@ class PromptSource:
         self._parts = [*parts] or [Part(size=len(prompts), weight=1.0)]
         self._visits = [0] * len(self._parts)
         self._turns: list[tuple[int, int]] = []
-        """Of each position so far: (its part, how many came from that before)."""
+        """(its part, how many came from that before) of each position so far."""
         self._orders: dict[int, tuple[int, list[int]]] = {}
-        """Of each part the order of one epoch, and which that is."""
+        """(an epoch, its order) of each part."""
 
     def at(self, position: int) -> Prompt:
         """The prompt that comes after `position` others."""

@@ -29,7 +29,7 @@ PROCEDURAL = "reasoning-gym:"
 
 
 def _num_weights(run: Facts) -> object:
-    """Of weights that are as many as the sources: nothing."""
+    """The number of sources, if there are not as many weights."""
     return len(run.prompt_data_weights) != len(run.prompt_data) and len(run.prompt_data)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onpolicy.cli.data import LookConfig
 from onpolicy.config.groups import DataConfig
+from onpolicy.config.look import LookConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
@@ -39,7 +39,7 @@ class Found:
     """In how many rows each field is."""
 
     lengths: list[int] = field(default_factory=list)
-    """Of each prompt that a run takes, or would if it were not too long."""
+    """One of each prompt that a run takes, or would if it were not too long."""
 
     duplicates: int = 0
     too_long: list[str] = field(default_factory=list)

@@ -6,12 +6,10 @@ from itertools import islice
 import pytest
 import torch
 
-from onpolicy.config import TrainConfig, groups, validate
-from onpolicy.errors import ConfigError, ParityError
+from onpolicy.errors import ParityError
 from onpolicy.train import policy_trainer
-from tests.support.combinations import Combinations
-from tests.support.policies_in_memory import SIZES, PolicyMemory, checked_operators, run_policy
-from tests.support.tiny import make_checkpoint
+from tests.support.policies_in_memory import PolicyMemory, checked_operators, run_policy
+from tests.support.tiny_combinations import combinations_of, make_base
 from tests.support.unstarted_run import changed
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("undrawn")]
@@ -19,62 +17,15 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("undrawn")]
 ROWS = 75
 """In the tests that are always run."""
 
-NOT_HERE = {
-    "agent": "one turn is what is trained on here",
-    "cluster": "one process",
-    "engine": "engines in memory have no flags of SGLang's",
-    "eval": "decides no weight",
-    "megatron": "read by --train-backend megatron alone",
-    "operators": "by the machine",
-    "reward": "scored in memory",
-    "output": "where a run writes",
-    "sync": "how weights travel",
-}
-"""Groups that are left out, and why."""
-
-NOT_THESE = {
-    "num_rollout": "two steps",
-    "seed": "any other is as good",
-    "train_backend": "megatron needs a process of its own",
-    "use_rollout_routing_replay": "the tiny model has no experts",
-    "dynamic_sampling_limit": "a smaller one may end a run",
-    "apply_chat_template": "prompts are made in memory",
-    "reasoning_gym_size": "prompts are made in memory",
-}
-
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("combinations")
-    checkpoint = make_checkpoint(directory / "checkpoint", "qwen3", **SIZES)
-    return TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
-        data=groups.DataConfig(prompt_data=("prompts.jsonl",)),
-        reward=groups.RewardConfig(rm_type="exact"),
-        rollout=groups.RolloutConfig(
-            num_rollout=2, rollout_batch_size=2, n_samples_per_prompt=4, rollout_max_response_len=4
-        ),
-        trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=64),
-        parity=groups.ParityConfig(true_on_policy_mode=True),
-        engine=groups.EngineConfig(cpu_threads=1),
-        sync=groups.WeightSyncConfig(weight_sync="disk"),
-        output=groups.OutputConfig(run_dir=str(directory / "run")),
-    )
+    return make_base(tmp_path_factory.mktemp("combinations"))
 
 
 @pytest.fixture(scope="module")
 def combinations(base):
-    def refusal(row):
-        try:
-            validate(changed(base, **row))
-        except ConfigError as error:
-            return error
-        return None
-
-    def is_outside(flag):
-        return flag.path[0] in NOT_HERE or flag.name in NOT_THESE
-
-    return Combinations(base, refusal, is_outside)
+    return combinations_of(base)
 
 
 @pytest.fixture(scope="module")
