@@ -132,9 +132,9 @@ def flag_values(config: Any) -> dict[str, Any]:
     return {flag.name: flag.value(config) for flag in flags_of(type(config))}
 
 
-def flag_defaults(config_class: type) -> Mapping[str, Any]:
+def flag_defaults(config_class: type) -> dict[str, Any]:
     """The default of every flag that has one."""
-    return _flag_defaults(config_class)
+    return {**_flag_defaults(config_class)}
 
 
 @cache
