@@ -10,6 +10,7 @@ SCHEDULES = {
     "in step": {},
     "with a lag": {"rollout_lag": 2},
     "in segments, with a lag": {"rollout_lag": 1, "rollout_segment_tokens": 2},
+    "of two sources": {"prompt_data_weights": (2.0, 1.0)},
     "with others drawn": {"dynamic_sampling": True, "over_sampling_batch_size": 4},
 }
 VALUES = {"curriculum": "failures", "num_rollout": 6, "curriculum_pass_reward": 0.5}
