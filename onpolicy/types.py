@@ -30,6 +30,9 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other fields."""
 
+    rule: str = ""
+    """The rule of `onpolicy/rewards` that scores its responses; empty: that of the run."""
+
     @property
     def token_ids(self) -> list[int]:
         """`prompt_ids`, by the name that reward functions knew before."""

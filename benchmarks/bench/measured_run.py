@@ -17,7 +17,7 @@ from onpolicy.config.tools import BenchConfig
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.episodes import Episode, Rollouter, Turns
-from onpolicy.rollout.prompts import PromptSource
+from onpolicy.rollout.prompt_order import PromptSource
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.run.launch.inputs import Inputs, make_ladder
 from onpolicy.run.loop import begin, take_step

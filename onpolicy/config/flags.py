@@ -134,6 +134,11 @@ def flag_values(config: Any) -> dict[str, Any]:
 
 def flag_defaults(config_class: type) -> dict[str, Any]:
     """The default of every flag that has one."""
+    return {**_flag_defaults(config_class)}
+
+
+@cache
+def _flag_defaults(config_class: type) -> Mapping[str, Any]:
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
         if field.default_factory is not dataclasses.MISSING:

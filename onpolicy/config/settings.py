@@ -39,7 +39,7 @@ def changes(recorded: Mapping[str, Any], config: TrainConfig) -> list[Change]:
         Change(name=name, recorded=was[name], now=value)
         for name, value in now.items()
         if name not in DECIDE_NO_RESULT
-        and _text(was[name]) != _text(value)
+        and _text(_as_now(was[name], value)) != _text(value)
         and not (name == "num_rollout" and _only_goes_on(was, now))
     ]
 
@@ -55,6 +55,11 @@ def _only_goes_on(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     drawn ahead at that end is not there."""
     longer: bool = now["num_rollout"] > was["num_rollout"] and now["lr_decay_style"] == "constant"
     return longer and not now["rollout_lag"]
+
+
+def _as_now(was: Any, now: Any) -> Any:
+    """A text of a flag that takes several by now."""
+    return (was,) if isinstance(was, str) and isinstance(now, tuple) else was
 
 
 def _text(value: Any) -> str:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.published import read_config
 
+logger = logging.getLogger(__name__)
+
+PROBE = "Two words,  (x + 1)\n\tend"
+"""A text that every published tokenizer of a language model gives back."""
+
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Raises ConfigError if there is none, or if transformers cannot read it."""
+    """The checkpoint's tokenizer, as its tokenizer.json has it where transformers makes another one of
+    that which loses text: of DeepSeek-V3's, for one, Llama's without spaces.
+
+    Raises ConfigError if there is none, or if transformers cannot read it.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, config=read_config(path, trust_remote_code), trust_remote_code=trust_remote_code
         )
+        if _loses_text(tokenizer, Path(path) / "tokenizer.json"):
+            logger.warning(
+                "%s: transformers makes a %s of the tokenizer, which loses text; tokenizer.json is used "
+                "as it is",
+                *(path, type(tokenizer).__name__),
+            )
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except ConfigError:
         raise
     except Exception as error:  # whatever its parsers raise
@@ -30,3 +49,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
             "Download the checkpoint's tokenizer files too."
         )
     return tokenizer
+
+
+def _loses_text(tokenizer: Any, file: Path) -> bool:
+    """Whether it does not give a text back that the tokenizer in the file does."""
+    token_ids = tokenizer.encode(PROBE, add_special_tokens=False)
+    if tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) == PROBE:
+        return False
+    if not file.is_file():
+        return False
+    raw = Tokenizer.from_file(str(file))
+    token_ids = raw.encode(PROBE, add_special_tokens=False).ids
+    return bool(raw.decode(token_ids, skip_special_tokens=False) == PROBE)

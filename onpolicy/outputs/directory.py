@@ -70,7 +70,7 @@ class RunDirectory:
         needed = {
             "--hf-checkpoint": config.model.hf_checkpoint,
             "--ref-checkpoint": config.algorithm.ref_checkpoint,
-            "--prompt-data": config.data.prompt_data,
+            **{f"--prompt-data {place}": place for place in config.data.prompt_data},
             "--replay": config.rollout.replay,
         }
         if resumed is not None:

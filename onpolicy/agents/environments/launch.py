@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from onpolicy.agents.environments import verifiers
 from onpolicy.agents.worker_link import AgentFunction
 from onpolicy.config.groups.agents import AgentConfig, is_of_verifiers
-from onpolicy.rollout.prompts import Row
+from onpolicy.rollout.data_files import Row
 from onpolicy.system.user_functions import load_function
 
 FLAG = "--environment"

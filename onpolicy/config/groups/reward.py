@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from fallback_correction.ranges import at_least, at_most
 from onpolicy.config.groups.agents import has_agent
+from onpolicy.config.groups.inputs import says_rewards
 from onpolicy.config.kinds import Seconds
 from onpolicy.config.rules import NO_RESULT, Against, Together
 
@@ -13,14 +14,16 @@ from onpolicy.config.rules import NO_RESULT, Against, Together
 class RewardConfig:
     rm_type: Annotated[
         Literal["", "math", "dapo", "exact"],
-        Together(lambda run: not (run.rm_type or run.custom_rm_path or has_agent(run)),
+        Together(lambda run: not (
+                run.rm_type or run.custom_rm_path or has_agent(run) or says_rewards(run)
+            ),
             "--rm-type='', --custom-rm-path='': a run needs exactly one of them. Give --rm-type math, "
             "dapo or exact, or a function of your own."),
         Against(lambda run: run.custom_rm_path,
             "it stands beside --custom-rm-path={found}, and a run needs exactly one of them"),
     ] = ""  # fmt: skip
     """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact. Not needed where
-    episodes say their rewards themselves."""
+    episodes say their rewards themselves, nor for problems of reasoning-gym, whose scorer does."""
 
     custom_rm_path: str = ""
     """Own rule instead: package.module.function or path/to/file.py:function, which takes a Sample and

@@ -72,7 +72,7 @@ def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
     size = config.rollout.rollout_batch_size
     if size > num_prompts:
         raise ConfigError(
-            f"--rollout-batch-size={size}: --prompt-data={config.data.prompt_data} has {num_prompts} "
+            f"--rollout-batch-size={size}: --prompt-data={config.data.sources} has {num_prompts} "
             "prompts that differ, fewer than a rollout takes. Lower it (and raise "
             "--n-samples-per-prompt for as many samples), or give more prompts."
         )

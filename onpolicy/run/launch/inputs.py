@@ -21,7 +21,8 @@ from onpolicy.outputs.rollout_journal import RolloutJournal
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.rollout.prompts import PromptSource, load_prompts, make_prompts
+from onpolicy.rollout.prompt_order import PromptSource, joined
+from onpolicy.rollout.prompts import load_prompts, make_prompts
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.contracts import contract_for
@@ -98,7 +99,8 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
     def read(file: str, flag: str) -> list[Prompt]:
         vocab_size = hf_config.vocab_size
-        prompts = load_prompts(file, config.data, tokenizer, longest_prompt, vocab_size, flag)
+        given = longest_prompt, vocab_size, flag, config.seed
+        prompts = load_prompts(file, config.data, tokenizer, *given)
         scorer.check_labels(prompts, f"{flag}={file}")
         return prompts
 
@@ -108,16 +110,17 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             rows, data = environment_rows(config.agent), DataConfig(apply_chat_template=True)
             name = f"--environment={config.agent.environment}"
             vocab_size = hf_config.vocab_size
-            prompts = make_prompts(rows, data, tokenizer, longest_prompt, vocab_size, name)
+            sources = [make_prompts(rows, data, tokenizer, longest_prompt, vocab_size, name)]
         else:
-            prompts = read(config.data.prompt_data, "--prompt-data")
+            sources = [read(source, "--prompt-data") for source in config.data.prompt_data]
+        prompts, parts = joined(sources, config.data.prompt_data_weights)
         require_full_batch(config, len(prompts))
         scorer.try_out(prompts[0])
         inputs = Inputs(
             hf_config=hf_config,
             ladder=ladder,
             tokenizer=tokenizer,
-            prompts=PromptSource(prompts, config.seed, config.data.shuffle),
+            prompts=PromptSource(prompts, config.seed, config.data.shuffle, parts),
             eval_sets={
                 name: read(file, "--eval-prompt-data") for name, file in config.eval.sets.items()
             },

@@ -30,7 +30,7 @@ def read_replayed(config: TrainConfig, prompts: Sequence[Prompt]) -> RolloutJour
         _require_settings(file, start["config"], config)
         if start["prompts"] != digest and not _is_allowed("prompt_data", config):
             raise ConfigError(
-                f"--prompt-data={config.data.prompt_data}: its prompts are others than those of the run "
+                f"--prompt-data={config.data.sources}: its prompts are others than those of the run "
                 f"that wrote --replay={file}. Give the same, or add --allow-changed-settings "
                 "prompt_data."
             )

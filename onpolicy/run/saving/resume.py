@@ -109,7 +109,7 @@ def _require_same_prompts(
     same = found.state.prompts == digest_prompts(prompts)
     if not same and "prompt_data" not in config.output.allow_changed_settings:
         raise ConfigError(
-            f"--prompt-data={config.data.prompt_data}: its prompts are others than when "
+            f"--prompt-data={config.data.sources}: its prompts are others than when "
             f"{found.directory} was made, which says how far a run has come in them. Give the same, or "
             "add --allow-changed-settings prompt_data"
         )

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -108,11 +108,21 @@ class _Drawn(TypedDict):
 
 
 @with_config(CLOSED)
+class _Curriculum(TypedDict):
+    step: Count
+    position: Count
+    chosen: dict[str, Count]
+    rates: dict[str, list[float]]
+    measured: list[list[float]]
+
+
+@with_config(CLOSED)
 class _Record(TypedDict):
     next_number: Count
     open: list[_OpenGroup]
     ready: list[_Group]
     drawn: dict[str, _Drawn]
+    curriculum: NotRequired[_Curriculum]
 
 
 _SHAPE = TypeAdapter(_Record)
@@ -135,7 +145,7 @@ def is_the_same_run(config: TrainConfig, prompts: str, resumed: Checkpoint) -> b
 
 def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
     """Into a checkpoint that is being written; nothing is being drawn meanwhile."""
-    record = {
+    record: dict[str, Any] = {
         "next_number": sampler.open.next_number,
         "open": [_open_group(group, sampler.observations) for group in sampler.open.groups],
         "ready": [_group(group) for group in sampler.ready],
@@ -144,6 +154,8 @@ def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None
             for step, rollout in rollouts.drawn.items()
         },
     }
+    if sampler.curriculum.is_on:
+        record["curriculum"] = sampler.curriculum.state_dict()
     (directory / FILE).write_text(json.dumps(record))
 
 
@@ -166,6 +178,8 @@ def read_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
 
 def _take(record: _Record, sampler: Sampler, rollouts: Drawing) -> None:
     prompts = sampler.inputs.prompts.prompts
+    if (curriculum := record.get("curriculum")) is not None:
+        sampler.curriculum.load_state_dict({**curriculum})
     sampler.open.groups = [_read_open_group(sampler, each) for each in record["open"]]
     sampler.open.next_number = record["next_number"]
     sampler.ready = [_read_group(prompts, each) for each in record["ready"]]

@@ -134,7 +134,7 @@ def test_no_flag_is_without_help(config_class):
     assert [flag.name for flag in flags_of(config_class) if not flag.help] == []
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "bench", "serve"])
+@pytest.mark.parametrize("command", ["train", "data", "verify", "bench", "serve"])
 def test_help_needs_no_heavy_import(command):
     """What makes --help answer in under a second: nothing below is loaded for it."""
     code = (

@@ -42,7 +42,7 @@ def test_every_flag_of_sglang_whose_value_is_a_secret_is_known():
 def config_with(**changes):
     values = {
         "model": groups.ModelConfig(hf_checkpoint="m"),
-        "data": groups.DataConfig(prompt_data="p"),
+        "data": groups.DataConfig(prompt_data=("p",)),
         "reward": groups.RewardConfig(rm_type="math"),
         **changes,
     }

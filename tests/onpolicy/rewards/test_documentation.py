@@ -47,7 +47,7 @@ def test_the_table_names_all_fields():
     read = {name for name, value in vars(Sample).items() if isinstance(value, property)}
     of_sample = {field.name for field in dataclasses.fields(Sample)} | read
     of_prompt = {f"prompt.{f.name}" for f in dataclasses.fields(Prompt)}
-    not_read = {"prompt", "name"}
+    not_read = {"prompt", "prompt.rule", "name"}
     later = {"reward", "reward_parts", "mismatched_tokens", "learnt", "is_shown"}
     later |= {"is_rewarded", "token_rewards", "metrics", "info"}  # said by those it is not asked of
     assert named == (of_prompt | of_sample) - later - not_read

@@ -1,7 +1,9 @@
 import ctypes
+import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import scorer as scorer_module
 from onpolicy.rewards.scorer import Scorer
+from onpolicy.rollout.reasoning_gym import rows_of
 from onpolicy.types import Prompt, Sample
 from tests.support.samples import answered, make_completion
 
@@ -101,6 +104,18 @@ def test_a_rule_scores_samples_in_order(scorer):
     metrics = scorer(rm_type="exact", rm_workers=2).score(samples)
     assert [s.reward for s in samples] == [1.0, 0.0, 1.0]
     assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+
+
+def test_a_prompt_may_name_its_rule_in_place_of_the_runs(scorer):
+    problem = next(rows_of("reasoning-gym:chain_sum", 1, 0, "--prompt-data"))[1]
+    made = sample(json.loads(problem["label"])["answer"], problem["label"])
+    made.prompt = replace(made.prompt, rule="reasoning_gym")
+    samples = [sample("42"), made, sample("41")]
+    scorer(rm_type="exact", rm_workers=1).score(samples)
+    assert [s.reward for s in samples] == [1.0, 1.0, 0.0]
+    scorer(rm_workers=1).score([made])
+    with pytest.raises(RewardError, match="no rule would"):
+        scorer(rm_workers=1).score([made, sample("42")])
 
 
 def test_a_function_of_ones_own_may_return_parts_and_a_hanging_one_is_ended(scorer):

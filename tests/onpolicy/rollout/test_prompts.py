@@ -6,8 +6,7 @@ import pytest
 
 from onpolicy.config.groups import DataConfig
 from onpolicy.errors import ConfigError
-from onpolicy.rollout.prompts import PromptSource, load_prompts
-from onpolicy.types import Prompt
+from onpolicy.rollout.prompts import load_prompts
 from tests.support.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -90,40 +89,60 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(jsonl, rows, config
 
 def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "data.csv").touch()
+    (tmp_path / "data.txt").touch()
     (tmp_path / "bad.parquet").write_text("no")
     for name, message in [
         ("none.jsonl", "No such file"),
         ("empty.jsonl", "no rows"),
-        ("data.csv", "unknown kind '.csv'"),
+        ("data.txt", "unknown kind '.txt'"),
         ("bad.parquet", "bad.parquet: cannot be read"),
     ]:
         with pytest.raises(ConfigError, match=message):
             load(str(tmp_path / name))
 
 
-def prompts(count):
-    return [Prompt(index=i, prompt_ids=[i], label="", text="") for i in range(count)]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {}}}}}]
+WITH_TOOLS, ANY_TOOL = make_tokenizer(), make_tokenizer()
+WITH_TOOLS.chat_template = (
+    "{% for t in tools or [] %}{{ t.function | tojson }};{% endfor %}" + CHAT.chat_template
+)
+ANY_TOOL.chat_template = WITH_TOOLS.chat_template.replace("t.function", "t")
 
 
-def first(source, count):
-    return [source.at(position).index for position in range(count)]
+def test_a_rows_tools_go_into_its_template(jsonl):
+    messages = [{"role": "user", "content": "1"}]
+    rows = [
+        {"messages": messages, "label": 1},
+        {"messages": messages, "label": 2, "tools": TOOLS},
+        {"messages": messages, "label": 3, "tools": json.dumps(TOOLS)},
+    ]
+    keys = {"input_key": "messages", "apply_chat_template": True, "max_prompt_len": 200}
+    plain, given, as_text = load(jsonl(*rows), WITH_TOOLS, **keys)
+    assert plain.text == "u:1;a:"
+    assert given.text == as_text.text
+    assert given.text.startswith('{"name": "add", "parameters": {"properties": {"x": {}}}};')
 
 
-def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own():
-    visited = first(PromptSource(prompts(10), seed=0, shuffle=True), 30)
-    epochs = [visited[i : i + 10] for i in (0, 10, 20)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
+def test_arrow_fills_no_field_into_a_tool(tmp_path):
+    def row(name, kind):
+        parameters = {"properties": {name: {"type": kind}}}
+        return {"prompt": "1", "label": name, "tools": [{"parameters": parameters}]}
+
+    file = tmp_path / "tools.parquet"
+    rows = [row("x", "number"), row("y", "string")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    first, _ = load(str(file), ANY_TOOL, 200, apply_chat_template=True)
+    assert first.text == '{"parameters": {"properties": {"x": {"type": "number"}}}};u:1;a:'
 
 
-def test_a_prompt_depends_on_seed_and_position_alone():
-    ahead, other = (PromptSource(prompts(10), seed=s, shuffle=True) for s in (0, 1))
-    late = PromptSource(prompts(10), seed=0, shuffle=True)
-    assert late.at(17).index == first(ahead, 18)[17]
-    assert first(other, 12) != first(late, 12)
+@pytest.mark.parametrize("tools", ["add", 3, ["add"], {"name": "add"}])
+def test_what_is_no_list_of_tools_is_refused(jsonl, tools):
+    row = {"prompt": "a", "label": 1, "tools": tools}
+    with pytest.raises(ConfigError, match=r"data.jsonl:1: tools=.* must be a list of JSON schemas"):
+        load(jsonl(row), WITH_TOOLS, apply_chat_template=True)
+    assert load(jsonl(row))[0].metadata == {"tools": tools}
 
 
-def test_without_shuffling_the_files_order_repeats():
-    source = PromptSource(prompts(3), seed=0, shuffle=False)
-    assert first(source, 8) == [0, 1, 2, 0, 1, 2, 0, 1]
+def test_a_template_without_tools_is_refused(jsonl):
+    with pytest.raises(ConfigError, match="template writes none of them"):
+        load(jsonl({"prompt": "a", "label": 1, "tools": TOOLS}), CHAT, apply_chat_template=True)

@@ -52,7 +52,7 @@ def run(directory, schedule, cluster, make_run=Run, **more):
     values = {
         "num_rollout": ROLLOUTS, "rollout_batch_size": 2, "n_samples_per_prompt": 3,
         "rollout_max_response_len": 10, "rollout_lag": lag, "rollout_segment_tokens": segment,
-        "dynamic_sampling": dynamic, **more,
+        "dynamic_sampling": dynamic, "curriculum": "failures" if segment else "", **more,
     }  # fmt: skip
     return run_in_memory(
         directory, cluster, reward=begins_even, make_run=make_run, eval_sets={}, **values

@@ -6,7 +6,11 @@ from onpolicy.config.rules import validate
 from onpolicy.errors import ConfigError
 from tests.support.run_in_memory import make_config
 
-ACTS = {"custom_generate_function_path": "agent.act", "rm_type": "exact", "prompt_data": "p.jsonl"}
+ACTS = {
+    "custom_generate_function_path": "agent.act",
+    "rm_type": "exact",
+    "prompt_data": ("p.jsonl",),
+}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,6 @@ def test_a_limit_that_leaves_no_room_is_refused(tmp_path, values, says):
 def test_an_agent_needs_no_reward_rule_and_takes_one_at_most(tmp_path):
     validate(make_config(tmp_path, **{**ACTS, "rm_type": ""}))
     with pytest.raises(ConfigError, match="a run needs exactly one of them"):
-        validate(make_config(tmp_path, rm_type="", prompt_data="p.jsonl"))
+        validate(make_config(tmp_path, rm_type="", prompt_data=("p.jsonl",)))
     with pytest.raises(ConfigError, match=r"beside --custom-rm-path=a\.b, and a run needs exactly"):
         validate(make_config(tmp_path, **ACTS, custom_rm_path="a.b"))

@@ -1,0 +1,28 @@
+"""`onpolicy data FILE`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onpolicy.cli.parse import parse
+from onpolicy.config.look import LookConfig
+from onpolicy.config.rules import require_ranges
+from onpolicy.errors import ConfigError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read all rows, and print what is to be said of them."""
+    config = parse(LookConfig, argv, "onpolicy data")
+    require_ranges(config)
+    if not config.file:
+        raise ConfigError("FILE is missing. Give the path of prompts.")
+    if config.apply_chat_template and not config.hf_checkpoint:
+        raise ConfigError(
+            "--apply-chat-template: the template is the tokenizer's. Add --hf-checkpoint DIR."
+        )
+
+    from onpolicy.run.commands.data import look
+
+    found = look(config)
+    print(found.told())
+    return 1 if found.refused or found.too_long else 0

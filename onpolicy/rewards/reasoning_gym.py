@@ -1,0 +1,32 @@
+"""The rule of problems that the reasoning-gym package makes: its own scorer of the dataset.
+
+The answer is what stands in the last <answer> of the response, as in the package's own prompts, or else
+the whole response.
+"""
+
+import json
+from functools import cache
+from typing import Any
+
+from reasoning_gym.factory import get_score_answer_fn
+from reasoning_gym.utils import extract_answer
+
+
+def score(response: str, label: str) -> float:
+    """What the dataset's `score_answer` says, mostly 0 to 1; `label` is a problem as JSON."""
+    problem = json.loads(label)
+    answer = extract_answer(response)
+    answer = response.strip() if answer is None else answer
+    return float(_scorer(problem["name"])(answer, problem))
+
+
+def check_label(label: str) -> None:
+    """Raise ValueError for a label that is no problem."""
+    problem = json.loads(label)
+    if not isinstance(problem, dict) or not {"name", "answer", "metadata"} <= problem.keys():
+        raise ValueError("it is no problem of reasoning-gym as JSON")
+
+
+@cache
+def _scorer(name: str) -> Any:
+    return get_score_answer_fn(name)

@@ -1,0 +1,127 @@
+"""A first look at prompts: `onpolicy data`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onpolicy.config.groups import DataConfig
+from onpolicy.config.look import LookConfig
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.tokenizer import load_tokenizer
+from onpolicy.rollout import reasoning_gym
+from onpolicy.rollout.data_files import Row, read_rows
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN
+from onpolicy.rollout.prompts import make_prompts
+from onpolicy.run.launch.lengths import fit_length
+from onpolicy.types import Prompt
+
+QUANTILES = (0, 0.5, 0.9, 0.99, 1)
+NO_LIMIT = 2**62
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What there is to say of the rows of a file."""
+
+    unit: str
+    """What lengths count."""
+
+    longest: int = NO_LIMIT
+    """Tokens of the longest prompt that a run takes."""
+
+    num_rows: int = 0
+    keys: Counter[str] = field(default_factory=Counter)
+    """In how many rows each field is."""
+
+    lengths: list[int] = field(default_factory=list)
+    """One of each prompt that a run takes, or would if it were not too long."""
+
+    duplicates: int = 0
+    too_long: list[str] = field(default_factory=list)
+    """Where they stand."""
+
+    refused: list[str] = field(default_factory=list)
+    """What a run would say of a row, one each."""
+
+    first: str = ""
+    """The first prompt, as it is tokenised."""
+
+    def told(self) -> str:
+        """As text, one line for each thing."""
+        count = self.num_rows
+        keys = ", ".join(k if n == count else f"{k} (in {n})" for k, n in self.keys.items())
+        lines = {"rows": f"{count}", "fields": keys, "duplicates": f"{self.duplicates}"}
+        if lengths := sorted(self.lengths):
+            at = [lengths[round(q * (len(lengths) - 1))] for q in QUANTILES]
+            lines[self.unit] = "min {}  median {}  90 % {}  99 % {}  max {}".format(*at)
+        if self.longest < NO_LIMIT:
+            lines["too long"] = f"{len(self.too_long)} of more than {self.longest} tokens" + (
+                f", the first {self.too_long[0]}" if self.too_long else ""
+            )
+        lines["refused"] = f"{len(self.refused)}"
+        for number, message in enumerate(self.refused[:3], 1):
+            lines[f"  {number}"] = message
+        lines["row 1"] = repr(self.first)
+        return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
+
+
+def look(config: LookConfig) -> Found:
+    """Read every row; one that a run would refuse is noted, and the next is looked at.
+
+    Raises ConfigError for a file or a checkpoint that cannot be read.
+    """
+    found = Found(unit="characters")
+    tokenizer: Any = _Characters()
+    if config.hf_checkpoint:
+        hf_config = load_config(config.hf_checkpoint)
+        context: int = hf_config.max_position_embeddings
+        asked = config.rollout_max_response_len
+        length = fit_length("--rollout-max-response-len", asked, context // 2, hf_config)
+        found = Found(unit="tokens", longest=context - CONTEXT_MARGIN - length)
+        tokenizer = load_tokenizer(config.hf_checkpoint)
+    data = DataConfig(
+        input_key=config.input_key,
+        label_key=config.label_key,
+        tool_key=config.tool_key,
+        apply_chat_template=config.apply_chat_template,
+    )
+    seen: set[tuple[str, str]] = set()
+    for where, row in _rows(config):
+        found.num_rows += 1
+        found.keys.update(row.keys())
+        try:
+            (prompt,) = make_prompts([(where, row)], data, tokenizer, NO_LIMIT, None, where)
+        except ConfigError as error:
+            found.refused.append(str(error))
+            continue
+        _add(found, prompt, where, seen)
+    return found
+
+
+def _add(found: Found, prompt: Prompt, where: str, seen: set[tuple[str, str]]) -> None:
+    if (key := (prompt.text, prompt.label)) in seen:
+        found.duplicates += 1
+        return
+    seen.add(key)
+    found.first = found.first or prompt.text
+    found.lengths.append(len(prompt.prompt_ids))
+    if found.lengths[-1] > found.longest:
+        found.too_long.append(where)
+
+
+def _rows(config: LookConfig) -> Iterable[Row]:
+    if reasoning_gym.is_procedural(config.file):
+        return reasoning_gym.rows_of(config.file, config.reasoning_gym_size, 0, "FILE")
+    return read_rows(Path(config.file), f"FILE={config.file}")
+
+
+class _Characters:
+    """Stands for a tokenizer where none is given."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [0] * len(text)

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from onpolicy.cli.main import main
+from tests.support.chat_tokenizers import PLAIN, byte_tokenizer
+from tests.support.tiny import make_checkpoint
+
+LONG = "a" * 300
+ROWS = [
+    {"prompt": "1+1", "label": 2, "source": "x"},
+    {"prompt": "1+1", "label": 2},
+    {"prompt": "1+22", "label": None},
+    {"prompt": LONG, "label": 3},
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def lines(capsys):
+    return {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()[-9:]}
+
+
+def test_rows_fields_lengths_duplicates_and_what_a_run_would_refuse(capsys, file):
+    assert main(["data", file]) == 1
+    said = lines(capsys)
+    assert said["rows"] == "4"
+    assert said["fields"] == "prompt, label, source (in 1)"
+    assert said["duplicates"] == "1"
+    assert said["characters"] == "min 3  median 3  90 % 300  99 % 300  max 300"
+    assert said["refused"] == "1"
+    assert said["1"].startswith(f"FILE={file}:3: label=None. A label must be")
+    assert said["row 1"] == "'1+1'"
+
+
+def test_a_checkpoint_says_which_are_too_long_and_what_its_template_makes(capsys, file, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1, vocab_size=400)
+    byte_tokenizer(PLAIN).save_pretrained(checkpoint)
+    argv = ["data", file, "--hf-checkpoint", str(checkpoint), "--apply-chat-template"]
+    assert main([*argv, "--rollout-max-response-len", "28"]) == 1
+    said = lines(capsys)
+    assert said["tokens"].startswith("min ")
+    assert said["too long"].startswith("1 of more than ")
+    assert said["too long"].endswith(f"the first FILE={file}:4")
+    assert "1+1<|im_end|>" in said["row 1"]
+
+
+def test_problems_of_reasoning_gym_are_looked_at(capsys):
+    assert main(["data", "reasoning-gym:chain_sum", "--reasoning-gym-size", "3"]) == 0
+    assert lines(capsys)["rows"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "FILE is missing"),
+        (["none.jsonl"], "FILE=none.jsonl: cannot be read"),
+        (["a.jsonl", "--apply-chat-template"], "Add --hf-checkpoint DIR"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_refused(capsys, argv, message):
+    assert main(["data", *argv]) == 2
+    assert message in capsys.readouterr().err
