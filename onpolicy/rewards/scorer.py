@@ -125,7 +125,7 @@ class Scorer:
         arguments: list[Any] = [sample.response, sample.prompt.label]
         if self.config.custom_rm_path:
             # Megabytes that no rule looks at.
-            trajectory = replace(sample.trajectory, routed_experts=None)
+            trajectory = replace(sample.trajectory, routed_experts=None, kept_tokens=[])
             arguments = [replace(sample, trajectory=trajectory)]
         return pool.schedule(worker.score, args=arguments, timeout=self.config.rm_time_limit)
 
