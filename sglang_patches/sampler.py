@@ -118,8 +118,9 @@ def _kept(operators: Operators, logits: Tensor, info: Any) -> Tensor | None:
 
 def _is_cut(info: Any) -> Tensor:
     """The requests with a filter, bool [B]: a greedy one (top_k = 1) needs none."""
-    filtered: Tensor = (info.top_ks < ALL) | (info.top_ps < 1) | (info.min_ps > 0)
-    return filtered & (info.top_ks > 1)
+    filtered = (info.top_ks < ALL) | (info.top_ps < 1) | (info.min_ps > 0)
+    asked: Tensor = filtered & (info.top_ks > 1)
+    return asked
 
 
 def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:

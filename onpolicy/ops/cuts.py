@@ -1,10 +1,11 @@
 """Top-k, top-p and min-p: the tokens that a distribution is cut to, and what it is then.
 
 The order is that of transformers' `generate`: temperature, then the k likeliest, then of those the
-likeliest until they have p of *their* probability (the token that reaches it included), then of those all
-that are at least min_p times as likely as the likeliest. Of equally likely tokens the one with the smaller
-id comes first. (SGLang's own sampler measures top-p against the whole vocabulary: another cut where top-k
-is given too.) What is left has `Operators.log_softmax` of its logits, the others a logit of no weight.
+likeliest until they have p of *their* probability (the token that reaches it included), then of those
+all that are at least min_p times as likely as the likeliest. Of equally likely tokens the one with the
+smaller id comes first. (SGLang's own sampler measures top-p against the whole vocabulary: another cut
+where top-k is given too.) What is left has `Operators.log_softmax` of its logits, the others a logit of
+no weight.
 Row invariance: probabilities are added as whole numbers, whose sum no order of additions changes.
 """
 

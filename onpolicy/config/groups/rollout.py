@@ -78,8 +78,8 @@ class RolloutConfig:
 
     rollout_top_p: Annotated[float, above(0), at_most(1)] = 1.0
     """Sample from the likeliest tokens that together have this probability, of what --rollout-top-k
-    left. With --true-on-policy-mode both sides take log-probabilities, entropy and KL of what a token was
-    drawn from (docs/filters.md); else of the whole vocabulary."""
+    left. With --true-on-policy-mode both sides take log-probabilities, entropy and KL of what a token
+    was drawn from (docs/filters.md); else of the whole vocabulary."""
 
     rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN] = -1
     """Sample from the k likeliest tokens."""
