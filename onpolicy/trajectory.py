@@ -59,6 +59,10 @@ class Completion:
     """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
     last; None if they were not asked for, or are not those that the response was sampled with."""
 
+    kept_tokens: list[bytes] = field(default_factory=list)
+    """[R]: the tokens that each was drawn from (`ops/kept_tokens.py`); none at all if every one was
+    drawn from the whole vocabulary."""
+
     spans: tuple[Span, ...] = ()
     """The pushes that its tokens come from, in order and without gaps, as the engine says; empty if it
     does not say. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
@@ -74,6 +78,7 @@ class Completion:
             rollout_log_probs=self.rollout_log_probs[:count],
             finish_reason=reason,
             routed_experts=None if experts is None else experts[: len(experts) - cut],
+            kept_tokens=self.kept_tokens[:count],
             spans=tuple(spans),
         )
 
@@ -99,6 +104,9 @@ class Trajectory:
 
     routed_experts: NDArray[np.int32] | None = None
     """int32 [T - 1, layers x k], as in `Completion`."""
+
+    kept_tokens: list[bytes] = field(default_factory=list)
+    """[R], or none, as in `Completion`."""
 
     finish_reason: FinishReason = FinishReason.ABORT
 
@@ -130,6 +138,7 @@ class Trajectory:
             temperatures=self.temperatures + [temperature] * len(answer.response_ids),
             spans=_joined_spans(self.spans, answer.spans, self.num_sampled),
             routed_experts=self._experts_with(answer.routed_experts),
+            kept_tokens=self._kept_with(answer),
             finish_reason=answer.finish_reason,
             weight_version=answer.weight_version,
             num_cached_tokens=self.num_cached_tokens + answer.num_cached_tokens,
@@ -156,6 +165,7 @@ class Trajectory:
             temperatures=self.temperatures[:count],
             spans=spans,
             routed_experts=None if experts is None else experts[: length - 1],
+            kept_tokens=self.kept_tokens[:count],
             weight_version=spans[-1].version if spans else self.weight_version,
         )
 
@@ -174,6 +184,7 @@ class Trajectory:
             sampled=[False] * length + self.sampled[length:],
             rollout_log_probs=self.rollout_log_probs[count:],
             temperatures=self.temperatures[count:],
+            kept_tokens=self.kept_tokens[count:],
             spans=tuple(
                 replace(s, start=max(s.start - count, 0), end=s.end - count)
                 for s in self.spans
@@ -188,6 +199,12 @@ class Trajectory:
         if known is None or more is None:
             return None
         return np.concatenate([known, more[len(known) :]])
+
+    def _kept_with(self, answer: Completion) -> list[bytes]:
+        if not (self.kept_tokens or answer.kept_tokens):
+            return []
+        before = self.kept_tokens or [b""] * self.num_sampled
+        return before + (answer.kept_tokens or [b""] * len(answer.response_ids))
 
     @property
     def num_sampled(self) -> int:

@@ -57,6 +57,11 @@ class SamplingParams:
     return_routed_experts: bool = False
     """Whether the engine is to tell which experts computed every token."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a token is drawn from fewer than all."""
+        return (self.top_p, self.top_k, self.min_p) != (1.0, -1, 0.0)
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Request:

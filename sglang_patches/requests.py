@@ -1,8 +1,8 @@
 """Refuses requests whose log-probabilities would not be the policy's own.
 
-The returned log-probability is that of the temperature-scaled softmax. A filter or a penalty makes
-the sampling distribution another one, so the sample would not be on-policy; a request that asks for
-one gets a 400 answer that says so, instead of tokens.
+The returned log-probability is that of the temperature-scaled softmax, of what top-k, top-p and min-p
+leave of it (`sampler.py`). A penalty makes the sampling distribution another one, so the sample would
+not be on-policy; a request that asks for one gets a 400 answer that says so, instead of tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ COMPLETION_TARGET = (
 TOKENIZE_TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
 
 _NEUTRAL = {
-    "top_p": 1.0,
-    "min_p": 0.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -33,31 +31,26 @@ _NEUTRAL = {
     "beam_width": None,
     "watermark": None,
 }
-_ALL_TOKENS = 1 << 30
-_GREEDY = 1
-
 
 _REASON = (
-    "not available in true-on-policy mode, where a token is sampled from softmax(logits / temperature) "
-    "and from nothing else, so that its log-probability is the trainer's to the last bit. Leave it out, "
-    "or serve without the contract."
+    "not available in true-on-policy mode, where a token is sampled from softmax(logits / temperature), "
+    "or what top_k, top_p and min_p leave of it, and from nothing else, so that its log-probability is "
+    "the trainer's to the last bit. Leave it out, or serve without the contract."
 )
 
 
 def install() -> None:
-    registry.hook(TARGET, _refuse_filters, "before")
+    registry.hook(TARGET, _refuse_others, "before")
     registry.hook(COMPLETION_TARGET, _refuse_completion, "after")
     registry.hook(TOKENIZE_TARGET, _refuse_positions, "after")
 
 
-def _refuse_filters(params: Any, *_: Any, **__: Any) -> None:
+def _refuse_others(params: Any, *_: Any, **__: Any) -> None:
     asked = [
         name
         for name, neutral in _NEUTRAL.items()
         if getattr(params, name, neutral) not in (neutral, [])
     ]
-    if params.top_k not in (_GREEDY, -1) and params.top_k < _ALL_TOKENS:
-        asked.append("top_k")
     if asked:
         values = ", ".join(f"{name}={getattr(params, name)!r}" for name in asked)
         raise ValueError(f"{values}: {_REASON}")

@@ -6,19 +6,30 @@ has no CPU wheel. Here they are `Operators.log_softmax`, the function the traine
 is drawn by `Operators.sample` at one uniform number per (seed, position), so it depends neither on the
 batch nor on the engine. SGLang widens logits to float32 on their way; they go back to the dtype that
 the projection computed, since another dtype can be another kernel.
+
+A request with top-k, top-p or min-p, or with a grammar (whose mask has come into the logits as
+infinities), is sampled from what they leave (`ops/cuts.py`), by the same functions, and its answer says
+of every token what it was drawn from: `meta_info.kept_tokens`, `ops/kept_tokens.py` in base64. Stock
+SGLang draws from the cut distribution and returns the log-probability of the whole one.
 Registered through SGLang's register_sampler_backend under the name that deterministic inference
 forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 """
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onpolicy.contract import NumericsContract
 from onpolicy.ops import Operators
+from onpolicy.ops.cuts import ALL, Cut, within
+from onpolicy.ops.kept_tokens import packed
 from sglang_patches import registry
+
+KEPT = "kept_tokens"
 
 
 def install(operators: Operators, contract: NumericsContract) -> None:
@@ -47,9 +58,16 @@ def _sampler_class() -> type:
             positions: torch.Tensor,
         ) -> torch.Tensor:
             logits = logits_output.next_token_logits.to(self.dtype)
+            kept = _kept(self.operators, logits, sampling_info)
+            if kept is not None:
+                logits = within(logits, kept)
+            _answer_kept(logits_output, kept, sampling_info)
             log_probs = self.operators.log_softmax(logits, sampling_info.temperatures)
             numbers = self.operators.uniform(sampling_info.sampling_seed, positions)
             tokens = self.operators.sample(log_probs, numbers)
+            if kept is not None:  # where its sums round, a draw may end on a token of no weight
+                is_kept = kept.gather(1, tokens[:, None])[:, 0]
+                tokens = torch.where(is_kept, tokens, log_probs.argmax(-1))
             if sampling_info.is_any_greedy:
                 tokens = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), tokens)
             tokens = tokens.to(torch.int32)
@@ -78,3 +96,39 @@ def _sampler_class() -> type:
             result.write_output_to(logits_output)
 
     return AlignedSampler
+
+
+def _kept(operators: Operators, logits: Tensor, info: Any) -> Tensor | None:
+    """What is left of logits [B, V] for every row: bool [B, V]; None where nothing is cut."""
+    is_filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
+    is_filtered = is_filtered and not info.is_all_greedy
+    if not info.grammars and not is_filtered:
+        return None
+    kept = logits > -torch.inf
+    if is_filtered:
+        is_cut = _is_cut(info)
+        log_probs = operators.log_softmax(within(logits, kept), info.temperatures)
+        settings = (info.top_ks, info.top_ps, info.min_ps)
+        neutral = (ALL, 1.0, 0.0)  # of the rows that are not cut
+        pairs = zip(settings, neutral, strict=True)
+        cut = Cut(*(x.masked_fill(~is_cut, whole)[:, None] for x, whole in pairs))
+        kept &= cut.kept(operators, log_probs)
+    return kept
+
+
+def _is_cut(info: Any) -> Tensor:
+    """The requests with a filter, bool [B]: a greedy one (top_k = 1) needs none."""
+    filtered = (info.top_ks < ALL) | (info.top_ps < 1) | (info.min_ps > 0)
+    asked: Tensor = filtered & (info.top_ks > 1)
+    return asked
+
+
+def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:
+    """Let the answers say it, of the requests that have a filter or a grammar."""
+    others = {k: v for k, v in (logits_output.customized_info or {}).items() if k != KEPT}
+    if kept is not None:
+        has_grammar = [bool(each) for each in info.grammars or [None] * len(kept)]
+        asked = [a or b for a, b in zip(has_grammar, _is_cut(info).tolist(), strict=True)]
+        texts = (base64.b64encode(each).decode() for each in packed(kept))
+        others[KEPT] = [text if a else None for a, text in zip(asked, texts, strict=True)]
+    logits_output.customized_info = others or None

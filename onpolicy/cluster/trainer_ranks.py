@@ -103,9 +103,14 @@ class TrainerRanks(Trainer):
         self._compare_self_checks()
 
     def log_probs(
-        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+        kept_tokens: Sequence[list[bytes]] = (),
     ) -> list[Tensor]:
-        return self.on_each_rank(PolicyTrainer.log_probs, sequences, prompt_lens, temperature)[0]
+        asked = sequences, prompt_lens, temperature, kept_tokens
+        return self.on_each_rank(PolicyTrainer.log_probs, *asked)[0]
 
     def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
         return self._ask_each(function, [args] * len(self._actors))

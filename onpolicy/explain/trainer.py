@@ -35,6 +35,7 @@ def recorded_log_probs(
     sequences: Sequence[list[int]],
     prompt_lens: Sequence[int],
     temperature: float,
+    kept_tokens: Sequence[list[bytes]] = (),
     evidence_of: int = 0,
 ) -> tuple[list[Tensor], Recorded]:
     """`Trainer.log_probs`, and what this rank has recorded meanwhile by a recorder that is new.
@@ -42,7 +43,7 @@ def recorded_log_probs(
     evidence_of: the tensor-parallel rank whose evidence is wanted.
     """
     with recording(trainer.policy, recorder) as (rank, passes):
-        scores = trainer.log_probs(sequences, prompt_lens, temperature)
+        scores = trainer.log_probs(sequences, prompt_lens, temperature, kept_tokens)
     evidence = recorder.evidence if rank == evidence_of else None
     return scores, Recorded(tensor_rank=rank, passes=passes, evidence=evidence)
 

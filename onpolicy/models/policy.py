@@ -25,6 +25,8 @@ from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
+from onpolicy.ops.cuts import Cut
+from onpolicy.ops.kept_tokens import WHOLE, KeptTokens
 from onpolicy.ops.log_probs import Scores, token_log_probs
 from onpolicy.ops.row_parallel import RowParallel
 
@@ -56,6 +58,9 @@ class PackedTokens:
     routed_experts: Tensor | None = None
     """int64 [T, layers x k]: experts to take in place of the routers' own; -1: not known"""
 
+    kept: KeptTokens | None = None
+    """What the R tokens were drawn from; None: all from the whole vocabulary"""
+
     @staticmethod
     def pack(
         sequences: Sequence[Sequence[int]],
@@ -63,12 +68,13 @@ class PackedTokens:
         temperatures: Sequence[Sequence[float]],
         device: torch.device | str = "cpu",
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
+        kept_tokens: Sequence[Sequence[bytes]] = (),
     ) -> PackedTokens:
         """Pack sequences of token ids, each with a mask of the tokens that are asked for.
 
         The first token of a sequence cannot be: nothing comes before it. `temperatures`: of each token
         that is asked for, by sequence. routed_experts: of each, for all tokens but the last; see
-        `Completion`.
+        `Completion`, and there `kept_tokens` too.
         """
         lens = tuple(len(s) for s in sequences)
         tokens = torch.tensor([t for s in sequences for t in s])
@@ -82,6 +88,7 @@ class PackedTokens:
             targets=tokens[rows + 1].to(device),
             temperature=torch.tensor([x for each in temperatures for x in each]).to(device),
             routed_experts=_pack_experts(lens, routed_experts, device),
+            kept=_pack_kept([len(each) for each in temperatures], kept_tokens),
         )
 
     @staticmethod
@@ -91,6 +98,7 @@ class PackedTokens:
         temperature: float,
         device: torch.device | str = "cpu",
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
+        kept_tokens: Sequence[Sequence[bytes]] = (),
     ) -> PackedTokens:
         """Pack sequences of which every token after the prompt is asked for."""
         asked = [
@@ -98,11 +106,32 @@ class PackedTokens:
             for sequence, prompt in zip(sequences, prompt_lens, strict=True)
         ]
         temperatures = [[temperature] * sum(mask) for mask in asked]
-        return PackedTokens.pack(sequences, asked, temperatures, device, routed_experts)
+        return PackedTokens.pack(
+            sequences, asked, temperatures, device, routed_experts, kept_tokens
+        )
+
+    def with_own_cut(self, cut: Cut | None, compared: Tensor | None = None) -> PackedTokens:
+        """The same tokens, which must have been drawn from what this cut leaves of the model's logits.
+
+        compared: bool [R]: those of which that is so; all if not given.
+        """
+        if self.kept is None or cut is None:
+            return self
+        if compared is None:
+            compared = torch.ones(len(self.rows), dtype=torch.bool)
+        return replace(self, kept=replace(self.kept, cut=cut, compared=compared))
 
     def with_own_routing(self) -> PackedTokens:
         """The same tokens without experts to take: the routers choose."""
         return replace(self, routed_experts=None)
+
+
+def _pack_kept(counts: Sequence[int], kept_tokens: Sequence[Sequence[bytes]]) -> KeptTokens | None:
+    """Those of sequences with so many tokens that are asked for."""
+    if not any(kept_tokens):
+        return None
+    parts = zip(counts, kept_tokens, strict=True)
+    return KeptTokens(tuple(x for count, known in parts for x in known or [WHOLE] * count))
 
 
 def _pack_experts(
@@ -182,6 +211,7 @@ class PolicyModel(nn.Module):
             batch.targets,
             batch.temperature,
             finish=partial(self.logits_rule.apply, self.operators),
+            kept=batch.kept,
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
+from onpolicy.ops.kept_tokens import KeptTokens
 
 
 class Scores(NamedTuple):
@@ -71,6 +72,7 @@ def token_log_probs(
     temperature: Tensor,
     vocabulary: VocabParallel | None = None,
     finish: Callable[[Tensor], Tensor] = lambda logits: logits,
+    kept: KeptTokens | None = None,
 ) -> Scores:
     """`log_softmax(float32(hidden @ weight.T + bias) / temperature)` at `targets`, and the entropy.
 
@@ -81,10 +83,13 @@ def token_log_probs(
     the gradient of `hidden` is this rank's part of a sum over the ranks.
 
     `finish` maps every logit by itself, before anything else is done with it (`models/logits.py`).
+
+    `kept`: the tokens that each target was drawn from, which both are then of. A target that should have
+    been drawn from others (`KeptTokens.cut`) has NaN.
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
     scores: tuple[Tensor, Tensor] = _TokenLogProbs.apply(
-        operators, hidden, weight, bias, targets, temperature, vocabulary, finish
+        operators, hidden, weight, bias, targets, temperature, vocabulary, finish, kept
     )
     return Scores(*scores)
 
@@ -106,16 +111,23 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: Tensor,
         vocabulary: VocabParallel,
         finish: Callable[[Tensor], Tensor],
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(log_probs)
         for rows in _chunks(operators, hidden, vocabulary):
             logits = vocabulary.gather(finish(operators.linear(hidden[rows], weight, bias)))
+            differ = None
+            if kept is not None:
+                differ = kept.differ(operators, logits, temperature[rows, None], rows)
+                logits = kept.cut_to(logits, rows)
             log_probs[rows], entropy[rows] = operators.gather_log_probs(
                 logits, temperature[rows, None], targets[rows]
             )
+            if differ is not None:
+                log_probs[rows] = log_probs[rows].masked_fill(differ, torch.nan)
         ctx.operators, ctx.vocabulary = operators, vocabulary  # type: ignore[attr-defined]
-        ctx.finish = finish  # type: ignore[attr-defined]
+        ctx.finish, ctx.kept = finish, kept  # type: ignore[attr-defined]
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -135,6 +147,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 product = operators.linear(part, *head)
                 mine = ctx.finish(product)  # type: ignore[attr-defined]
             logits = vocabulary.gather(mine.detach())
+            if ctx.kept is not None:  # type: ignore[attr-defined]
+                logits = ctx.kept.cut_to(logits, rows)  # type: ignore[attr-defined]
             grad_logits = operators.grad_logits(
                 logits, temperature[rows, None], targets[rows], grad[rows]
             )
@@ -150,6 +164,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             grad_weight,
             grad_bias[0] if grad_bias else None,
+            None,
             None,
             None,
             None,

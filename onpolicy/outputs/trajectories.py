@@ -9,7 +9,7 @@ import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Annotated
+from typing import Annotated, NotRequired
 
 import numpy as np
 import xxhash
@@ -40,6 +40,8 @@ class TrajectoryRecord(TypedDict):
     """Version, start and end."""
     routed_experts: Annotated[list[Count | str], Len(3, 3)] | None
     """Rows, columns, and as many int32 numbers in base64."""
+    kept_tokens: NotRequired[list[str]]
+    """[R] in base64, if any token was not drawn from the whole vocabulary."""
     finish_reason: str
     weight_version: Annotated[int, Ge(-1)]
     num_cached_tokens: Count
@@ -50,7 +52,7 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
     """The record of a trajectory."""
     experts = trajectory.routed_experts
     packed = None if experts is None else base64.b64encode(experts.tobytes()).decode()
-    return {
+    record: TrajectoryRecord = {
         "token_ids": trajectory.token_ids,
         "sampled": _stretches(trajectory.sampled),
         "rollout_log_probs": trajectory.rollout_log_probs,
@@ -62,6 +64,9 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
         "num_cached_tokens": trajectory.num_cached_tokens,
         "forks": [[*fork] for fork in trajectory.forks],
     }
+    if trajectory.kept_tokens:
+        record["kept_tokens"] = [base64.b64encode(x).decode() for x in trajectory.kept_tokens]
+    return record
 
 
 def read(record: TrajectoryRecord) -> Trajectory:
@@ -77,6 +82,9 @@ def read(record: TrajectoryRecord) -> Trajectory:
             raise ValueError(
                 f"sampled tokens are {sum(sampled)} and {name} {count}: a token has one"
             )
+    kept = [base64.b64decode(x, validate=True) for x in record.get("kept_tokens", ())]
+    if kept and len(kept) != len(log_probs):
+        raise ValueError(f"sampled tokens are {len(log_probs)} and kept_tokens {len(kept)}")
     return Trajectory(
         token_ids=record["token_ids"],
         sampled=sampled,
@@ -84,6 +92,7 @@ def read(record: TrajectoryRecord) -> Trajectory:
         temperatures=record["temperatures"],
         spans=tuple(_read_span(span, len(log_probs)) for span in record["spans"]),
         routed_experts=_read_experts(record["routed_experts"]),
+        kept_tokens=kept,
         finish_reason=FinishReason(record["finish_reason"]),
         weight_version=record["weight_version"],
         num_cached_tokens=record["num_cached_tokens"],
@@ -92,10 +101,10 @@ def read(record: TrajectoryRecord) -> Trajectory:
 
 
 def digest(trajectory: Trajectory) -> str:
-    """16 hexadecimal digits of the sampled tokens and their log-probabilities."""
+    """16 hexadecimal digits of the sampled tokens, their log-probabilities and what they come from."""
     ids, log_probs = trajectory.response_ids, trajectory.rollout_log_probs
     content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
-    return xxhash.xxh3_64_hexdigest(content)
+    return xxhash.xxh3_64_hexdigest(content + b"".join(trajectory.kept_tokens))
 
 
 def _stretches(sampled: Sequence[bool]) -> list[list[int]]:

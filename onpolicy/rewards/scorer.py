@@ -127,7 +127,7 @@ class Scorer:
             arguments.append(sample.prompt.rule)
         elif self.config.custom_rm_path:
             # Megabytes that no rule looks at.
-            trajectory = replace(sample.trajectory, routed_experts=None)
+            trajectory = replace(sample.trajectory, routed_experts=None, kept_tokens=[])
             arguments = [replace(sample, trajectory=trajectory)]
         call = worker.score_by if sample.prompt.rule else worker.score
         return pool.schedule(call, args=arguments, timeout=self.config.rm_time_limit)

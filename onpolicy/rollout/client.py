@@ -233,6 +233,7 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
         weight_version=_version(meta.get("weight_version")),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
         routed_experts=_routed_experts(meta, request, url) if response_ids else None,
+        kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
         spans=tuple(
             Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
             for span in meta.get("weight_versions") or ()
@@ -242,6 +243,19 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
         return completion
     # Whether the last token ends the response, an abort does not say.
     return completion.until(max(len(response_ids) - 1, 0), completion.finish_reason)
+
+
+def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:
+    """What each of `count` tokens was drawn from, as an engine says it whose sampler is ours."""
+    if not request.params.is_cut or "kept_tokens" not in meta:
+        return []
+    kept = [base64.b64decode(text) for text in meta["kept_tokens"]]
+    if len(kept) != count:
+        raise EngineError(
+            f"{url}: {count} tokens, and what {len(kept)} of them were drawn from. "
+            "Training needs it of each; use SGLang from the supported range."
+        )
+    return kept
 
 
 def _version(said: object) -> int:

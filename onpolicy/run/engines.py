@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 MakeRollout = Callable[[TrainConfig, PretrainedConfig, NumericsContract, Path, int], RolloutGroup]
 MakeTrainer = Callable[[TrainConfig, NumericsContract, Path], Trainer]
-LogProbs = Callable[[Sequence[list[int]], Sequence[int], float], list[Tensor]]
+LogProbs = Callable[
+    [Sequence[list[int]], Sequence[int], float, Sequence[list[bytes]]], list[Tensor]
+]
 """`Trainer.log_probs`."""
 
 
@@ -187,6 +189,7 @@ class EnginePair:
             [request.prompt_ids + completion.response_ids for request, completion in answers],
             [len(request.prompt_ids) for request, _ in answers],
             temperature,
+            [completion.kept_tokens for _, completion in answers],
         )
         return scores[::-1]
 

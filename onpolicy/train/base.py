@@ -47,9 +47,17 @@ class Trainer(ABC):
 
     @abstractmethod
     def log_probs(
-        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+        kept_tokens: Sequence[list[bytes]] = (),
     ) -> list[Tensor]:
-        """Log-probabilities of every token after a sequence's prompt: float32 [R] per sequence."""
+        """Log-probabilities of every token after a sequence's prompt: float32 [R] per sequence.
+
+        kept_tokens: of each sequence, as in `Completion`. A token that was not drawn from what the run's
+        cut leaves of the trainer's own logits has NaN.
+        """
 
     @abstractmethod
     def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:

@@ -20,6 +20,7 @@ from fallback_correction.correction import correct
 from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.policy import PackedTokens
+from onpolicy.ops.cuts import Cut
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
 
@@ -79,6 +80,10 @@ class PackedBatch:
         return TokenBatch.packed(
             train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
         )
+
+    def with_own_cut(self, cut: Cut | None) -> Self:
+        """The same, whose tokens of today's policy must have been drawn from what the cut leaves."""
+        return replace(self, packed=self.packed.with_own_cut(cut, self.lags == 0))
 
     @classmethod
     def after(cls, earlier: PackedBatch, **more: Any) -> Self:
@@ -148,6 +153,7 @@ def packed_batch(numbered: Mapping[int, TrainSample], device: torch.device) -> P
             [t.temperatures for t in trajectories],
             device,
             [t.routed_experts for t in trajectories],
+            [t.kept_tokens for t in trajectories],
         ),
         samples=samples,
         numbers=list(numbered),

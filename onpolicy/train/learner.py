@@ -14,6 +14,7 @@ from torch import Tensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError, TrainingError
+from onpolicy.ops.cuts import Cut
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages
@@ -46,6 +47,8 @@ class Learner:
         self.estimator = estimator
         self.loss_settings = LossSettings.of(config)
         self.corrections = Corrections(config)
+        rollout = config.rollout
+        self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
 
     def learn(
         self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
@@ -113,6 +116,8 @@ class Learner:
     ) -> tuple[dict[str, float], list[Tensor]]:
         """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
         policy, check = self.models["policy"], None if gate is None else gate.check
+        if gate is not None and gate.on_mismatch in ("fail", "fall back"):
+            micro_batches = [batch.with_own_cut(self.cut) for batch in micro_batches]
         try:
             found, train_log_probs = policy.accumulate_gradients(micro_batches, self._loss, check)
         except ParityError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from torch import Tensor
 
@@ -53,9 +54,11 @@ class ParityGate:
         if mismatched:
             found = None if first is None else self._mismatch(log_probs, batch, first)
             example = next(m for m in gather_data(found) if m is not None)
+            kept = batch.packed.kept is not None and math.isnan(example.train_log_prob)
+            why = " (nan: the trainer's own cut keeps other tokens)" if kept else ""
             raise ParityError(
                 f"{mismatched} of {compared} tokens have another log-probability in training than in "
-                f"the rollout. First: {example}. No step was taken. {self.remedy}"
+                f"the rollout. First: {example}{why}. No step was taken. {self.remedy}"
             )
 
     def reduce(self) -> ParityCounts:

@@ -123,7 +123,11 @@ class PolicyTrainer(Trainer):
             self._away[kind].bring_back()
 
     def log_probs(
-        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+        kept_tokens: Sequence[list[bytes]] = (),
     ) -> list[Tensor]:
         self._bring_back("weights")
         # Each data-parallel rank scores a share of them, as many tokens at a time as it may.
@@ -135,7 +139,8 @@ class PolicyTrainer(Trainer):
                 [prompt_lens[i] for i in indices] or [1],
                 temperature,
                 self.device,
-            )
+                kept_tokens=[kept_tokens[i] for i in indices] if any(kept_tokens) else (),
+            ).with_own_cut(self.learner.cut)
             for indices in plan
         ]
         mine: dict[int, Tensor] = {}

@@ -178,12 +178,9 @@ def test_without_a_seed_the_same_question_has_several_answers(client):
 
 
 REFUSED = [
-    ({"top_p": 0.9}, "top_p=0.9"),
     ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
     ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
     ({"logit_bias": {"5": 1}}, "logit_bias="),
-    ({"extra_body": {"top_k": 5}}, "top_k=5"),
-    ({"extra_body": {"min_p": 0.1}}, "min_p=0.1"),
     ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty=1.1"),
     ({"extra_body": {"min_tokens": 3}}, "min_new_tokens=3"),
     ({"extra_body": {"response_format": {"type": "json_object"}}}, "json_schema="),

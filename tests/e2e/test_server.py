@@ -83,9 +83,6 @@ def test_it_reports_its_contract_self_check_and_patches(engines, client):
 @pytest.mark.parametrize(
     "params",
     [
-        {"top_p": 0.9},
-        {"top_k": 5},
-        {"min_p": 0.1},
         {"frequency_penalty": 0.5},
         {"presence_penalty": 0.5},
         {"repetition_penalty": 1.1},

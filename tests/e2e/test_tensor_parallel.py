@@ -3,6 +3,7 @@
 import base64
 import itertools
 import pickle
+from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
@@ -48,12 +49,18 @@ def microscope(engines, taps):
 
 
 def count_mismatches(engines, seed):
+    """Of answers to requests of which every other one has filters."""
     sampled = make_requests(16, seed=seed, temperature=0.7)
+    for i in range(0, 16, 2):
+        filtered = replace(sampled[i].params, top_k=60, top_p=0.9, min_p=0.01)
+        sampled[i] = replace(sampled[i], params=filtered)
     completions = engines.generate(sampled)
+    assert [bool(c.kept_tokens) for c in completions] == [True, False] * 8
     scored = engines.trainer.log_probs(
         [r.prompt_ids + c.response_ids for r, c in zip(sampled, completions, strict=True)],
         [len(request.prompt_ids) for request in sampled],
         0.7,
+        [c.kept_tokens for c in completions],
     )
     log_probs = torch.tensor([x for c in completions for x in c.rollout_log_probs])
     return compare_log_probs(torch.cat(scored), log_probs)[0].num_mismatched

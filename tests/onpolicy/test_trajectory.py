@@ -59,3 +59,15 @@ def test_the_experts_of_a_token_are_those_of_its_own_stretch():
     assert EMPTY.plus(lost, 0.7).plus(more, 0.7).routed_experts is None
     unknown = dataclasses.replace(more, routed_experts=None)
     assert EMPTY.plus(first, 0.7).plus(unknown, 0.7).routed_experts is None
+
+
+def test_what_tokens_were_drawn_from_goes_with_them():
+    """Of a turn without filters that is the whole vocabulary: no bytes."""
+    plain = EMPTY.plus(of_version(3, 2), 0.7)
+    assert plain.kept_tokens == []
+    answer = dataclasses.replace(of_version(3, 3), kept_tokens=[b"a", b"b", b"c"])
+    grown = plain.plus(answer, 0.7).given([4]).plus(of_version(3, 1), 0.7)
+    assert grown.kept_tokens == [b"", b"", b"a", b"b", b"c", b""]
+    assert grown.until(6).kept_tokens == [b"", b"", b"a", b"b"]
+    assert grown.as_given(5).kept_tokens == [b"b", b"c", b""]
+    assert answer.until(2, FinishReason.ABORT).kept_tokens == [b"a", b"b"]

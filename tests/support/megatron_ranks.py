@@ -27,6 +27,7 @@ from onpolicy.models.facts import ModelFacts
 from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.kept_tokens import packed
 from onpolicy.train.megatron.layout import MegatronLayout
 from tests.support.forked_ranks import CONTEXT
 from tests.support.processes import end_with_parent
@@ -99,6 +100,8 @@ class Job:
     dtype: str = "float32"
     blocks: int = 1
     replay: bool = False
+    kept: bool = False
+    """Whether tokens were drawn from a part of the vocabulary."""
 
     @property
     def contract(self):
@@ -108,10 +111,10 @@ class Job:
         return self._pack(self.batches[data_rank])
 
     def _pack(self, sequences):
-        if not self.replay:
-            return pack(sequences)
         config = AutoConfig.from_pretrained(self.path)
-        return pack(sequences, [random_experts(config, sequence) for sequence in sequences])
+        experts = [random_experts(config, each) for each in sequences] if self.replay else ()
+        kept = [random_kept(config, each) for each in sequences] if self.kept else ()
+        return pack(sequences, experts, kept)
 
     def with_batches(self, batches):
         return replace(self, batches=batches)
@@ -129,10 +132,12 @@ def asked_for(sequence):
     return [i >= first and i not in (given, given + 1) for i in range(len(sequence))]
 
 
-def pack(sequences, experts=()):
+def pack(sequences, experts=(), kept_tokens=()):
     asked = [asked_for(sequence) for sequence in sequences]
     temperatures = [[TEMPERATURE] * sum(mask) for mask in asked]
-    return PackedTokens.pack(sequences, asked, temperatures, routed_experts=experts)
+    return PackedTokens.pack(
+        sequences, asked, temperatures, routed_experts=experts, kept_tokens=kept_tokens
+    )
 
 
 def random_experts(config, sequence):
@@ -145,6 +150,15 @@ def random_experts(config, sequence):
     choices[rng.random(size) < 0.3] = -1
     chosen = choices[..., : config.num_experts_per_tok]
     return chosen.reshape(len(chosen), -1).astype(np.int32)
+
+
+def random_kept(config, sequence):
+    """What each token that is asked for was drawn from, as a rollout says it; of some sequences all."""
+    if len(sequence) % 4 == 0:
+        return []
+    asked = torch.tensor([t for t, mask in zip(sequence, asked_for(sequence), strict=True) if mask])
+    kept = torch.from_numpy(np.random.default_rng(sequence).random((len(asked), config.vocab_size)))
+    return packed(kept.scatter(1, asked[:, None], 0.0) < 0.5)
 
 
 def make_contract(path, dtype="float32", blocks=1):

@@ -98,7 +98,11 @@ class TrainerInMemory(Trainer):
                     table[tokens[end - distance], tokens[end]] += size
 
     def log_probs(
-        self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+        kept_tokens: Sequence[list[bytes]] = (),
     ) -> list[Tensor]:
         return [
             log_probs_of(self.weights, tokens[:end], tokens[end:], temperature)

@@ -18,11 +18,13 @@ NOT_GREEDY = Rule(
     f"must be at least {SMALLEST_TEMPERATURE:g}: SGLang samples greedily below it, and a greedy rollout "
     "has no log-probabilities to learn from. Give 1.0, or another value in that range.",
 )
-FILTERS = Against(
-    lambda run: run.plan.may_align or "log_probs" in run.config.operators.kinds,
-    "with {run.plan.aligned_by} a token is sampled from softmax(logits / temperature) and from nothing "
-    "else, since a filter makes the sampling distribution another one than the policy that is trained",
-    "Leave it at {default}, or run without {run.plan.aligned_by}.",
+ONE_TOKEN = Against(
+    lambda run: (
+        run.rollout_top_k == 1 and (run.plan.may_align or "log_probs" in run.config.operators.kinds)
+    ),
+    "with {run.plan.aligned_by} log-probabilities are those of what a token is drawn from, and of one "
+    "token that is 0, of which nothing can be learnt",
+    "Give 2 or more, or run without {run.plan.aligned_by}.",
 )
 
 
@@ -74,14 +76,16 @@ class RolloutConfig:
     rollout_temperature: Annotated[float, NOT_GREEDY] = 1.0
     """Divides the logits before sampling, and before log-probabilities are taken on both sides."""
 
-    rollout_top_p: Annotated[float, above(0), at_most(1), FILTERS] = 1.0
-    """Nucleus sampling; only without --true-on-policy-mode."""
+    rollout_top_p: Annotated[float, above(0), at_most(1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability, of what --rollout-top-k
+    left. With --true-on-policy-mode both sides take log-probabilities, entropy and KL of what a token
+    was drawn from (docs/filters.md); else of the whole vocabulary."""
 
-    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, FILTERS] = -1
-    """Sample from the k likeliest tokens; only without --true-on-policy-mode."""
+    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN] = -1
+    """Sample from the k likeliest tokens."""
 
-    rollout_min_p: Annotated[float, at_least(0), at_most(1), FILTERS] = 0.0
-    """Drop tokens less likely than this share of the likeliest; not with --true-on-policy-mode."""
+    rollout_min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Drop tokens less likely than this share of the likeliest."""
 
     rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()
     """Tokens that end a response, besides the checkpoint's end-of-sequence tokens."""

@@ -143,6 +143,7 @@ def _score(
             [sample.token_ids for sample in part],
             [len(sample.prompt.prompt_ids) for sample in part],
             config.temperature,
+            [sample.trajectory.kept_tokens for sample in part],
         )
         phases.advance(len(train))
     rollout = torch.tensor([x for sample in shuffled for x in sample.rollout_log_probs])

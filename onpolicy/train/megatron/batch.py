@@ -19,6 +19,7 @@ from torch import Tensor
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.routing_replay import OWN_CHOICE
 from onpolicy.ops import AttentionLayout
+from onpolicy.ops.kept_tokens import KeptTokens
 from onpolicy.train.megatron.config import AlignedConfig
 
 FILLER_TOKEN = 0
@@ -58,6 +59,9 @@ class LocalTokens(PackedSeqParams):
     routed_experts: Tensor | None = None
     """int64 [T, layers x k]: as in `PackedTokens`; under sequence parallelism of this rank's rows"""
 
+    kept: KeptTokens | None = None
+    """Of the R' tokens."""
+
     @staticmethod
     def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:
         """What rank `context_rank` of the context-parallel group computes of `batch`."""
@@ -82,6 +86,7 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
         targets=batch.targets,
         temperature=batch.temperature,
         routed_experts=_pad_experts(batch, torch.arange(len(batch.tokens)), filler),
+        kept=batch.kept,
     )
 
 
@@ -123,6 +128,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         temperature=F.pad(batch.temperature[held], (0, missing), value=1.0),
         order=order.to(device),
         routed_experts=None if experts is None else experts[mine],
+        kept=batch.kept and batch.kept.at(held, missing),
     )
 
 

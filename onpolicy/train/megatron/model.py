@@ -107,6 +107,7 @@ class PolicyGptModel(GPTModel):
             local.targets,
             local.temperature,
             VocabParallel(self.config.hf_config.vocab_size, group),
+            kept=local.kept,
         )
         if local.order is None:
             return scores

@@ -60,9 +60,7 @@ def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--rollout-top-p", "0.9"], "--rollout-top-p=0.9: .*sampled from softmax"),
-        (["--rollout-top-k", "20"], "--rollout-top-k=20"),
-        (["--rollout-min-p", "0.1"], "--rollout-min-p=0.1"),
+        (["--rollout-top-k", "1"], "--rollout-top-k=1: .*of one token that is 0"),
         (["--sglang-kv-cache-dtype", "fp8_e4m3"], "--sglang-kv-cache-dtype: .*because cached keys"),
         (["--sglang-speculative-algorithm", "EAGLE"], "--sglang-speculative-algorithm"),
         (["--sglang-enable-lora"], "--sglang-enable-lora"),
@@ -208,7 +206,7 @@ GOVERNOR = ["--mismatch-governor"]
             r"--mismatch-governor=True: .*cannot start",
         ),
         ([*GOVERNOR, "--use-rollout-logprobs"], r"--mismatch-governor=True: .*on every rung"),
-        ([*GOVERNOR, "--rollout-top-p", "0.9"], r"--rollout-top-p=0.9"),
+        ([*GOVERNOR, "--rollout-top-k", "1"], r"--rollout-top-k=1"),
         ([*GOVERNOR, "--sglang-quantization", "fp8"], r"--sglang-quantization: not with"),
     ],
 )
@@ -226,7 +224,8 @@ def test_a_correction_that_nothing_would_apply_is_refused(argv, message):
         [*FALLBACK, "--use-tis"],
         [*GOVERNOR, "--rollout-weight-format", "int8"],
         [*GOVERNOR, *MODE],
-        [*GOVERNOR, "--governor-highest", "decay", "--rollout-top-p", "0.9"],
+        [*GOVERNOR, "--governor-highest", "decay", "--rollout-top-k", "1"],
+        [*MODE, "--rollout-top-p", "0.9", "--rollout-top-k", "20", "--rollout-min-p", "0.1"],
     ],
 )
 def test_a_correction_with_all_it_needs_is_accepted(argv):

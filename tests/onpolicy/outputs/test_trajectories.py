@@ -35,6 +35,7 @@ def trajectories(draw):
             for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         ),
         routed_experts=draw(st.sampled_from([None, experts])),
+        kept_tokens=draw(st.sampled_from([[], [b"", b"\x80\x01", b"\x05\0\0\0"] * 7]))[:count],
         finish_reason=draw(st.sampled_from(FinishReason)),
         weight_version=3,
         num_cached_tokens=draw(st.integers(0, 9)),
@@ -79,6 +80,7 @@ def test_a_record_says_which_stretches_were_sampled():
             "span=[1, 0, 4]: must be a version, a start and an end up to 3",
         ),
         ({"routed_experts": [4, 2, "AAAA"]}, "buffer size must be a multiple"),
+        ({"kept_tokens": ["AAAA"]}, "sampled tokens are 3 and kept_tokens 1"),
     ],
 )
 def test_what_nobody_has_sampled_is_refused(changes, fault):
@@ -91,3 +93,4 @@ def test_a_digest_is_that_of_the_sampled_tokens_and_their_log_probabilities():
     other = [-1.0, -2.0, float(np.nextafter(np.float32(-3), np.float32(0)))]
     assert digest(EXAMPLE) != digest(dataclasses.replace(EXAMPLE, rollout_log_probs=other))
     assert digest(EXAMPLE) != digest(dataclasses.replace(EXAMPLE, token_ids=[2, 5, 6, 3, 8]))
+    assert digest(EXAMPLE) != digest(dataclasses.replace(EXAMPLE, kept_tokens=[b"", b"", b"\x80"]))

@@ -100,10 +100,10 @@ def test_portable_operators_are_for_all_kinds(monkeypatch):
         train("--operators", "portable", "--align", "linear")
 
 
-def test_filters_go_with_sglangs_own_sampler_alone():
-    train(*ALIGN, "--rollout-top-p", "0.9")
-    with pytest.raises(ConfigError, match=r"--rollout-top-p=0\.9: with --align a token"):
-        train("--align", "log_probs", "--rollout-top-p", "0.9")
+def test_one_token_is_no_choice_for_the_aligned_sampler():
+    train(*ALIGN, "--rollout-top-k", "1")
+    with pytest.raises(ConfigError, match=r"--rollout-top-k=1: with --align log-probabilities"):
+        train("--align", "log_probs", "--rollout-top-k", "1")
 
 
 def test_a_part_promises_nothing_so_corrections_and_warnings_are_the_stock_runs():

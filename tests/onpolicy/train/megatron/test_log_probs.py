@@ -101,14 +101,18 @@ def test_gradients_are_those_of_one_rank(two_ranks, model_of, architecture, layo
 @pytest.mark.parametrize(
     "layout", [DATA, TENSOR, CONTEXT, EXPERTS], ids=["data", "tensor", "context", "experts"]
 )
-def test_routers_take_the_rollouts_experts(two_ranks, model_of, layout):
+def test_routers_take_the_rollouts_experts_and_tokens_are_from_what_it_kept(
+    two_ranks, model_of, layout
+):
     own = make_job(model_of("qwen3-moe"), layout, "float32")
-    job = replace(own, replay=True)
+    routed = replace(own, replay=True)
+    job = replace(routed, kept=True)
     answers = two_ranks.run(differentiate, job)
     results, gradients = reference(job)
     require_equal_scores(answers, results)
     require_close_gradients(answers[0][3], gradients)
-    assert not torch.equal(results[0][0], reference(own)[0][0][0])
+    of_routed, of_own = (reference(each)[0][0][0] for each in (routed, own))
+    assert not torch.equal(results[0][0], of_routed) and not torch.equal(of_routed, of_own)
 
 
 def require_close_gradients(got, want):

@@ -1,0 +1,95 @@
+"""The tokens that a sampled token was drawn from, as bytes that travel with it.
+
+A set is the little-endian int32 ids of its tokens, ascending, or if that is no shorter a mask of the
+vocabulary, ceil(V / 8) bytes with token 0 in the first byte's highest bit; no bytes at all stand for the
+whole vocabulary. Equal sets are equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.cuts import Cut, within
+
+WHOLE = b""
+
+
+def packed(kept: Tensor) -> list[bytes]:
+    """The set of each row of bool [M, V], none of which is empty."""
+    return [_packed(row) for row in kept.cpu().numpy()]
+
+
+def _packed(row: np.ndarray) -> bytes:
+    count = np.count_nonzero(row)
+    if count == len(row):
+        return WHOLE
+    if 4 * count < -(-len(row) // 8):
+        return np.flatnonzero(row).astype("<i4").tobytes()
+    return np.packbits(row).tobytes()
+
+
+def unpacked(sets: Sequence[bytes], vocab_size: int) -> Tensor:
+    """Those rows again: bool [M, V]. Raises ValueError for what is no set of this vocabulary."""
+    rows = np.ones((len(sets), vocab_size), dtype=bool)
+    for row, kept in zip(rows, sets, strict=True):
+        if len(kept) == -(-vocab_size // 8):
+            row[:] = np.unpackbits(np.frombuffer(kept, np.uint8), count=vocab_size)
+        elif kept != WHOLE:
+            ids = np.frombuffer(kept, dtype="<i4")
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                raise ValueError(
+                    f"kept_tokens={ids.tolist()[:8]}: ids of a vocabulary of {vocab_size} are from 0 to "
+                    f"{vocab_size - 1}"
+                )
+            row[:] = False
+            row[ids] = True
+    return torch.from_numpy(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The sets that the R sampled tokens of a micro-batch were drawn from."""
+
+    sets: tuple[bytes, ...]
+    """[R]"""
+
+    cut: Cut | None = None
+    """What the sets must be by the logits of the model that is asked, if that is to be looked at."""
+
+    compared: Tensor | None = None
+    """bool [R]: of which tokens."""
+
+    def at(self, rows: Tensor, missing: int = 0) -> KeptTokens:
+        """Those of int64 [M] tokens, and of `missing` more that have the whole vocabulary."""
+        sets = (*(self.sets[i] for i in rows.tolist()), *[WHOLE] * missing)
+        compared = self.compared
+        if compared is not None:
+            compared = F.pad(compared[rows.to(compared.device)], (0, missing))
+        return replace(self, sets=sets, compared=compared)
+
+    def cut_to(self, logits: Tensor, rows: slice) -> Tensor:
+        """Logits [M, V] of these tokens, with no weight on what was not kept."""
+        return within(logits, self._mask(logits, rows))
+
+    def differ(
+        self, operators: Operators, logits: Tensor, temperature: Tensor, rows: slice
+    ) -> Tensor | None:
+        """The tokens whose set is not what the cut leaves of logits [M, V]: bool [M]; None if that is
+        not looked at. temperature: float32 [M, 1]."""
+        if self.cut is None or self.compared is None:
+            return None
+        with torch.no_grad():
+            log_probs = operators.log_softmax(logits, temperature)
+        own = Cut(*(x.to(logits.device) for x in self.cut)).kept(operators, log_probs)
+        compared = self.compared[rows].to(logits.device)
+        return (own != self._mask(logits, rows)).any(-1) & compared
+
+    def _mask(self, logits: Tensor, rows: slice) -> Tensor:
+        return unpacked(self.sets[rows], logits.shape[1]).to(logits.device)
