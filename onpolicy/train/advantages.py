@@ -38,8 +38,26 @@ class ScoredTrajectory:
     scores: Mapping[Role, Scores]
     """What each model that was asked says of the R sampled tokens; at least the estimator's `roles`."""
 
+    reward: float = 0.0
+    """That of its sample, before any penalty."""
+
     token_rewards: Sequence[float] | None = None
     """[R]: the rewards of its sampled tokens, if its episode said them."""
+
+    penalties: Sequence[float] | None = None
+    """[R]: what each token pays, in units of the reward; None: nothing."""
+
+
+def shaped_rewards(scored: ScoredTrajectory) -> list[float]:
+    """[R]: what each sampled token is rewarded with, in float64.
+
+    That is what its episode said, or the sample's reward at the last token; less what the token pays.
+    """
+    count = scored.trajectory.num_sampled
+    rewards = scored.token_rewards
+    if rewards is None:
+        rewards = [0.0] * (count - 1) + [scored.reward] * (count > 0)
+    return [r - p for r, p in zip(rewards, scored.penalties or [0.0] * count, strict=True)]
 
 
 class Estimator(ABC):
@@ -86,13 +104,7 @@ class RewardEstimator(Estimator):
     def _of_returns(
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
     ) -> dict[int, Tensor]:
-        rewards = list(chain.from_iterable(outcomes.rewards))
-        found = {
-            number: [rewards[number]] * scored.trajectory.num_sampled
-            if scored.token_rewards is None
-            else returns(scored.token_rewards)
-            for number, scored in ours.items()
-        }
+        found = {number: returns(shaped_rewards(scored)) for number, scored in ours.items()}
         if self.kind == "reinforce_plus_plus":
             runs = [[(len([*same]), a) for a, same in groupby(each)] for each in found.values()]
             whitened = whitening(runs, gather_vectors)
@@ -139,6 +151,7 @@ def _scored_trajectories(
         number: ScoredTrajectory(
             trajectory=batch.samples[i].sample.trajectory,
             scores={role: each[i] for role, each in parts.items()},
+            reward=batch.samples[i].sample.reward,
             token_rewards=batch.samples[i].sample.token_rewards,
         )
         for i, number in enumerate(batch.numbers)
