@@ -52,14 +52,13 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, by what holds it."""
-        return {name: part.state_dict() for name, part in self._carried().items()}
+        penalties = self.penalties.state_dict()
+        carried = {"penalties": penalties} if penalties else {}
+        return {"corrections": self.corrections.state_dict(), **carried}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, part in self._carried().items():
-            part.load_state_dict(state[name])
-
-    def _carried(self) -> dict[str, Corrections | Penalties]:
-        return {"corrections": self.corrections, "penalties": self.penalties}
+        self.corrections.load_state_dict(state["corrections"])
+        self.penalties.load_state_dict(state.get("penalties", {}))
 
     def learn(
         self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
