@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 GROUND = {"errors", "trajectory", "types", "contract", "system", "config"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
+    "config": GROUND | {"algorithm"},
     "algorithm": set(),
     "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
     "agents": GROUND | {"rollout"},

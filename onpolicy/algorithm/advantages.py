@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain, groupby
 from math import fsum, sqrt
 from statistics import mean
-from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fallback_correction.choices import require_choice
 from fallback_correction.tokens import Gather, alone, exact_sum
-
-AdvantageEstimator = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-]
+from onpolicy.algorithm.registry import ESTIMATORS, AdvantageEstimator, EstimatorEntry
 
 EPSILON = 1e-6
 
 WHITENING_EPSILON = 1e-8
 """Added to the variance of advantages, as in verl's masked_whiten."""
+
+Groups = Sequence[Sequence[float]]
 
 
 def group_advantages(
@@ -31,12 +30,7 @@ def group_advantages(
 ) -> list[list[float]]:
     """One advantage for every trajectory, by groups, in the order of `rewards`.
 
-    - grpo: (r - mean) / (std + 1e-6) within the group, std with n - 1 (arXiv 2402.03300);
-    - dr_grpo: r - mean (arXiv 2503.20783);
-    - rloo: r - mean of the others (arXiv 2402.14740);
-    - reinforce: r;
-    - reinforce_plus_plus: r, whitened over the tokens of the batch (arXiv 2501.03262);
-    - reinforce_plus_plus_baseline: r - mean of the group, whitened in the same way.
+    `registry.ESTIMATORS` has the formulas and their sources; std is with n - 1.
 
     episodes: the number of the episode that each is a trajectory of, those of one side by side; None:
     each is one of its own. Mean, std, n and the others are of episodes, each of which counts once,
@@ -45,50 +39,95 @@ def group_advantages(
     (`slime/utils/ppo_utils.py`, `group_relative_advantages`). Where trajectories have rewards of their
     own, the baseline alone is of episodes. verl knows none: there every row of a prompt is a sample.
 
-    lengths: tokens of every trajectory that are trained on; the last two need them, since every token
-    carries its trajectory's value. A group whose episodes' rewards are all equal has no signal, and
-    advantages of exactly 0 under grpo, dr_grpo and rloo. ValueError for another estimator, and for
-    missing lengths.
+    lengths: tokens of every trajectory that are trained on, which opo and what whitens over tokens need.
+    A group whose episodes' rewards are all equal has no signal, and advantages of exactly 0 under what
+    compares and does not whiten. ValueError for another estimator, and for missing lengths.
     """
     require_choice("estimator", estimator, AdvantageEstimator)
-    advantages = [
-        _group_advantages(group, estimator, range(len(group)) if episodes is None else episodes[i])
+    entry = ESTIMATORS[estimator]
+    if entry.whitens or entry.baseline == "by-length":
+        _require_lengths(rewards, lengths)
+    groups = [
+        _Group(group, range(len(group)) if episodes is None else episodes[i],
+               None if lengths is None else lengths[i])
         for i, group in enumerate(rewards)
-    ]
-    if estimator.startswith("reinforce_plus_plus"):
-        values = [a for group in advantages for a in group]
+    ]  # fmt: skip
+    of_all = torch.cat([group.rewards for group in groups]) if groups else torch.zeros(0)
+    advantages = [group.advantages(entry, of_all) for group in groups]
+    if entry.whitens:
+        values = list(chain.from_iterable(advantages))
         pairs = zip(_require_lengths(rewards, lengths), values, strict=True)
         whitened = whitening([[pair] for pair in pairs])
         advantages = [[whitened(a) for a in group] for group in advantages]
     return advantages
 
 
-def _group_advantages(
-    rewards: Sequence[float], estimator: AdvantageEstimator, episodes: Sequence[int]
-) -> list[float]:
-    """Those of a group before whitening."""
-    if estimator in ("reinforce", "reinforce_plus_plus"):
-        return [*rewards]
-    pairs = groupby(zip(episodes, rewards, strict=True), key=lambda pair: pair[0])
-    parts = [[reward for _, reward in part] for _, part in pairs]
-    of_episodes = torch.tensor([mean(part) for part in parts], dtype=torch.float64)
-    if (of_episodes == of_episodes[:1]).all():
-        return [0.0] * len(rewards)
-    each, counts = torch.tensor(rewards, dtype=torch.float64), [len(part) for part in parts]
-    centered = each - of_episodes.mean()
-    if estimator == "grpo":
-        centered = centered / (of_episodes.std() + EPSILON)
-    elif estimator == "rloo":
-        episodes_own = of_episodes.repeat_interleave(torch.tensor(counts))
-        left_out = (episodes_own - of_episodes.mean()) * (len(parts) / max(len(parts) - 1, 1))
-        centered = left_out + (each - episodes_own)
-    advantages: list[float] = centered.tolist()
-    return advantages
+def named_advantages(
+    named: Mapping[str, list[list[float]]],
+    weights: Mapping[str, float],
+    episodes: list[list[int]] | None = None,
+) -> list[list[float]]:
+    """GDPO (arXiv 2601.05242): grpo of each reward by itself, weighed and added up, then normalised over
+    all trajectories. So a reward of large scale does not drown the others."""
+    each = {
+        name: group_advantages(groups, "grpo", None, episodes) for name, groups in named.items()
+    }
+    sums = [
+        [fsum(weights[name] * a for name, a in zip(each, parts, strict=True))
+         for parts in zip(*of_group, strict=True)]
+        for of_group in zip(*each.values(), strict=True)
+    ]  # fmt: skip
+    every = torch.tensor(list(chain.from_iterable(sums)), dtype=torch.float64)
+    if len(every) < 2 or (every == every[:1]).all():
+        return [[0.0] * len(group) for group in sums]
+    center, scale = float(every.mean()), float(every.std()) + EPSILON
+    return [[(a - center) / scale for a in group] for group in sums]
 
 
-def returns(token_rewards: Sequence[float]) -> list[float]:
-    """[R]: of every token the rewards from it on, added up in float64 from the last to it."""
-    return [*accumulate(reversed(token_rewards))][::-1]
+class _Group:
+    """The trajectories of one prompt, and the episodes that they belong to."""
+
+    def __init__(
+        self, rewards: Sequence[float], episodes: Sequence[int], lengths: Sequence[int] | None
+    ):
+        pairs = groupby(zip(episodes, rewards, strict=True), key=lambda pair: pair[0])
+        parts = [[reward for _, reward in part] for _, part in pairs]
+        self.each = torch.tensor(rewards, dtype=torch.float64)
+        self.rewards = torch.tensor([mean(part) for part in parts], dtype=torch.float64)
+        self.counts = torch.tensor([len(part) for part in parts])
+        self.lengths = torch.tensor(lengths or [0] * len(rewards), dtype=torch.float64)
+
+    def advantages(self, entry: EstimatorEntry, of_all: Tensor) -> list[float]:
+        """Those before whitening. of_all: the rewards of the episodes of all groups."""
+        if entry.baseline == "none":
+            return self.each.tolist()
+        if (self.rewards == self.rewards[:1]).all():
+            return [0.0] * len(self.each)
+        centered = self._centered(entry)
+        if entry.scale != "none":
+            of = self.rewards if entry.scale == "group" else of_all
+            centered = centered / (of.std() + EPSILON)
+        advantages: list[float] = centered.tolist()
+        return advantages
+
+    def _centered(self, entry: EstimatorEntry) -> Tensor:
+        episodes_own, center = self.rewards.repeat_interleave(self.counts), self.rewards.mean()
+        if entry.baseline == "others":
+            count = len(self.rewards)
+            left_out = (episodes_own - center) * (count / max(count - 1, 1))
+            return left_out + (self.each - episodes_own)
+        if entry.baseline == "by-length":
+            return self.each - (self.lengths * self.each).sum() / self.lengths.sum()
+        if entry.baseline == "second-best":
+            best, second = self.rewards.topk(2).values
+            return torch.where(episodes_own == best, best - second, 0)
+        return self.each - center
+
+
+def returns(token_rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
+    """[R]: of every token the rewards from it on, each worth gamma less a token further, added up in
+    float64 from the last to it."""
+    return [*accumulate(reversed(token_rewards), lambda later, r: r + gamma * later)][::-1]
 
 
 def _require_lengths(rewards: list[list[float]], lengths: list[list[int]] | None) -> list[int]:

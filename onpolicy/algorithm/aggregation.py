@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from fallback_correction.choices import require_choice
 from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum
-
-LossAggregation = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-]
+from onpolicy.algorithm.registry import LossAggregation
 
 
 @torch.no_grad()

@@ -1,14 +1,16 @@
 """Policy-gradient objectives as a loss per token, before weights, masks and aggregation.
 
-Which policy stands in the ratio's denominator is the caller's choice, and makes the variants of
-arXiv 1707.06347 that mismatch needs: the trainer's recomputed log-probabilities (PPO, or with
-importance weights the decoupled three-policy PPO, arXiv 2110.00641 eq. 2), or the rollout's (bypass).
+An objective is a ratio and a bound (`registry.py`). Which policy stands in the ratio's denominator is
+the caller's choice, and makes the variants of arXiv 1707.06347 that mismatch needs: the trainer's
+recomputed log-probabilities (PPO, or with importance weights the decoupled three-policy PPO, arXiv
+2110.00641 eq. 2), or the rollout's (bypass).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +18,12 @@ from torch import Tensor
 from fallback_correction.choices import require_choices
 from fallback_correction.ratios import clamped
 from fallback_correction.tokens import TokenBatch
-
-Objective = Literal["ppo", "gspo", "cispo", "reinforce"]
+from onpolicy.algorithm.registry import OBJECTIVES, Bound, Level, Objective, Ratio
 
 LOG_RATIO_CLAMP = 20.0
+
+SMALLEST_LOG_WEIGHT = math.log(1e-8)
+"""VESPO's lower cut of log w, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,21 @@ class ObjectiveConfig:
     """... and 1 + eps_clip_high (clip-higher, DAPO, arXiv 2503.14476 eq. 10)."""
 
     eps_clip_c: float | None = None
-    """Dual clip: with a negative advantage the loss is at most -c A (arXiv 1912.09729, eq. 5)."""
+    """Dual clip: with a negative advantage the loss is at most -c A (arXiv 1912.09729, eq. 5). Where the
+    bound is a mask: the largest ratio (arXiv 2602.04879, section 5.4)."""
+
+    importance_sampling_level: Level | None = None
+    """Another ratio than the objective's own."""
+
+    force_on_policy_ratio: bool = False
+    """The old policy is the current one, whatever was scored: a ratio of 1, with its gradient."""
+
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
         require_choices(self)
@@ -51,7 +69,27 @@ class TokenLoss:
     """float32 [N], with gradient: minimise it. 0 outside the mask, whatever stands there."""
 
     clipped: Tensor
-    """bool [N]: tokens whose gradient the clip took away (CISPO: whose ratio it bounded)."""
+    """bool [N]: tokens whose gradient the bound took away (CISPO: whose ratio it bounded)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a ratio and a bound look at: float32 [N] each, 0 outside the mask."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    batch: TokenBatch
+    config: ObjectiveConfig
+
+    @property
+    def ratio(self) -> Tensor:
+        return torch.exp(clamped(self.log_ratio, LOG_RATIO_CLAMP))
+
+    def by_sign(self, positive: float, negative: float) -> Tensor:
+        """One number for tokens of positive advantage, another for the rest."""
+        return torch.where(self.advantages > 0, positive, negative)
 
 
 def token_loss(
@@ -62,24 +100,59 @@ def token_loss(
     config: ObjectiveConfig,
 ) -> TokenLoss:
     """The objective of every token: three float32 [N]; `batch` says which tokens make a sequence."""
+    if config.force_on_policy_ratio:
+        old_log_probs = log_probs
     # NaN times 0 is NaN, in the gradient too: what is masked must not enter.
     log_probs, old_log_probs, advantages = (
         torch.where(batch.mask, values, 0)
         for values in (log_probs, old_log_probs.detach(), advantages)
     )
-    if config.kind == "reinforce":
-        # Williams 1992; corrections come as importance weights.
-        return TokenLoss(loss=-advantages * log_probs, clipped=torch.zeros_like(batch.mask))
-    if config.kind == "cispo":
-        return _cispo(log_probs, old_log_probs, advantages, config)
-    log_ratio = log_probs - old_log_probs
-    if config.kind == "gspo":
-        log_ratio = _sequence_log_ratio(log_ratio, batch)
-    return _ppo(torch.exp(clamped(log_ratio, LOG_RATIO_CLAMP)), advantages, config)
+    entry = OBJECTIVES[config.kind]
+    step = _Step(log_probs, old_log_probs, log_probs - old_log_probs, advantages, batch, config)
+    log_ratio = RATIOS[config.importance_sampling_level or entry.ratio](step)
+    return BOUNDS[entry.bound](replace(step, log_ratio=log_ratio))
 
 
-def _ppo(ratio: Tensor, advantages: Tensor, config: ObjectiveConfig) -> TokenLoss:
+# Ratios: log-ratios of tokens to those that the bound is put on
+
+
+def _sequence(step: _Step) -> Tensor:
+    """GSPO's length-normalised sequence ratio (arXiv 2507.18071, eq. 7), the same for all its tokens."""
+    return step.batch.spread(step.batch.means(step.log_ratio).float())
+
+
+def _sequence_token(step: _Step) -> Tensor:
+    """The value of GSPO's ratio, with the gradient of a token's own (eq. 14)."""
+    return step.log_probs - step.log_probs.detach() + _sequence(step).detach()
+
+
+def _product(step: _Step) -> Tensor:
+    """The ratio of the whole sequence, not normalised by its length."""
+    clipped = clamped(step.log_ratio, LOG_RATIO_CLAMP)
+    return step.batch.spread(step.batch.sums(clipped).float())
+
+
+RATIOS: dict[Ratio, Callable[[_Step], Tensor]] = {
+    "none": lambda step: step.log_ratio,
+    "token": lambda step: step.log_ratio,
+    "sequence": _sequence,
+    "sequence-token": _sequence_token,
+    "product": _product,
+}
+
+
+# Bounds: what a ratio that went far may still do
+
+
+def _unbounded(step: _Step) -> TokenLoss:
+    """Williams 1992; corrections come as importance weights."""
+    loss = -step.advantages * step.log_probs
+    return TokenLoss(loss=loss, clipped=torch.zeros_like(step.batch.mask))
+
+
+def _clip(step: _Step) -> TokenLoss:
     """PPO-clip (arXiv 1707.06347, eq. 7), with dual clip if asked for."""
+    ratio, advantages, config = step.ratio, step.advantages, step.config
     bounded = ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip_high)
     unclipped_loss, clipped_loss = -ratio * advantages, -bounded * advantages
     loss = torch.maximum(unclipped_loss, clipped_loss)
@@ -91,18 +164,101 @@ def _ppo(ratio: Tensor, advantages: Tensor, config: ObjectiveConfig) -> TokenLos
     return TokenLoss(loss=loss, clipped=clipped)
 
 
-def _sequence_log_ratio(log_ratio: Tensor, batch: TokenBatch) -> Tensor:
-    """GSPO's length-normalised sequence ratio (arXiv 2507.18071, eq. 7), the same for all its tokens."""
-    return batch.spread(batch.means(log_ratio).float())
-
-
-def _cispo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: ObjectiveConfig
-) -> TokenLoss:
+def _weight(step: _Step) -> TokenLoss:
     """Clipped weights on REINFORCE: every token keeps its gradient (arXiv 2506.13585, eq. 4)."""
-    ratio = torch.exp(clamped(log_probs.detach() - old_log_probs, LOG_RATIO_CLAMP))
+    ratio, config = step.ratio.detach(), step.config
     bounded = ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip_high)
-    return TokenLoss(loss=-bounded * advantages * log_probs, clipped=bounded != ratio)
+    return TokenLoss(loss=-bounded * step.advantages * step.log_probs, clipped=bounded != ratio)
+
+
+def _gate(step: _Step) -> TokenLoss:
+    """SAPO's soft gate (arXiv 2511.20347): nothing is clipped, and far ratios count for less."""
+    tau = step.by_sign(step.config.sapo_tau_pos, step.config.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (step.ratio - 1)) * (4 / tau)
+    return TokenLoss(loss=-gate * step.advantages, clipped=torch.zeros_like(step.batch.mask))
+
+
+def _gamma(step: _Step) -> TokenLoss:
+    """VESPO's weight of a sequence (arXiv 2602.10693), 1 at w = 1, as TRL computes it: in logs."""
+    config = step.config
+    log_w = step.log_ratio.detach().clamp(SMALLEST_LOG_WEIGHT, LOG_RATIO_CLAMP)
+    no_worse = step.advantages >= 0
+    k = torch.where(no_worse, config.vespo_k_pos, config.vespo_k_neg)
+    rate = torch.where(no_worse, config.vespo_lambda_pos, config.vespo_lambda_neg)
+    weight = torch.exp(rate + k * log_w - rate * log_w.exp())
+    loss = -weight * step.advantages * step.log_probs
+    return TokenLoss(loss=loss, clipped=torch.zeros_like(step.batch.mask))
+
+
+def _clip_then_mean(step: _Step) -> TokenLoss:
+    """GMPO (arXiv 2507.20673): log-ratios are clipped by token, then averaged over the sequence."""
+    r, sign, config = step.log_ratio, step.advantages.sign(), step.config
+    bounded = r.clamp(-config.eps_clip, config.eps_clip_high)
+    smaller = sign * torch.minimum(sign * r, sign * bounded)
+    ratio = torch.exp(step.batch.spread(step.batch.means(smaller).float()))
+    return TokenLoss(loss=-step.advantages * ratio, clipped=sign * bounded < sign * r)
+
+
+def _masked(dropped: Callable[[_Step], Tensor]) -> Callable[[_Step], TokenLoss]:
+    """Tokens that are dropped lose value and gradient; the others have rho A, with its own gradient.
+
+    The ratio is cut at `eps_clip_c` and keeps its gradient there, as in verl's dppo.
+    """
+
+    def bound(step: _Step) -> TokenLoss:
+        largest = step.config.eps_clip_c
+        ratio = step.ratio.detach().clamp(max=math.inf if largest is None else largest)
+        own = torch.exp(step.log_probs - step.log_probs.detach())
+        left_out = step.batch.mask & dropped(step)
+        loss = torch.where(left_out, 0, -ratio * step.advantages * own)
+        return TokenLoss(loss=loss, clipped=left_out)
+
+    return bound
+
+
+def _moved(step: _Step) -> Tensor:
+    """pi - pi_old of the sampled token."""
+    return (step.log_probs.exp() - step.old_log_probs.exp()).detach()
+
+
+def _tv(step: _Step) -> Tensor:
+    """DPPO-Binary-TV (arXiv 2602.04879): the token moved far enough to where its advantage pulls."""
+    moved, config = _moved(step), step.config
+    return torch.where(step.advantages > 0, moved > config.eps_clip_high, moved < -config.eps_clip)
+
+
+def _tv_both(step: _Step) -> Tensor:
+    moved = _moved(step)
+    return (moved > step.config.eps_clip_high) | (moved < -step.config.eps_clip)
+
+
+def _binary_kl(step: _Step) -> Tensor:
+    """DPPO-Binary-KL: by the KL of (token, any other) between the two policies; 1e-8 as in verl."""
+    new, old, moved = step.log_probs.detach().exp(), step.old_log_probs.exp(), _moved(step)
+    others = torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+    kl = old * (step.old_log_probs - step.log_probs.detach()) + (1 - old) * others
+    up = (kl > step.config.eps_clip_high) & (moved > 0)
+    down = (kl > step.config.eps_clip) & (moved < 0)
+    return torch.where(step.advantages > 0, up, down)
+
+
+def _band(step: _Step) -> Tensor:
+    ratio, config = step.ratio.detach(), step.config
+    return (ratio < 1 - config.eps_clip) | (ratio > 1 + config.eps_clip_high)
+
+
+BOUNDS: dict[Bound, Callable[[_Step], TokenLoss]] = {
+    "none": _unbounded,
+    "clip": _clip,
+    "weight": _weight,
+    "gate": _gate,
+    "gamma": _gamma,
+    "clip-then-mean": _clip_then_mean,
+    "tv": _masked(_tv),
+    "tv-both": _masked(_tv_both),
+    "binary-kl": _masked(_binary_kl),
+    "band": _masked(_band),
+}
 
 
 @torch.no_grad()

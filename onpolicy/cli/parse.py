@@ -32,7 +32,8 @@ from onpolicy.config.flags import (
     spelled,
     with_flags,
 )
-from onpolicy.config.groups import OperatorsConfig
+from onpolicy.config.groups import AlgorithmConfig, OperatorsConfig
+from onpolicy.config.groups.recipes import RECIPES
 from onpolicy.config.rules import require_ranges
 from onpolicy.errors import ConfigError
 
@@ -52,6 +53,11 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         from_file = yaml_file.read_arguments(path, flag_types(config_class))
     arguments = [*from_file[0], *rest]
     config, unknown = _parsed(config_class, arguments, prog)
+    if recipe := RECIPES.get(getattr(config, "algorithm", AlgorithmConfig()).recipe):
+        arguments = [
+            x for key, value in recipe.items() for x in yaml_file.as_argument(key, value)
+        ] + arguments
+        config, unknown = _parsed(config_class, arguments, prog)
     if unknown:
         raise ConfigError(_unknown(unknown[0], rest, [*flag_types(config_class)], prog))
     if sglang := (*from_file[1], *sglang_args):

@@ -8,6 +8,7 @@ from functools import partial
 
 from onpolicy.cli.command import begin
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.recipes import recipe_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +28,7 @@ def _dry_run(config: TrainConfig) -> int:
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
-    print(config.batch_equation())
+    print(*filter(None, [recipe_of(config.to_dict()), config.batch_equation()]), sep="\n")
     contract, longest = inputs.ladder.contract, inputs.longest_sequence(config)
     print("\n".join(planned(config, inputs.hf_config, contract, longest)))
     print(f"{len(inputs.prompts.prompts)} prompts; contract {contract.fingerprint}")
@@ -45,7 +46,9 @@ def _train(config: TrainConfig) -> int:
 
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
-    print(config.batch_equation(), flush=True)
+    print(
+        *filter(None, [recipe_of(config.to_dict()), config.batch_equation()]), sep="\n", flush=True
+    )
     with on_cluster(config, inputs.ladder.contract) as make_engines:
         make_run = partial(Run, make_engines=make_engines)
         summary = train_through_losses(config, inputs, make_run)

@@ -38,7 +38,7 @@ def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list
         _require_known(key, list(kinds), name)
         if rule := _broken_rule(value, kinds[key]):
             raise ConfigError(f"{name}: {key}={value!r}: {rule}.")
-        ours += _argument(spelled(key), value)
+        ours += as_argument(key, value)
     return ours, sglang
 
 
@@ -119,7 +119,9 @@ def _is_number(value: object, kind: type) -> bool:
     return True
 
 
-def _argument(flag: str, value: object) -> list[str]:
+def as_argument(key: str, value: object) -> list[str]:
+    """A flag by its name with _ for -, and its value, as arguments of the command line."""
+    flag = spelled(key)
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, list):

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from onpolicy.algorithm.registry import OBJECTIVES
 from onpolicy.config import groups, secrets
 from onpolicy.config.flags import SGLANG_ARGS, also, flag_values
 from onpolicy.config.kinds import Seed
@@ -84,10 +85,9 @@ class TrainConfig:
 
     @property
     def loss_aggregation(self) -> groups.LossAggregation:
-        """GSPO's objective is a mean over sequences (arXiv 2507.18071, eq. 5)."""
-        if self.algorithm.loss_aggregation is not None:
-            return self.algorithm.loss_aggregation
-        return "seq-mean-token-mean" if self.algorithm.policy_loss == "gspo" else "token-mean"
+        """That of the objective's paper if none is asked for: GSPO's is a mean over sequences."""
+        own = OBJECTIVES[self.algorithm.policy_loss].aggregation
+        return self.algorithm.loss_aggregation or own
 
     @property
     def open_groups(self) -> int:

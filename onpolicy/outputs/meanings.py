@@ -110,6 +110,8 @@ MEANINGS = {
     "train/pg_loss": "its policy-gradient term",
     "train/pg_clipfrac": "share of tokens whose ratio was clipped",
     "train/ppo_kl": "mean old - new log-probability",
+    "train/kl_in_reward": "KL towards the reference model that tokens pay, mean of the samples' means",
+    "train/kl_coef": "what that KL was multiplied by in the rewards",
     "train/kl_loss": "KL penalty towards the reference model, before its coefficient",
     "train/entropy": "entropy of the policy at the sampled tokens, in nats",
     "train/grad_norm": "norm of the gradient before clipping",

@@ -75,16 +75,15 @@ class Sampler:
     ):
         self.config, self.inputs, self.engines = config, inputs, engines
         self._scorer, self.on_requests = scorer, on_requests
-        repeated = None
-        if inputs.replayed is not None:
-            repeated = Path(inputs.replayed.file).with_name(observations.name)
+        replayed = inputs.replayed
+        repeated = None if replayed is None else Path(replayed.file).with_name(observations.name)
         self._rollouter, self.observations = rollouter, Observations(observations, repeated)
         agent = config.agent
         self._rules = EpisodeRules(
             max_context_len=inputs.max_context_len(config),
             time_limit=agent.episode_time_limit,
             on_failure=agent.episode_failures,
-            is_repeated=inputs.replayed is not None,
+            is_repeated=replayed is not None,
             observations=self.observations,
             decode=self._text_of,
             tokens_of=self._tokens_of,

@@ -6,22 +6,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
 import torch
 from torch import Tensor
 
 from onpolicy.algorithm.advantages import (
-    AdvantageEstimator,
     group_advantages,
+    named_advantages,
     returns,
     whitening,
 )
+from onpolicy.algorithm.registry import ESTIMATORS, AdvantageEstimator
+from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import gather_vectors
 from onpolicy.train.engine import Role
+from onpolicy.train.penalties import after
 from onpolicy.train.shares import Outcomes
 from onpolicy.trajectory import Trajectory
 
@@ -38,8 +41,26 @@ class ScoredTrajectory:
     scores: Mapping[Role, Scores]
     """What each model that was asked says of the R sampled tokens; at least the estimator's `roles`."""
 
+    reward: float = 0.0
+    """That of its sample, before any penalty."""
+
     token_rewards: Sequence[float] | None = None
     """[R]: the rewards of its sampled tokens, if its episode said them."""
+
+    penalties: Sequence[float] | None = None
+    """[R]: what each token pays, in units of the reward; None: nothing."""
+
+
+def shaped_rewards(scored: ScoredTrajectory) -> list[float]:
+    """[R]: what each sampled token is rewarded with, in float64.
+
+    That is what its episode said, or the sample's reward at the last token; less what the token pays.
+    """
+    count = scored.trajectory.num_sampled
+    rewards = scored.token_rewards
+    if rewards is None:
+        rewards = [0.0] * (count - 1) + [scored.reward] * (count > 0)
+    return [r - p for r, p in zip(rewards, scored.penalties or [0.0] * count, strict=True)]
 
 
 class Estimator(ABC):
@@ -64,36 +85,50 @@ class Estimator(ABC):
 class RewardEstimator(Estimator):
     """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`).
 
-    Where tokens have rewards, reinforce gives each those from it to the end of its trajectory, and
-    reinforce_plus_plus these whitened. The others compare episodes, by what comes to one in all.
+    Where tokens have rewards, or pay, reinforce gives each those from it to the end of its trajectory,
+    and reinforce_plus_plus these whitened. The others compare episodes, by what comes to one in all.
     """
 
-    def __init__(self, kind: AdvantageEstimator):
-        self.kind = kind
+    def __init__(
+        self,
+        kind: AdvantageEstimator,
+        gamma: float = 1.0,
+        named_weights: Mapping[str, float] | None = None,
+    ):
+        """gamma: the worth of a reward a token later. named_weights: those of gdpo's rewards."""
+        self.kind, self.gamma, self.named_weights = kind, gamma, named_weights or {}
+
+    @staticmethod
+    def of(algorithm: AlgorithmConfig) -> RewardEstimator:
+        """The estimator that a run's flags ask for."""
+        keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+        named = dict(zip(keys, weights or (1.0,) * len(keys), strict=True))
+        return RewardEstimator(algorithm.advantage_estimator, named_weights=named)
 
     def advantages(
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
     ) -> dict[int, Tensor]:
-        if outcomes.has_token_rewards and self.kind in ("reinforce", "reinforce_plus_plus"):
-            return self._of_returns(outcomes, ours)
-        groups = group_advantages(outcomes.rewards, self.kind, outcomes.lengths, outcomes.episodes)
+        by_token = outcomes.has_token_rewards or self.gamma != 1
+        if by_token and ESTIMATORS[self.kind].returns:
+            return self._of_returns(ours)
+        if self.kind == "gdpo":
+            named = outcomes.named_rewards(self.named_weights)
+            groups = named_advantages(named, self.named_weights, outcomes.episodes)
+        else:
+            groups = group_advantages(
+                outcomes.rewards, self.kind, outcomes.lengths, outcomes.episodes
+            )
         values = list(chain.from_iterable(groups))
         return {
             number: torch.full((scored.trajectory.num_sampled,), values[number])
             for number, scored in ours.items()
         }
 
-    def _of_returns(
-        self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
-    ) -> dict[int, Tensor]:
-        rewards = list(chain.from_iterable(outcomes.rewards))
+    def _of_returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
         found = {
-            number: [rewards[number]] * scored.trajectory.num_sampled
-            if scored.token_rewards is None
-            else returns(scored.token_rewards)
-            for number, scored in ours.items()
+            number: returns(shaped_rewards(scored), self.gamma) for number, scored in ours.items()
         }
-        if self.kind == "reinforce_plus_plus":
+        if ESTIMATORS[self.kind].whitens:
             runs = [[(len([*same]), a) for a, same in groupby(each)] for each in found.values()]
             whitened = whitening(runs, gather_vectors)
             found = {number: [whitened(a) for a in each] for number, each in found.items()}
@@ -101,15 +136,23 @@ class RewardEstimator(Estimator):
 
 
 def token_advantages(
-    estimator: Estimator, outcomes: Outcomes, batches: Sequence[PackedBatch], scores: ScoresByRole
+    estimator: Estimator,
+    outcomes: Outcomes,
+    batches: Sequence[PackedBatch],
+    scores: ScoresByRole,
+    penalties: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Tensor]:
     """The advantages of all tokens of each micro-batch of a rollout, float32 [R] of each; collective.
 
-    Raises ValueError if the estimator gives a sample anything else than float32 [R] of its own.
+    penalties: what the tokens of this rank's samples pay, by their numbers, if there are any. Raises
+    ValueError if the estimator gives a sample anything else than float32 [R] of its own.
     """
     ours: dict[int, ScoredTrajectory] = {}
     for i, batch in enumerate(batches):
         ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
+    if penalties is not None:
+        ours = {n: replace(scored, penalties=penalties[n]) for n, scored in ours.items()}
+        outcomes = after(outcomes, penalties)
     found = estimator.advantages(outcomes, ours)
     for number, scored in ours.items():
         shape, dtype = tuple(found[number].shape), found[number].dtype
@@ -139,6 +182,7 @@ def _scored_trajectories(
         number: ScoredTrajectory(
             trajectory=batch.samples[i].sample.trajectory,
             scores={role: each[i] for role, each in parts.items()},
+            reward=batch.samples[i].sample.reward,
             token_rewards=batch.samples[i].sample.token_rewards,
         )
         for i, number in enumerate(batch.numbers)

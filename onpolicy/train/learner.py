@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from onpolicy.train.engine import Role, ShardedModel
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.penalties import Penalties
 from onpolicy.train.shares import Outcomes, Share
 from onpolicy.types import LearntTokens, TrainOutcome
 
@@ -49,6 +51,17 @@ class Learner:
         self.corrections = Corrections(config)
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
+        self.penalties = Penalties(config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rollout depends on, by what holds it."""
+        penalties = self.penalties.state_dict()
+        carried = {"penalties": penalties} if penalties else {}
+        return {"corrections": self.corrections.state_dict(), **carried}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.corrections.load_state_dict(state["corrections"])
+        self.penalties.load_state_dict(state.get("penalties", {}))
 
     def learn(
         self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
@@ -79,6 +92,7 @@ class Learner:
             scored, perf = self._scored(steps, share.outcomes, corrected=True)
             metrics, learnt = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
+        self.penalties.step()
         findings = gate.findings(share.outcomes.num_samples, apart)
         return TrainOutcome(metrics=metrics | perf, findings=findings, learnt=learnt)
 
@@ -167,28 +181,28 @@ class Learner:
         batches = [batch for step in steps for batch in step]
         roles = self._roles(len(steps), corrected=corrected)
         scores = {role: self._score(role, batches) for role in roles}
-        parts = zip(
-            batches,
-            token_advantages(self.estimator, outcomes, batches, scores),
-            self._old_log_probs(batches, scores, corrected=corrected),
-            self._reference_log_probs(batches, scores),
-            strict=True,
-        )
+        old = self._old_log_probs(batches, scores, corrected=corrected)
+        reference = self._reference_log_probs(batches, scores)
+        paid, metrics = self.penalties.of(batches, old, reference)
+        advantages = token_advantages(self.estimator, outcomes, batches, scores, paid)
+        in_loss = reference if self.config.algorithm.use_kl_loss else [None] * len(batches)
+        parts = zip(batches, advantages, old, in_loss, strict=True)
         scored = iter(
             [
                 ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref)
                 for batch, a, old, ref in parts
             ]
         )
-        seconds = time.perf_counter() - start
-        return [[next(scored) for _ in step] for step in steps], {"perf/log_probs_time": seconds}
+        metrics["perf/log_probs_time"] = time.perf_counter() - start
+        return [[next(scored) for _ in step] for step in steps], metrics
 
     def _roles(self, num_steps: int, *, corrected: bool) -> list[Role]:
         """The models that score a rollout before its first optimizer step, in their order."""
-        asked = set(self.estimator.roles)
-        if self.config.algorithm.use_kl_loss:
+        asked, penalised = set(self.estimator.roles), self.penalties.reads_reference
+        if self.config.algorithm.use_kl_loss or penalised:
             asked.add("reference")
-        if corrected and not self.corrections.bypass and self.corrections.needs_scores(num_steps):
+        early = penalised or self.corrections.needs_scores(num_steps)
+        if corrected and not self.corrections.bypass and early:
             asked.add("policy")
         return [role for role in self.models if role in asked]
 
@@ -212,6 +226,6 @@ class Learner:
     def _reference_log_probs(
         self, batches: Sequence[PackedBatch], scores: ScoresByRole
     ) -> Sequence[Tensor | None]:
-        if not self.config.algorithm.use_kl_loss:
+        if "reference" not in scores:
             return [None] * len(batches)
         return [each.log_probs for each in scores["reference"]]

@@ -61,9 +61,9 @@ class PolicyTrainer(Trainer):
         self.device = distributed.device(contract.device)
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
-        estimator = estimator or RewardEstimator(algorithm.advantage_estimator)
+        estimator = estimator or RewardEstimator.of(algorithm)
         self.models: Models = {"policy": load_model(source, self.operators, trained=True)}
-        if algorithm.use_kl_loss or "reference" in estimator.roles:
+        if algorithm.reads_reference or "reference" in estimator.roles:
             reference = algorithm.ref_checkpoint or source
             self.models["reference"] = load_model(reference, self.operators, trained=False)
         self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
@@ -170,14 +170,14 @@ class PolicyTrainer(Trainer):
 
     def save(self, directory: Path) -> None:
         self._bring_back("weights", "state")
-        numbers = {"corrections": self.learner.corrections.state_dict()}
+        numbers = self.learner.state_dict()
         save_state(directory, numbers, self.policy.write_tensors)
 
     def load(self, directory: Path) -> None:
         self._bring_back("weights", "state")
         numbers = load_state(directory, self.policy.read_tensors)
         try:
-            self.learner.corrections.load_state_dict(numbers["corrections"])
+            self.learner.load_state_dict(numbers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"--load: what the checkpoint holds of the corrections does not fit these settings "

@@ -5,10 +5,11 @@ Micro-batches are packed to a budget of tokens, and spread evenly over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
 
+from onpolicy.errors import TrainingError
 from onpolicy.types import TrainSample
 
 
@@ -27,6 +28,9 @@ class Outcomes:
     has_token_rewards: bool = False
     """Whether any sample has rewards of its tokens."""
 
+    reward_parts: list[list[dict[str, float]]] = field(default_factory=list)
+    """The named numbers that came with each reward."""
+
     @staticmethod
     def of(samples: Sequence[TrainSample]) -> Outcomes:
         groups = [list(group) for _, group in groupby(samples, key=lambda s: s.group)]
@@ -34,8 +38,25 @@ class Outcomes:
             rewards=[[s.sample.reward for s in group] for group in groups],
             lengths=[[s.sample.trajectory.num_sampled for s in group] for group in groups],
             episodes=[[s.episode for s in group] for group in groups],
+            reward_parts=[[s.sample.reward_parts for s in group] for group in groups],
             has_token_rewards=any(s.sample.token_rewards is not None for s in samples),
         )
+
+    def named_rewards(self, names: Iterable[str]) -> dict[str, list[list[float]]]:
+        """The named numbers, by groups like those of the rewards.
+
+        Raises TrainingError for a sample that lacks one.
+        """
+        for parts in chain.from_iterable(self.reward_parts):
+            if missing := [name for name in names if name not in parts]:
+                raise TrainingError(
+                    f"--gdpo-reward-keys={missing[0]}: a sample's reward has no part of that name, but "
+                    f"{', '.join(parts) or 'none'}. Give names that the reward function returns."
+                )
+        return {
+            name: [[parts[name] for parts in group] for group in self.reward_parts]
+            for name in names
+        }
 
     @property
     def num_samples(self) -> int:

@@ -7,8 +7,9 @@ Its range, what reads it, what it contradicts and whether it decides results sta
 under the prefix that stands beside it (`config.flags`).
 """
 
+from onpolicy.algorithm.registry import LossAggregation
 from onpolicy.config.groups.agents import AgentConfig, SessionsConfig
-from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
+from onpolicy.config.groups.algorithm import AlgorithmConfig
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
 from onpolicy.config.groups.engines import (

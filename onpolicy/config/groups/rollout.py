@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy, Rule, above, at_least, at_most
+from onpolicy.algorithm.registry import ESTIMATORS
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero, Unasked
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 
@@ -43,10 +44,7 @@ CORRECTED_ANYWAY = Against(
     "Leave --parity-policy out: a mismatch that the probe of each push finds ends the run.",
 )
 GROUPS_OF_TWO = Against(
-    lambda run: (
-        run.n_samples_per_prompt < 2
-        and run.advantage_estimator not in ("reinforce", "reinforce_plus_plus")
-    ),
+    lambda run: run.n_samples_per_prompt < 2 and ESTIMATORS[run.advantage_estimator].compares,
     "--advantage-estimator {run.advantage_estimator} compares the samples of a group and needs 2 or "
     "more",
     "Raise it, or use --advantage-estimator reinforce.",

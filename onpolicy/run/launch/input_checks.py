@@ -82,7 +82,7 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError if the policy's weights, or the reference's, are not of its own sizes."""
     model, reference = config.model, config.algorithm.ref_checkpoint
     require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
-    if not (config.algorithm.use_kl_loss and reference):
+    if not (config.algorithm.reads_reference and reference):
         return
     ref_config = load_config(reference, model.trust_remote_code, "--ref-checkpoint")
     if ref_config.vocab_size != hf_config.vocab_size:

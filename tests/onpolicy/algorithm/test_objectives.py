@@ -10,9 +10,10 @@ from fallback_correction.correction import correct
 from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.aggregation import token_shares
 from onpolicy.algorithm.objectives import ObjectiveConfig, opsm_mask, token_loss
+from onpolicy.algorithm.registry import OBJECTIVES
 from tests.support.token_batches import batches, by_log_ratios, select, spread_batches
 
-KINDS = ["ppo", "gspo", "cispo", "reinforce"]
+KINDS = list(OBJECTIVES)
 HIGHER = {"eps_clip": 0.2, "eps_clip_high": 0.3}
 
 

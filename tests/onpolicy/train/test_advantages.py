@@ -1,22 +1,27 @@
 """Advantages are made where the scores are: whatever an estimator reads, on any number of ranks."""
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from onpolicy.algorithm.registry import ESTIMATORS
+from onpolicy.errors import TrainingError
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator, token_advantages
 from onpolicy.train.batch import packed_batch
-from onpolicy.train.shares import make_shares
+from onpolicy.train.shares import Outcomes, make_shares
 from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, make_samples, weights
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample
 from tests.support.tiny import make_checkpoint
 
+PEERS = json.loads((Path(__file__).parents[2] / "data/peer_losses.json").read_text())
 GROUPS = [[0.1, 0.3, 1.7, -0.45], [2.5], [0.1, 0.1, 0.1], [1.0, 0.0, 0.7]]
 LENGTHS = [[3, 1, 4, 2], [5], [2, 2, 1], [1, 6, 2]]
 
@@ -65,8 +70,10 @@ def grouped_samples():
     ]
 
 
-def made_on(num_ranks, estimator, scores_of=lambda batch: {}, samples_of=grouped_samples):
-    """The advantages of every sample, [R] of each, that any rank has made."""
+def made_on(
+    num_ranks, estimator, scores_of=lambda batch: {}, samples_of=grouped_samples, paid=None
+):
+    """The advantages of every sample, [R] of each, that any rank has made; paid: penalties by number."""
 
     def make_on(rank):
         share = make_shares(samples_of(), 3, num_ranks, 9)[rank]
@@ -77,7 +84,8 @@ def made_on(num_ranks, estimator, scores_of=lambda batch: {}, samples_of=grouped
         ]
         each = [scores_of(batch) for batch in batches]
         scores = {role: [found[role] for found in each] for role in each[0]}
-        found = token_advantages(estimator, share.outcomes, batches, scores)
+        ours = None if paid is None else {n: paid[n] for batch in batches for n in batch.numbers}
+        found = token_advantages(estimator, share.outcomes, batches, scores, ours)
         return {
             number: values.tolist()
             for batch, packed in zip(batches, found, strict=True)
@@ -159,6 +167,77 @@ def test_estimators_of_groups_take_what_an_episode_came_to_and_count_it_once(kin
         expected = [0.1 - baseline, 0.3 - baseline, 1.7 - baseline, -0.45 - baseline]
         assert [each[0] for each in found[:4]] == pytest.approx(expected)
     assert found != made_on(num_ranks, RewardEstimator(kind))  # the control: each a sample
+
+
+def peers_samples():
+    pairs = zip(PEERS["rewards"]["groups"], PEERS["rewards"]["lengths"], strict=True)
+    each = [(g, *x) for g, (r, n) in enumerate(pairs) for x in zip(r, n, strict=True)]
+    return [
+        dataclasses.replace(make_train_sample(range(1 + n), 1, [0.0] * n, r, i), group=g)
+        for i, (g, r, n) in enumerate(each)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_tokens_pay_is_part_of_their_returns_as_in_verl(num_ranks):
+    """REINFORCE++ with a KL in the reward and a discount, by verl's own function."""
+    verl = PEERS["reinforce_plus_plus_by_token"]
+    paid = {i: [verl["kl_coef"] * x for x in kl] for i, kl in enumerate(verl["kl"])}
+    estimator = RewardEstimator("reinforce_plus_plus", gamma=verl["gamma"])
+    found = made_on(num_ranks, estimator, samples_of=peers_samples, paid=paid)
+    assert found == [pytest.approx(each, abs=1e-6) for each in verl["advantages"]]
+    assert found == made_on(1, estimator, samples_of=peers_samples, paid=paid)
+    without = RewardEstimator("reinforce_plus_plus", gamma=1.0)
+    assert found != made_on(num_ranks, without, samples_of=peers_samples, paid=paid)
+
+
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gdpo"}))
+def test_what_tokens_pay_leaves_estimators_of_groups_the_rest_of_the_reward(kind):
+    """As if rewards had been smaller by what a trajectory paid; none where every token pays nothing."""
+    paid = {i: [0.01 * i] * n for i, n in enumerate(n for group in LENGTHS for n in group)}
+    nothing = {i: [0.0] * len(each) for i, each in paid.items()}
+    estimator = RewardEstimator(kind)
+    assert made_on(2, estimator, paid=nothing) == made_on(1, estimator)
+    found = made_on(2, estimator, paid=paid)
+    assert found == made_on(1, estimator, paid=paid) != made_on(1, estimator)
+
+    def smaller():
+        return [
+            dataclasses.replace(
+                s, sample=dataclasses.replace(s.sample, reward=s.sample.reward - sum(paid[i]))
+            )
+            for i, s in enumerate(grouped_samples())
+        ]
+
+    if not ESTIMATORS[kind].returns:
+        expected = made_on(1, estimator, samples_of=smaller)
+        assert found == [pytest.approx(each, abs=1e-6) for each in expected]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gdpo_normalises_each_named_reward_and_then_their_sum(num_ranks):
+    """By the formula of TRL's normalize_then_sum (arXiv 2601.05242); grpo of the sum is another."""
+    named = {"right": [1.0, 0.0, 0.0, 1.0], "format": [40.0, 10.0, 20.0, 30.0]}
+
+    def samples():
+        return [
+            dataclasses.replace(
+                s, group=i // 2, sample=dataclasses.replace(
+                    s.sample, reward_parts={name: x[i] for name, x in named.items()}
+                ),
+            )
+            for i, s in enumerate(grouped_samples()[:4])
+        ]  # fmt: skip
+
+    weights = {"right": 1.0, "format": 0.5}
+    found = made_on(num_ranks, RewardEstimator("gdpo", named_weights=weights), samples_of=samples)
+    half = 2**-0.5  # what grpo makes of two, but for its 1e-6
+    sums = torch.tensor([1.5 * half, -1.5 * half, -1.5 * half, 1.5 * half]).double()
+    expected = (sums / sums.std()).tolist()
+    assert [each[0] for each in found] == pytest.approx(expected, abs=1e-5)
+    outcomes = Outcomes.of(samples())
+    with pytest.raises(TrainingError, match=r"--gdpo-reward-keys=style.*right, format"):
+        outcomes.named_rewards(["style"])
 
 
 class KlInReward(Estimator):

@@ -1,0 +1,60 @@
+"""Objectives, advantages and penalties against the numbers that peers' own functions gave.
+
+`tests/data/peer_losses.json` has inputs and outputs, with the peer's version and the function's path.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fallback_correction.tokens import TokenBatch
+from onpolicy.algorithm.advantages import group_advantages
+from onpolicy.algorithm.aggregation import token_shares
+from onpolicy.algorithm.objectives import ObjectiveConfig, token_loss
+from onpolicy.algorithm.registry import OBJECTIVES
+
+PEERS = json.loads((Path(__file__).parents[2] / "data/peer_losses.json").read_text())
+INPUTS, REWARDS = PEERS["inputs"], PEERS["rewards"]
+BY_TERMS = {"log_ratio_coef", "kl_cov_ratio", "clip_cov_ratio", "top_entropy_quantile"}
+CASES = {case["name"]: case for case in PEERS["objectives"]}
+
+
+def packed(rows):
+    return torch.tensor([x for row in rows for x in row])
+
+
+def of_sequences(values):
+    return packed([[a] * n for a, n in zip(values, INPUTS["lengths"], strict=True)])
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if not BY_TERMS & {*c["ours"]}])
+def test_an_objective_has_the_loss_and_gradient_of_its_peer(name):
+    case = CASES[name]
+    ours = dict(case["ours"])
+    aggregation, compares_value = ours.pop("aggregation"), ours.pop("value", True)
+    log_probs, old = packed(INPUTS["log_probs"]).requires_grad_(), packed(INPUTS["old"])
+    batch = TokenBatch.packed(log_probs, old, INPUTS["lengths"])
+    advantages = of_sequences(INPUTS["advantages"])
+    found = token_loss(log_probs, old, advantages, batch, ObjectiveConfig(**ours))
+    longest = max(INPUTS["lengths"])
+    loss = (found.loss * token_shares(batch, aggregation, scale_length=longest)).sum()
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    if (
+        compares_value
+    ):  # verl's dppo has log pi where the paper has the ratio: the gradient is the same
+        assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
+    assert gradient.tolist() == pytest.approx(packed(case["gradient"]).tolist(), abs=1e-6)
+
+
+def test_every_objective_that_a_peer_on_pypi_has_is_compared():
+    compared = {case["ours"]["kind"] for case in CASES.values()}
+    assert {*OBJECTIVES} - compared == {"ipo", "ratio_mask"}  # prime-rl's, which is not on PyPI
+
+
+@pytest.mark.parametrize("estimator", PEERS["estimators"])
+def test_an_estimator_has_the_advantages_of_its_peer(estimator):
+    found = group_advantages(REWARDS["groups"], estimator, REWARDS["lengths"])
+    expected = PEERS["estimators"][estimator]["advantages"]
+    assert [a for group in found for a in group] == pytest.approx(expected, abs=1e-6)
