@@ -68,6 +68,7 @@ class RunDirectory:
         needed = {
             "--hf-checkpoint": config.model.hf_checkpoint,
             "--ref-checkpoint": config.algorithm.ref_checkpoint,
+            "--critic-load": config.critic.critic_load,
             "--prompt-data": config.data.prompt_data,
             "--replay": config.rollout.replay,
         }

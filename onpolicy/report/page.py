@@ -47,6 +47,8 @@ PANELS = (
     Panel("Lambda", ("dc/lambda",)),
     Panel("Tokens that corrections touched (share)", ("correction/*_fraction*",)),
     Panel("Governor's rung", ("governor/rung",)),
+    Panel("Values and returns", ("critic/value_mean", "critic/return_mean")),
+    Panel("Variance of the returns that the critic explains (share)", ("critic/explained_variance",)),
     Panel("Entropy (nats)", ("train/entropy",)),
     Panel("Loss", ("train/loss",)),
     Panel("Clipped ratios (share)", ("train/pg_clipfrac",)),

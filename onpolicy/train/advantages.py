@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,13 @@ from onpolicy.algorithm.advantages import (
     returns,
     whitening,
 )
-from onpolicy.ops.log_probs import Scores
 from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import gather_vectors
 from onpolicy.train.engine import Role
 from onpolicy.train.shares import Outcomes
 from onpolicy.trajectory import Trajectory
 
-ScoresByRole = Mapping[Role, Sequence[Scores]]
+ScoresByRole = Mapping[Role, Sequence[Any]]
 """What each model that was asked says of the tokens of each micro-batch."""
 
 
@@ -35,11 +35,23 @@ class ScoredTrajectory:
 
     trajectory: Trajectory
 
-    scores: Mapping[Role, Scores]
-    """What each model that was asked says of the R sampled tokens; at least the estimator's `roles`."""
+    scores: Mapping[Role, Any]
+    """What each model that was asked says of the R sampled tokens, `Values` of the critic and `Scores`
+    of the others; at least the estimator's `roles`."""
+
+    reward: float = 0.0
+    """That of its sample."""
 
     token_rewards: Sequence[float] | None = None
     """[R]: the rewards of its sampled tokens, if its episode said them."""
+
+
+def shaped_rewards(scored: ScoredTrajectory) -> list[float]:
+    """[R]: what each sampled token is rewarded with: what its episode said, or the sample's reward at
+    the last token."""
+    if scored.token_rewards is not None:
+        return [*scored.token_rewards]
+    return [0.0] * (scored.trajectory.num_sampled - 1) + [scored.reward]
 
 
 class Estimator(ABC):
@@ -59,6 +71,11 @@ class Estimator(ABC):
         takes `distributed.gather_by_number`, and adds up in the order of the numbers, so that the bits
         do not depend on the ranks.
         """
+
+    def returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
+        """What the critic is to say of this rank's sampled tokens, float32 [R] of each sample; asked of
+        those that read the critic."""
+        raise NotImplementedError
 
 
 class RewardEstimator(Estimator):
@@ -107,9 +124,7 @@ def token_advantages(
 
     Raises ValueError if the estimator gives a sample anything else than float32 [R] of its own.
     """
-    ours: dict[int, ScoredTrajectory] = {}
-    for i, batch in enumerate(batches):
-        ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
+    ours = _ours(batches, scores)
     found = estimator.advantages(outcomes, ours)
     for number, scored in ours.items():
         shape, dtype = tuple(found[number].shape), found[number].dtype
@@ -119,6 +134,26 @@ def token_advantages(
                 f"{number}, which has {scored.trajectory.num_sampled} sampled tokens. Give float32, one "
                 "number a token."
             )
+    return _by_batch(batches, found)
+
+
+def token_returns(
+    estimator: Estimator, batches: Sequence[PackedBatch], scores: ScoresByRole
+) -> list[Tensor]:
+    """What the critic is to say of the tokens of each micro-batch, float32 [R] of each."""
+    return _by_batch(batches, estimator.returns(_ours(batches, scores)))
+
+
+def _ours(batches: Sequence[PackedBatch], scores: ScoresByRole) -> dict[int, ScoredTrajectory]:
+    """This rank's trajectories, by the numbers that their samples have in the rollout."""
+    ours: dict[int, ScoredTrajectory] = {}
+    for i, batch in enumerate(batches):
+        ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
+    return ours
+
+
+def _by_batch(batches: Sequence[PackedBatch], found: Mapping[int, Tensor]) -> list[Tensor]:
+    """Vectors of samples as those of micro-batches; zeros of a filler."""
     return [
         torch.cat([found[n].to(batch.mask.device) for n in batch.numbers])
         if batch.numbers
@@ -128,17 +163,18 @@ def token_advantages(
 
 
 def _scored_trajectories(
-    batch: PackedBatch, scores: Mapping[Role, Scores]
+    batch: PackedBatch, scores: Mapping[Role, Any]
 ) -> dict[int, ScoredTrajectory]:
     lens = batch.response_lens
     parts = {
-        role: [Scores(*each) for each in zip(*(x.split(lens) for x in whole), strict=True)]
+        role: [whole._make(each) for each in zip(*(x.split(lens) for x in whole), strict=True)]
         for role, whole in scores.items()
     }
     return {
         number: ScoredTrajectory(
             trajectory=batch.samples[i].sample.trajectory,
             scores={role: each[i] for role, each in parts.items()},
+            reward=batch.samples[i].sample.reward,
             token_rewards=batch.samples[i].sample.token_rewards,
         )
         for i, number in enumerate(batch.numbers)

@@ -40,8 +40,9 @@ class AlgorithmConfig:
         "reinforce",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
+        "gae",
     ] = "grpo"
-    """How the rewards of a prompt's samples become advantages."""
+    """How the rewards of a prompt's samples become advantages; gae: by a critic's values."""
 
     policy_loss: Annotated[Literal["ppo", "gspo", "cispo", "reinforce"], UNCORRECTED] = "ppo"
     """Objective: the clipped ratio of tokens or of sequences, clipped weights, or no ratio."""
