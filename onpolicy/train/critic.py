@@ -106,13 +106,13 @@ class Critic:
         each = value_loss(scores.values, batch.old_values, batch.returns, clip)
         loss = weighted_sum(each.loss, shares)
         return loss, {
-            "critic/value_loss": loss.detach(),
-            "critic/value_clipfrac": weighted_sum(each.clipped.float(), shares),
-            "critic/value_mean": weighted_sum(scores.values.detach(), shares),
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": weighted_sum(each.clipped.float(), shares),
+            "critic/vpred_mean": weighted_sum(scores.values.detach(), shares),
         }
 
 
-def explained_variance(batches: Sequence[ScoredBatch]) -> Metrics:
+def known_variance(batches: Sequence[ScoredBatch]) -> Metrics:
     """1 - Var(returns - values) / (Var(returns) + 1e-5) over a rollout's tokens, before it is learnt, as
     in verl's `compute_data_metrics` (verl/trainer/ppo/metric_utils.py); collective."""
     sums = distributed.sum_micro_batches(map(_moments, batches))
@@ -121,8 +121,8 @@ def explained_variance(batches: Sequence[ScoredBatch]) -> Metrics:
     def variance(of: str) -> float:
         return (sums[f"{of}_squares"] - sums[of] ** 2 / count) / max(count - 1, 1.0)
 
-    explained = 1 - variance("errors") / (variance("returns") + 1e-5)
-    return {"critic/explained_variance": explained, "critic/return_mean": sums["returns"] / count}
+    known = 1 - variance("errors") / (variance("returns") + 1e-5)
+    return {"critic/vf_explained_var": known, "critic/return_mean": sums["returns"] / count}
 
 
 def _moments(batch: ScoredBatch) -> dict[str, Any]:

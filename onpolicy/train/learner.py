@@ -29,7 +29,7 @@ from onpolicy.train.batch import (
     packed_batch,
 )
 from onpolicy.train.correction import Corrections
-from onpolicy.train.critic import Critic, explained_variance
+from onpolicy.train.critic import Critic, known_variance
 from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
@@ -210,7 +210,7 @@ class Learner:
             ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref, **critics)
             for batch, a, old, ref, critics in parts
         ]
-        metrics = {} if self.critic is None else explained_variance(scored)
+        metrics = {} if self.critic is None else known_variance(scored)
         metrics["perf/log_probs_time"] = time.perf_counter() - start
         rest = iter(scored)
         return [[next(rest) for _ in step] for step in steps], metrics

@@ -43,11 +43,11 @@ CORRECTED_ANYWAY = Against(
 GROUPS_OF_TWO = Against(
     lambda run: (
         run.n_samples_per_prompt < 2
-        and run.advantage_estimator not in ("reinforce", "reinforce_plus_plus")
+        and run.advantage_estimator not in ("reinforce", "reinforce_plus_plus", "gae")
     ),
     "--advantage-estimator {run.advantage_estimator} compares the samples of a group and needs 2 or "
     "more",
-    "Raise it, or use --advantage-estimator reinforce.",
+    "Raise it, or use --advantage-estimator reinforce or gae.",
 )
 
 
