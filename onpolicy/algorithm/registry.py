@@ -23,7 +23,7 @@ Bound = Literal[
 ]  # fmt: skip
 AdvantageEstimator = Literal[
     "grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "grpo_passk", "gdpo", "reinforce",
-    "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae",
 ]  # fmt: skip
 Baseline = Literal["none", "mean", "others", "by-length", "second-best"]
 Scale = Literal["none", "group", "batch", "tokens"]
@@ -189,6 +189,11 @@ ESTIMATORS: dict[AdvantageEstimator, EstimatorEntry] = {
         baseline="mean", whitens=True,
         formula="r - mean, whitened over tokens", source="arXiv 2501.03262",
         peers="verl, slime, Miles reinforce_plus_plus_baseline",
+    ),
+    "gae": EstimatorEntry(
+        baseline="none", compares=False, returns=True, whitens=True,
+        formula="sum of (gamma lambda)^k delta, by a critic (ppo.md), whitened over tokens",
+        source="arXiv 1506.02438", peers="verl, OpenRLHF gae; slime ppo",
     ),
 }  # fmt: skip
 

@@ -34,6 +34,9 @@ class TrainConfig:
     agent: groups.AgentConfig = field(default_factory=groups.AgentConfig)
     reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
     algorithm: groups.AlgorithmConfig = field(default_factory=groups.AlgorithmConfig)
+    critic: Annotated[groups.CriticConfig, groups.BY_CRITIC] = field(
+        default_factory=groups.CriticConfig
+    )
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
     trainer: groups.TrainerConfig = field(default_factory=groups.TrainerConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
@@ -88,6 +91,11 @@ class TrainConfig:
         """That of the objective's paper if none is asked for: GSPO's is a mean over sequences."""
         own = OBJECTIVES[self.algorithm.policy_loss].aggregation
         return self.algorithm.loss_aggregation or own
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a second model is trained, on what is still to come."""
+        return self.algorithm.advantage_estimator == "gae"
 
     @property
     def open_groups(self) -> int:

@@ -187,6 +187,20 @@ class PolicyModel(nn.Module):
 
     def forward(self, batch: PackedTokens) -> Scores:
         """Score the tokens asked for."""
+        head = self.causal_lm.get_output_embeddings()
+        return token_log_probs(
+            self.operators,
+            self.hidden_states(batch),
+            head.weight,
+            head.bias,
+            batch.targets,
+            batch.temperature,
+            finish=partial(self.logits_rule.apply, self.operators),
+            kept=batch.kept,
+        )
+
+    def hidden_states(self, batch: PackedTokens) -> Tensor:
+        """[R, H]: what the head gets of each token asked for, from the position before it."""
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
@@ -202,17 +216,8 @@ class PolicyModel(nn.Module):
             use_cache=False,
             attention_function=attention,
         )[0][0]
-        head = self.causal_lm.get_output_embeddings()
-        return token_log_probs(
-            self.operators,
-            hidden[batch.rows],
-            head.weight,
-            head.bias,
-            batch.targets,
-            batch.temperature,
-            finish=partial(self.logits_rule.apply, self.operators),
-            kept=batch.kept,
-        )
+        rows: Tensor = hidden[batch.rows]
+        return rows
 
 
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
@@ -227,13 +232,14 @@ def empty_policy(
     operators: Operators,
     trust_remote_code: bool = False,
     row_parallel_blocks: int = 1,
+    kind: type[PolicyModel] = PolicyModel,
 ) -> PolicyModel:
     """The model with parameters on the meta device, buffers in place, operators put in."""
     causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none
     align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
-    return PolicyModel(causal_lm, operators)
+    return kind(causal_lm, operators)
 
 
 def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:

@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 
+VALUE_HEAD = "score."
+"""What the names of a critic's head begin with: that of a token classifier of transformers, which verl
+makes critics of."""
+
 SHOWN = 5
 """Tensors that an error lists before it counts the others."""
 
@@ -89,12 +93,14 @@ def require_fit(
     config: PretrainedConfig,
     trust_remote_code: bool = False,
     flag: str = "--hf-checkpoint",
+    *,
+    of_critic: bool = False,
 ) -> None:
     """Raise ConfigError unless the weights are those of a model of this configuration."""
     if getattr(config, "quantization_config", None):
         return  # its tensors have the shapes that another package gives them
     try:
-        matched_model(path, config, trust_remote_code, flag)
+        matched_model(path, config, trust_remote_code, flag, of_critic=of_critic)
     except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
         logger.debug("the sizes of %s were not compared (%s)", path, error)
 
@@ -104,15 +110,20 @@ def matched_model(
     config: PretrainedConfig,
     trust_remote_code: bool = False,
     flag: str = "--hf-checkpoint",
+    *,
+    of_critic: bool = False,
 ) -> PreTrainedModel:
     """The model on the meta device, as transformers loads it from this checkpoint.
 
     transformers itself decides which tensors are renamed and fused, and the model remembers. Raises
-    ConfigError unless the weights are those of a model of this configuration.
+    ConfigError unless the weights are those of a model of this configuration. `of_critic`: it may have a
+    value head, and no output projection.
     """
     stored = stored_shapes(Path(path), flag)
     with _quiet():
         model = empty_causal_lm(config, trust_remote_code)
+        if of_critic:
+            stored = _with_projection(stored, model)
         tied = getattr(model, "all_tied_weights_keys", {})
         weights = {k: v for k, v in stored.items() if tied.get(k) not in stored}
         loaded: Any = type(model).from_pretrained(
@@ -136,6 +147,14 @@ def matched_model(
     ):
         _require_none(sorted(info[kind]), problem, f"{flag}={path}")
     return matched
+
+
+def _with_projection(stored: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors as if they were a causal language model's."""
+    head = model.get_output_embeddings()
+    prefix = next(name for name, child in model.named_children() if child is head)
+    projection = {f"{prefix}.{name}": x.detach() for name, x in head.named_parameters()}
+    return projection | {n: x for n, x in stored.items() if not n.startswith(VALUE_HEAD)}
 
 
 def _require_none(found: list[str], problem: str, name: str) -> None:

@@ -70,6 +70,7 @@ class RunDirectory:
         needed = {
             "--hf-checkpoint": config.model.hf_checkpoint,
             "--ref-checkpoint": config.algorithm.ref_checkpoint,
+            "--critic-load": config.critic.critic_load,
             **{f"--prompt-data {place}": place for place in config.data.prompt_data},
             "--replay": config.rollout.replay,
         }

@@ -47,6 +47,8 @@ PANELS = (
     Panel("Lambda", ("dc/lambda",)),
     Panel("Tokens that corrections touched (share)", ("correction/*_fraction*",)),
     Panel("Governor's rung", ("governor/rung",)),
+    Panel("Values and returns", ("critic/vpred_mean", "critic/return_mean")),
+    Panel("Variance of the returns that the critic knew (share)", ("critic/vf_explained_var",)),
     Panel("Entropy (nats)", ("train/entropy",)),
     Panel("Loss", ("train/loss",)),
     Panel("Clipped ratios (share)", ("train/pg_clipfrac",)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -11,9 +10,9 @@ from typing_extensions import TypedDict
 
 from fallback_correction.length_decay import LengthDecay
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import TrainerConfig
 from onpolicy.errors import ConfigError
 from onpolicy.system.records import checked
+from onpolicy.train.rates import base_factor
 
 Count = Annotated[int, Ge(0)]
 
@@ -40,7 +39,8 @@ class LearningRate:
 
     def __init__(self, config: TrainConfig):
         self.config = config.trainer
-        self.total_steps = config.rollout.num_rollout * config.steps_per_rollout
+        self.without = config.critic.num_critic_only_steps * config.steps_per_rollout
+        self.total_steps = config.rollout.num_rollout * config.steps_per_rollout - self.without
         self.steps_taken = 0
         self.decay: LengthDecay | None = None
         if self.config.lr_schedule == "length-decay":
@@ -59,7 +59,8 @@ class LearningRate:
 
         `governor` is what the governor leaves of a rate; with it length decay's floor still holds.
         """
-        steps = range(self.steps_taken, self.steps_taken + num_steps)
+        first = self.steps_taken - self.without
+        steps = [max(first + i, 0) for i in range(num_steps)]
         self.steps_taken += num_steps
         # Factors are multiplied in this order: another one rounds otherwise.
         rates = [self.config.lr * base_factor(s, self.config, self.total_steps) for s in steps]
@@ -91,16 +92,3 @@ class LearningRate:
                 "--load: what the checkpoint holds of the learning rate's schedule does not fit these "
                 f"settings ({error!r}). Give --lr-schedule as in the run that wrote it."
             ) from error
-
-
-def base_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
-    """Share of --lr: linear warm-up to the peak, then constant, or a linear or cosine way down to 0."""
-    if step < config.lr_warmup_steps:
-        return (step + 1) / config.lr_warmup_steps
-    if config.lr_decay_style == "constant":
-        return 1.0
-    steps = max(total_steps - config.lr_warmup_steps, 1)
-    progress = min((step - config.lr_warmup_steps) / steps, 1.0)
-    if config.lr_decay_style == "linear":
-        return 1.0 - progress
-    return (1.0 + math.cos(math.pi * progress)) / 2

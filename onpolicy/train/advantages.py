@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from onpolicy.algorithm.advantages import (
 )
 from onpolicy.algorithm.registry import ESTIMATORS, AdvantageEstimator
 from onpolicy.config.groups import AlgorithmConfig
-from onpolicy.ops.log_probs import Scores
 from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import gather_vectors
 from onpolicy.train.engine import Role
@@ -28,7 +28,7 @@ from onpolicy.train.penalties import after
 from onpolicy.train.shares import Outcomes
 from onpolicy.trajectory import Trajectory
 
-ScoresByRole = Mapping[Role, Sequence[Scores]]
+ScoresByRole = Mapping[Role, Sequence[Any]]
 """What each model that was asked says of the tokens of each micro-batch."""
 
 
@@ -38,8 +38,9 @@ class ScoredTrajectory:
 
     trajectory: Trajectory
 
-    scores: Mapping[Role, Scores]
-    """What each model that was asked says of the R sampled tokens; at least the estimator's `roles`."""
+    scores: Mapping[Role, Any]
+    """What each model that was asked says of the R sampled tokens, `Values` of the critic and `Scores`
+    of the others; at least the estimator's `roles`."""
 
     reward: float = 0.0
     """That of its sample, before any penalty."""
@@ -81,6 +82,11 @@ class Estimator(ABC):
         do not depend on the ranks.
         """
 
+    def returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
+        """What the critic is to say of this rank's sampled tokens, float32 [R] of each sample; asked of
+        those that read the critic."""
+        raise NotImplementedError
+
 
 class RewardEstimator(Estimator):
     """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`).
@@ -103,7 +109,7 @@ class RewardEstimator(Estimator):
         """The estimator that a run's flags ask for."""
         keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
         named = dict(zip(keys, weights or (1.0,) * len(keys), strict=True))
-        return RewardEstimator(algorithm.advantage_estimator, named_weights=named)
+        return RewardEstimator(algorithm.advantage_estimator, algorithm.gamma, named)
 
     def advantages(
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
@@ -147,11 +153,8 @@ def token_advantages(
     penalties: what the tokens of this rank's samples pay, by their numbers, if there are any. Raises
     ValueError if the estimator gives a sample anything else than float32 [R] of its own.
     """
-    ours: dict[int, ScoredTrajectory] = {}
-    for i, batch in enumerate(batches):
-        ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
+    ours = _ours(batches, scores, penalties)
     if penalties is not None:
-        ours = {n: replace(scored, penalties=penalties[n]) for n, scored in ours.items()}
         outcomes = after(outcomes, penalties)
     found = estimator.advantages(outcomes, ours)
     for number, scored in ours.items():
@@ -162,6 +165,35 @@ def token_advantages(
                 f"{number}, which has {scored.trajectory.num_sampled} sampled tokens. Give float32, one "
                 "number a token."
             )
+    return _by_batch(batches, found)
+
+
+def token_returns(
+    estimator: Estimator,
+    batches: Sequence[PackedBatch],
+    scores: ScoresByRole,
+    penalties: Mapping[int, Sequence[float]] | None = None,
+) -> list[Tensor]:
+    """What the critic is to say of the tokens of each micro-batch, float32 [R] of each."""
+    return _by_batch(batches, estimator.returns(_ours(batches, scores, penalties)))
+
+
+def _ours(
+    batches: Sequence[PackedBatch],
+    scores: ScoresByRole,
+    penalties: Mapping[int, Sequence[float]] | None,
+) -> dict[int, ScoredTrajectory]:
+    """This rank's trajectories, by the numbers that their samples have in the rollout."""
+    ours: dict[int, ScoredTrajectory] = {}
+    for i, batch in enumerate(batches):
+        ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
+    if penalties is not None:
+        ours = {n: replace(scored, penalties=penalties[n]) for n, scored in ours.items()}
+    return ours
+
+
+def _by_batch(batches: Sequence[PackedBatch], found: Mapping[int, Tensor]) -> list[Tensor]:
+    """Vectors of samples as those of micro-batches; zeros of a filler."""
     return [
         torch.cat([found[n].to(batch.mask.device) for n in batch.numbers])
         if batch.numbers
@@ -171,11 +203,11 @@ def token_advantages(
 
 
 def _scored_trajectories(
-    batch: PackedBatch, scores: Mapping[Role, Scores]
+    batch: PackedBatch, scores: Mapping[Role, Any]
 ) -> dict[int, ScoredTrajectory]:
     lens = batch.response_lens
     parts = {
-        role: [Scores(*each) for each in zip(*(x.split(lens) for x in whole), strict=True)]
+        role: [whole._make(each) for each in zip(*(x.split(lens) for x in whole), strict=True)]
         for role, whole in scores.items()
     }
     return {

@@ -113,6 +113,12 @@ class ScoredBatch(PackedBatch):
     ref_log_probs: Tensor | None = None
     """What the reference model gives them; None without a KL penalty in the loss."""
 
+    old_values: Tensor | None = None
+    """What the critic says of them before its first step; None without a critic."""
+
+    returns: Tensor | None = None
+    """What it is to say."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeighedBatch(ScoredBatch):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -16,14 +16,13 @@ from onpolicy.models.hf_config import has_experts
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.trainable import frozen_digest
 from onpolicy.ops import Operators
-from onpolicy.ops.log_probs import Scores
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
-Role = Literal["policy", "reference"]
+Role = Literal["policy", "reference", "critic"]
 """What a model is there for in a run."""
 
-Loss = Callable[[Scores, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[[Any, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]
 """(scores with gradient, micro-batch) -> its part of a sum over the global batch, and metrics of it."""
 
 Check = Callable[[Tensor, WeighedBatch], None]
@@ -32,6 +31,9 @@ Check = Callable[[Tensor, WeighedBatch], None]
 
 class ShardedModel(ABC):
     """A model that is sharded over the ranks, and its optimizer if it is trained.
+
+    What a critic's forward pass gives is `Values`, where others give `Scores`; the first vector of
+    either has the gradient.
 
     Whoever is one of several ranks calls every method together with the others. Every rank of a
     data-parallel share gets the same scores and metrics, so that what follows is the same on them.
@@ -44,7 +46,7 @@ class ShardedModel(ABC):
         """Compute with other operators from now on."""
 
     @abstractmethod
-    def score(self, batches: Sequence[PackedTokens]) -> list[Scores]:
+    def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         """The scores of each micro-batch, without gradient."""
 
     @abstractmethod
@@ -53,8 +55,8 @@ class ShardedModel(ABC):
     ) -> tuple[list[dict[str, float]], list[Tensor]]:
         """Forward, check, loss and backward of every micro-batch.
 
-        Returns the metrics of each, and the log-probabilities that its loss was of, float32 [R] and
-        detached. Where `check` raises, `drop_gradients` has to follow.
+        Returns the metrics of each, and the log-probabilities, or values, that its loss was of, float32
+        [R] and detached. Where `check` raises, `drop_gradients` has to follow.
         """
 
     @abstractmethod
@@ -108,8 +110,11 @@ class ShardedModel(ABC):
 class TrainingEngine(Protocol):
     """Makes the models of a run, one for each role."""
 
-    def __call__(self, path: str, operators: Operators, *, trained: bool) -> ShardedModel:
-        """Load a Hugging Face checkpoint; with an optimizer if the model is `trained`."""
+    def __call__(
+        self, path: str, operators: Operators, *, trained: bool, has_values: bool = False
+    ) -> ShardedModel:
+        """Load a Hugging Face checkpoint; with an optimizer if the model is `trained`, and with a value
+        head in the place of its output projection if it `has_values`."""
 
 
 def recomputes_activations(config: TrainerConfig, hf_config: PretrainedConfig) -> bool:

@@ -18,7 +18,12 @@ from onpolicy.errors import ParityError, TrainingError
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
-from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages
+from onpolicy.train.advantages import (
+    Estimator,
+    ScoresByRole,
+    token_advantages,
+    token_returns,
+)
 from onpolicy.train.batch import (
     PackedBatch,
     ScoredBatch,
@@ -26,7 +31,8 @@ from onpolicy.train.batch import (
     packed_batch,
 )
 from onpolicy.train.correction import Corrections
-from onpolicy.train.engine import Role, ShardedModel
+from onpolicy.train.critic import Critic, known_variance
+from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.parity_gate import ParityGate
@@ -52,6 +58,7 @@ class Learner:
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
         self.penalties = Penalties(config)
+        self.critic = Critic(config, models["critic"]) if "critic" in models else None
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, by what holds it."""
@@ -112,7 +119,7 @@ class Learner:
         metrics = self._own_routing(steps[0])
         weighed, found = self.corrections.weigh(steps, active=corrected)
         updates = [
-            self._optimizer_step(micro_batches, rate, gate if number == 0 else None)
+            self._optimizer_steps(micro_batches, rate, gate, number)
             for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))
         ]
         metrics |= found | {
@@ -125,13 +132,42 @@ class Learner:
             )
         return {**metrics, **gate.reduce().metrics()}, learnt_tokens(trained)
 
+    def _optimizer_steps(
+        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate, number: int
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """The policy's and the critic's step of this number in a rollout: their metrics, and the
+        log-probabilities of each micro-batch that the policy's loss was of."""
+        check = gate.check if number == 0 else None
+        if check is not None and gate.on_mismatch in ("fail", "fall back"):
+            micro_batches = [batch.with_own_cut(self.cut) for batch in micro_batches]
+        if self.critic is None:
+            return self._optimizer_step(micro_batches, rate, check)
+        if self.critic.learns_alone(gate.step):
+            metrics, log_probs = self._no_step(micro_batches, check)
+        else:
+            metrics, log_probs = self._optimizer_step(micro_batches, rate, check)
+        of_critic = self.critic.take_step(micro_batches, self.critic.rate(gate.step, number))
+        return metrics | of_critic, log_probs
+
+    def _no_step(
+        self, micro_batches: Sequence[WeighedBatch], check: Check | None
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """What `_optimizer_step` returns, of a policy that is compared and learns nothing."""
+        found, log_probs = [], []
+        scored = self.models["policy"].score([batch.packed for batch in micro_batches])
+        for scores, batch in zip(scored, micro_batches, strict=True):
+            if check is not None:
+                check(scores.log_probs, batch)
+            _, metrics = self._loss(scores, batch)
+            found.append({name: float(value) for name, value in metrics.items()})
+            log_probs.append(scores.log_probs)
+        return {**distributed.sum_micro_batches(found), "train/lr": 0.0}, log_probs
+
     def _optimizer_step(
-        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None
+        self, micro_batches: Sequence[WeighedBatch], rate: float, check: Check | None
     ) -> tuple[dict[str, float], list[Tensor]]:
         """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
-        policy, check = self.models["policy"], None if gate is None else gate.check
-        if gate is not None and gate.on_mismatch in ("fail", "fall back"):
-            micro_batches = [batch.with_own_cut(self.cut) for batch in micro_batches]
+        policy = self.models["policy"]
         try:
             found, train_log_probs = policy.accumulate_gradients(micro_batches, self._loss, check)
         except ParityError:
@@ -184,17 +220,23 @@ class Learner:
         old = self._old_log_probs(batches, scores, corrected=corrected)
         reference = self._reference_log_probs(batches, scores)
         paid, metrics = self.penalties.of(batches, old, reference)
-        advantages = token_advantages(self.estimator, outcomes, batches, scores, paid)
-        in_loss = reference if self.config.algorithm.use_kl_loss else [None] * len(batches)
-        parts = zip(batches, advantages, old, in_loss, strict=True)
-        scored = iter(
-            [
-                ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref)
-                for batch, a, old, ref in parts
-            ]
+        parts = zip(
+            batches,
+            token_advantages(self.estimator, outcomes, batches, scores, paid),
+            old,
+            reference if self.config.algorithm.use_kl_loss else [None] * len(batches),
+            self._values_and_returns(batches, scores, paid),
+            strict=True,
         )
+        scored = [
+            ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref, **critics)
+            for batch, a, old, ref, critics in parts
+        ]
+        if self.critic is not None:
+            metrics |= known_variance(scored)
         metrics["perf/log_probs_time"] = time.perf_counter() - start
-        return [[next(scored) for _ in step] for step in steps], metrics
+        rest = iter(scored)
+        return [[next(rest) for _ in step] for step in steps], metrics
 
     def _roles(self, num_steps: int, *, corrected: bool) -> list[Role]:
         """The models that score a rollout before its first optimizer step, in their order."""
@@ -229,3 +271,18 @@ class Learner:
         if "reference" not in scores:
             return [None] * len(batches)
         return [each.log_probs for each in scores["reference"]]
+
+    def _values_and_returns(
+        self,
+        batches: Sequence[PackedBatch],
+        scores: ScoresByRole,
+        penalties: Mapping[int, Sequence[float]] | None,
+    ) -> list[dict[str, Tensor]]:
+        """What a critic learns from; nothing without one."""
+        if self.critic is None:
+            return [{} for _ in batches]
+        returns = token_returns(self.estimator, batches, scores, penalties)
+        return [
+            {"old_values": said.values, "returns": each}
+            for said, each in zip(scores["critic"], returns, strict=True)
+        ]

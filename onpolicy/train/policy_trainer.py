@@ -28,6 +28,7 @@ from onpolicy.ops.partial import aligned_side
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator
 from onpolicy.train.base import Trainer, TrainerMemory
+from onpolicy.train.critic import GaeEstimator
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
@@ -40,6 +41,9 @@ from onpolicy.weights.push import Engine
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+CRITIC = "critic"
+"""Where a checkpoint has the critic's state."""
 
 
 class PolicyTrainer(Trainer):
@@ -61,11 +65,18 @@ class PolicyTrainer(Trainer):
         self.device = distributed.device(contract.device)
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
-        estimator = estimator or RewardEstimator.of(algorithm)
+        estimator = estimator or (
+            GaeEstimator(config.critic, algorithm.gamma)
+            if algorithm.advantage_estimator == "gae"
+            else RewardEstimator.of(algorithm)
+        )
         self.models: Models = {"policy": load_model(source, self.operators, trained=True)}
         if algorithm.reads_reference or "reference" in estimator.roles:
             reference = algorithm.ref_checkpoint or source
             self.models["reference"] = load_model(reference, self.operators, trained=False)
+        if "critic" in estimator.roles:
+            path = config.critic.critic_load or source
+            self.models["critic"] = load_model(path, self.operators, trained=True, has_values=True)
         self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
         self.outlet = WeightOutlet(config, contract, self.policy)
         self.learner = Learner(config, self.models, estimator, self.device)
@@ -111,10 +122,12 @@ class PolicyTrainer(Trainer):
         return replace(outcome, metrics={**outcome.metrics, **speed})
 
     def release_memory(self, kind: TrainerMemory) -> None:
+        models = self.models.values()
+        state = [x for model in models for x in model.optimizer_tensors()]
         others = [model for role, model in self.models.items() if role != "policy"]
-        state = [*self.policy.optimizer_tensors()]
         state += [x for model in others for x in model.module.parameters()]
-        self._away["state"].take(state, dropped=self.policy.gradient_buffers())
+        dropped = [x for model in models for x in model.gradient_buffers()]
+        self._away["state"].take(state, dropped)
         if kind == "weights":
             self._away["weights"].take(self.policy.module.parameters())
 
@@ -172,10 +185,15 @@ class PolicyTrainer(Trainer):
         self._bring_back("weights", "state")
         numbers = self.learner.state_dict()
         save_state(directory, numbers, self.policy.write_tensors)
+        if critic := self.models.get("critic"):
+            distributed.run_on_rank_zero((directory / CRITIC).mkdir)
+            save_state(directory / CRITIC, {}, critic.write_tensors)
 
     def load(self, directory: Path) -> None:
         self._bring_back("weights", "state")
         numbers = load_state(directory, self.policy.read_tensors)
+        if critic := self.models.get("critic"):
+            load_state(directory / CRITIC, critic.read_tensors)
         try:
             self.learner.load_state_dict(numbers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

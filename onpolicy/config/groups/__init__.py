@@ -12,6 +12,7 @@ from onpolicy.config.groups.agents import AgentConfig, SessionsConfig
 from onpolicy.config.groups.algorithm import AlgorithmConfig
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
+from onpolicy.config.groups.critic import BY_CRITIC, CriticConfig
 from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
@@ -29,7 +30,8 @@ from onpolicy.config.groups.rollout import RolloutConfig
 from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
 
 __all__ = [
-    "AgentConfig", "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig", "DataConfig",
+    "BY_CRITIC", "AgentConfig", "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig",
+    "CriticConfig", "DataConfig",
     "EngineConfig", "EngineCountConfig", "EvalConfig", "FallbackConfig", "GovernorFlags",
     "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
     "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, above, at_least
+from fallback_correction.ranges import ReadBy, above, at_least, at_most
 from onpolicy.algorithm.registry import (
+    ESTIMATORS,
     OBJECTIVES,
     AdvantageEstimator,
     Level,
@@ -93,6 +94,13 @@ class AlgorithmConfig:
 
     advantage_estimator: Annotated[AdvantageEstimator, NO_PARTS] = "grpo"
     """How the rewards of a prompt's samples become advantages (docs/losses.md)."""
+
+    gamma: Annotated[
+        float, at_least(0), at_most(1),
+        ReadBy("--advantage-estimator gae, reinforce or reinforce_plus_plus",
+            lambda run: ESTIMATORS[run.advantage_estimator].returns),
+    ] = 1.0  # fmt: skip
+    """Discount of a reward with every sampled token that comes before it."""
 
     gdpo_reward_keys: Annotated[tuple[str, ...], GDPO] = ()
     """gdpo: the named numbers of a reward that are normalised one by one."""

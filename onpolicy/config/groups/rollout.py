@@ -47,7 +47,7 @@ GROUPS_OF_TWO = Against(
     lambda run: run.n_samples_per_prompt < 2 and ESTIMATORS[run.advantage_estimator].compares,
     "--advantage-estimator {run.advantage_estimator} compares the samples of a group and needs 2 or "
     "more",
-    "Raise it, or use --advantage-estimator reinforce.",
+    "Raise it, or use --advantage-estimator reinforce or gae.",
 )
 
 

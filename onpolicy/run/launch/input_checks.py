@@ -79,15 +79,21 @@ def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
 
 
 def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError if the policy's weights, or the reference's, are not of its own sizes."""
-    model, reference = config.model, config.algorithm.ref_checkpoint
+    """Raise ConfigError if the policy's weights, or another model's, are not of its own sizes."""
+    model = config.model
     require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
-    if not (config.algorithm.reads_reference and reference):
-        return
-    ref_config = load_config(reference, model.trust_remote_code, "--ref-checkpoint")
-    if ref_config.vocab_size != hf_config.vocab_size:
-        raise ConfigError(
-            f"--ref-checkpoint={reference}: vocab_size={ref_config.vocab_size}, and the policy's is "
-            f"{hf_config.vocab_size}. Choose a reference with the policy's tokenizer."
-        )
-    require_fit(reference, ref_config, model.trust_remote_code, "--ref-checkpoint")
+    others = {
+        "--ref-checkpoint": config.algorithm.ref_checkpoint * config.algorithm.reads_reference,
+        "--critic-load": config.critic.critic_load,
+    }
+    for flag, path in others.items():
+        if not path:
+            continue
+        own = load_config(path, model.trust_remote_code, flag)
+        if own.vocab_size != hf_config.vocab_size:
+            raise ConfigError(
+                f"{flag}={path}: vocab_size={own.vocab_size}, and the policy's is "
+                f"{hf_config.vocab_size}. Choose a checkpoint with the policy's tokenizer."
+            )
+        of_critic = flag == "--critic-load"
+        require_fit(path, own, model.trust_remote_code, flag, of_critic=of_critic)

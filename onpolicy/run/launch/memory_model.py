@@ -88,13 +88,9 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
     """The tokens of a micro-batch, or of all samples if they are fewer; episodes may have any number."""
-    total, most = _num_samples(config) * longest_sequence, config.trainer.max_tokens_per_gpu
+    total, most = config.samples_per_rollout * longest_sequence, config.trainer.max_tokens_per_gpu
     fewer = most if has_agent(config.agent) else min(most, -(-total // config.cluster.num_ranks))
     return max(longest_sequence, fewer)
-
-
-def _num_samples(config: TrainConfig) -> int:
-    return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
 
 
 def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) -> int:
@@ -156,15 +152,18 @@ class RunMemory:
         recomputes = recomputes_activations(config.trainer, self.hf_config)
         logits = GPU_LOGITS if backend_of(spec.contract.backend).needs_gpu else CPU_LOGITS
         states = _megatron_states if config.trainer.train_backend == "megatron" else _fsdp_states
+        own = states(config, size, itemsize)
+        critic = own["weights"] + own["gradients"] + own["AdamW"]
         parts = {
-            **states(config, size, itemsize),
+            **own,
+            "critic": critic * config.has_critic,
             "activations": _activations(recomputes, size, batch, itemsize),
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
             "libraries": LIBRARIES,
         }
         host = {}
         if spec.contract.device == "cuda":
-            away = sum(parts[name] for name in ("weights", "AdamW", "reference"))
+            away = sum(parts[name] for name in ("weights", "AdamW", "reference", "critic"))
             host = {"libraries": LIBRARIES, "what leaves the GPU": away * config.engine.colocate}
         return ProcessMemory("trainer rank", parts, count, host)
 
@@ -185,7 +184,7 @@ class RunMemory:
     def controller(self) -> ProcessMemory:
         """The process that asks, whose libraries are in memory already: a rollout's samples, each of one
         trajectory, since how often an episode branches is not known."""
-        num_bytes = _num_samples(self.config) * self.spec.longest_sequence * TOKEN_RECORD
+        num_bytes = self.config.samples_per_rollout * self.spec.longest_sequence * TOKEN_RECORD
         branches = ", if no episode branches" * has_agent(self.config.agent)
         records = {f"samples of a rollout{branches}": num_bytes}
         return ProcessMemory.on_host("controller", records, self.spec.contract.device)

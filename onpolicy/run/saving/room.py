@@ -23,13 +23,14 @@ def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     computed = getattr(torch, config.model.dtype).itemsize
     trained = MASTER + (computed if _saves_computed_weights(config) else 0)
-    needed = parameters * (trained + computed)
+    needed = parameters * (trained * (1 + config.has_critic) + computed)
     free = free_bytes(Path(config.output.save))
     if needed > free:
         raise ConfigError(
             f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters x ({trained} "
-            f"bytes of training state + {computed} of exported weights) = {gib(needed)} "
-            f"GiB, and {gib(free)} GiB are free there. Make room, or choose another directory."
+            f"bytes of training state{', twice with a critic,' * config.has_critic} + {computed} of "
+            f"exported weights) = {gib(needed)} GiB, and {gib(free)} GiB are free there. Make room, or "
+            "choose another directory."
         )
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,8 +20,8 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.models.trainable import trainable_parameters
+from onpolicy.models.value_head import ValueModel
 from onpolicy.ops import Operators
-from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
@@ -45,8 +46,10 @@ class FsdpModel(ShardedModel):
         operators: Operators,
         *,
         trained: bool,
+        has_values: bool = False,
     ):
         self.config = config
+        self.kind = ValueModel if has_values else PolicyModel
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.module = self._load(path, contract, operators)
         if not trained:
@@ -73,12 +76,13 @@ class FsdpModel(ShardedModel):
             trust_remote_code=trust,
             row_parallel_blocks=contract.row_parallel_blocks,
             context=contract.context,
+            kind=self.kind,
         )
 
     def use(self, operators: Operators) -> None:
         self.module.use(operators)
 
-    def score(self, batches: Sequence[PackedTokens]) -> list[Scores]:
+    def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         with torch.no_grad():
             scores = [self.module(packed) for packed in batches]
         self._free_gathered_weights()
@@ -89,10 +93,10 @@ class FsdpModel(ShardedModel):
     ) -> tuple[list[dict[str, float]], list[Tensor]]:
         metrics, train_log_probs = [], []
         for batch in batches:
-            scores: Scores = self.module(batch.packed)
-            train_log_probs.append(scores.log_probs.detach())
+            scores = self.module(batch.packed)
+            train_log_probs.append(scores[0].detach())
             if check is not None:
-                check(scores.log_probs, batch)
+                check(scores[0], batch)
             total, found = loss(scores, batch)
             self.turn.is_filler = batch.is_filler
             total.backward()

@@ -23,7 +23,8 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
-from onpolicy.models.weight_files import CheckpointReader, matched_model
+from onpolicy.models.value_head import ValueHead, ValueModel
+from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader, matched_model
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
 from onpolicy.weights.digest import WeightBucket, WeightPart
@@ -41,19 +42,22 @@ def load_sharded_policy(
     trust_remote_code: bool,
     row_parallel_blocks: int,
     context: int | None = None,
+    kind: type[PolicyModel] = PolicyModel,
 ) -> PolicyModel:
     """Load float32 master weights, each rank its shards; computation runs in `dtype`.
 
     Every rank reads its own shards of the checkpoint's files.
     """
     config = load_config(path, trust_remote_code, context=context)
-    model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks)
+    model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind)
     buffers = dict(model.named_buffers())
     _shard(model, dtype, activation_checkpointing)
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         _assign_buffer(model, name, buffer.to(device))
     load_shards(model, _PREFIX, path, config, trust_remote_code)
+    if isinstance(model, ValueModel):
+        _load_head(model.value_head, path)
     return model
 
 
@@ -145,12 +149,16 @@ def load_shards(
 
     Raises ConfigError if the checkpoint is not of this model.
     """
-    matched = matched_model(path, config, trust_remote_code)
+    matched = matched_model(
+        path, config, trust_remote_code, of_critic=isinstance(model, ValueModel)
+    )
     reader = CheckpointReader(path)
     stored_names = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored_names}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *buffers.items()):
+            if not name.startswith(prefix):
+                continue  # a critic's head
             shard = _Shard.of(tensor)
             whole = torch.empty(tensor.shape, device="meta")
             for stored, place in stored_tensors(matched, name.removeprefix(prefix), whole).items():
@@ -160,6 +168,18 @@ def load_shards(
                         f"{path}: no weights for {stored}. The checkpoint is incomplete."
                     )
                 shard.fill(place, partial(reader.read, found))
+
+
+def _load_head(head: ValueHead, path: str) -> None:
+    """The head that a checkpoint has; zeros in the place of what it lacks."""
+    reader = CheckpointReader(path)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            shard, stored = _Shard.of(parameter), VALUE_HEAD + name
+            shard.held.zero_()
+            if stored in reader:
+                whole = torch.empty(parameter.shape, device="meta")
+                shard.fill(whole, partial(reader.read, stored))
 
 
 def _names(model: PreTrainedModel, name: str) -> Iterator[str]:

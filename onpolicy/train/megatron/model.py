@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -32,6 +33,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.value_head import ValueHead, Values
 from onpolicy.ops.base import Operators
 from onpolicy.ops.log_probs import Scores, VocabParallel, token_log_probs
 from onpolicy.train.megatron.attention import AlignedAttention
@@ -51,11 +53,13 @@ from onpolicy.train.megatron.moe import AlignedMoeLayer, SparseLayer
 
 
 class PolicyGptModel(GPTModel):
-    """One pipeline stage. The last one returns scores, the others hidden states."""
+    """One pipeline stage. The last one returns scores, or values; the others hidden states."""
 
     config: AlignedConfig
+    value_head: ValueHead | None
+    """In the place of the output projection of a critic, whole on every tensor-parallel rank."""
 
-    def __init__(self, config: AlignedConfig):
+    def __init__(self, config: AlignedConfig, *, has_values: bool = False):
         hf_config = config.hf_config
         assert hf_config is not None and config.rotary is not None
         tp = config.tensor_model_parallel_size
@@ -66,15 +70,25 @@ class PolicyGptModel(GPTModel):
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not has_values,
             position_embedding_type="none",  # our attention rotates
         )
         self.rotary = config.rotary(hf_config)
+        self.has_values, self.value_head = has_values, None
+        if has_values and self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(hf_config.hidden_size, config.params_dtype)
         shared = [self.embedding.word_embeddings] if self.pre_process else []
-        shared += [self.output_layer] if self.post_process else []
+        shared += [self.output_layer] if self.post_process and not has_values else []
         for module in shared:
             if module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.value_head is None:
+            return super().sharded_state_dict(*args, **kwargs)
+        # GPTModel's looks for the projection that a critic has not.
+        return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     def localize(self, batch: PackedTokens) -> LocalTokens:
         """This rank's part of a micro-batch."""
@@ -88,9 +102,11 @@ class PolicyGptModel(GPTModel):
 
     def _postprocess(
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
-    ) -> Tensor | Scores:
+    ) -> Tensor | Scores | Values:
         if not self.post_process:
             return hidden_states
+        if self.value_head is not None:
+            return self._values(hidden_states, self.value_head, packed_seq_params)
         local, group = packed_seq_params, self.tp_group
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, True, group=group)
@@ -113,6 +129,16 @@ class PolicyGptModel(GPTModel):
             return scores
         log_probs, entropy = (share_rows(x, self.cp_group)[local.order] for x in scores)
         return Scores(log_probs, entropy.detach())
+
+    def _values(self, hidden: Tensor, head: ValueHead, local: LocalTokens) -> Values:
+        """Every tensor-parallel rank computes all of them, and all of their gradient."""
+        assert self.config.operators is not None
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
+        values = head.values(self.config.operators, hidden[:, 0][local.rows])
+        if local.order is not None:
+            values = share_rows(values, self.cp_group)[local.order]
+        return Values(values)
 
 
 def block_spec(config: AlignedConfig) -> TransformerBlockSubmodules:
@@ -165,24 +191,29 @@ def build_model(
     operators: Operators,
     layout: MegatronLayout,
     device: torch.device | str = "cpu",
+    *,
+    has_values: bool = False,
 ) -> PolicyGptModel:
     """This rank's pipeline stage, with memory for its weights and nothing in it.
 
     `initialize` (`make.py`) comes before, `load_hf_weights` (`weights.py`) after.
     """
-    model = PolicyGptModel(make_config(hf_config, contract, operators, layout))
+    config = make_config(hf_config, contract, operators, layout)
+    model = PolicyGptModel(config, has_values=has_values)
     model.to(device)
     return model
 
 
-def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | Scores:
+def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | Scores | Values:
     """The forward step of one micro-batch, for Megatron's schedules or alone.
 
-    Returns the scores of the tokens asked for on the last pipeline stage, on every tensor- and
-    context-parallel rank alike; hidden states to send on the other stages. Summed over
+    Returns the scores, a critic's values, of the tokens asked for on the last pipeline stage, on every
+    tensor- and context-parallel rank alike; hidden states to send on the other stages. Summed over
     context-parallel ranks, parameters get the gradient of a loss that every one of them computes.
     `model` may be wrapped, as by DistributedDataParallel.
     """
     local = get_attr_wrapped_model(model, "localize")(batch)
-    result: Tensor | Scores = model(local.tokens, local.positions, None, packed_seq_params=local)
+    result: Tensor | Scores | Values = model(
+        local.tokens, local.positions, None, packed_seq_params=local
+    )
     return result

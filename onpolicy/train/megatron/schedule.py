@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.value_head import Values
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.model import packed_forward
@@ -63,24 +64,26 @@ def _last() -> int:
     return rank
 
 
-Loss = Callable[[int, Scores], Tensor]
+Loss = Callable[[int, Any], Tensor]
 """(number of the micro-batch, its scores) -> its part of a sum over all micro-batches."""
 
 
-def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Scores]:
-    """The scores of every micro-batch, without gradient, on every rank.
+def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Any]:
+    """The scores, or values, of every micro-batch, without gradient, on every rank.
 
     Ranks of a pipeline, and of tensor and context parallelism, pass the same micro-batches; all
     ranks pass equally many.
     """
     with torch.no_grad():
         results = _run(model, batches, None)
+    kind: Any = Values if get_attr_wrapped_model(model, "has_values") else Scores
     vectors = share_vectors(
         [vector for scores in results for vector in scores],
-        [len(batch.rows) for batch in batches for _ in Scores._fields],
+        [len(batch.rows) for batch in batches for _ in kind._fields],
         batches[0].rows.device,
     )
-    return [Scores(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+    width = len(kind._fields)
+    return [kind._make(vectors[i : i + width]) for i in range(0, len(vectors), width)]
 
 
 def accumulate_gradients(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss) -> None:
@@ -93,24 +96,24 @@ def accumulate_gradients(model: nn.Module, batches: Sequence[PackedTokens], loss
     _run(model, batches, loss)
 
 
-def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -> list[Scores]:
+def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -> list[Any]:
     """What the last stage computed; nothing on the others."""
 
     def forward_step(
         numbered: Iterator[tuple[int, PackedTokens]], model: nn.Module
-    ) -> tuple[Any, Callable[[Scores], tuple[Tensor, Tensor, Scores]]]:
+    ) -> tuple[Any, Callable[[Any], tuple[Tensor, Tensor, Any]]]:
         number, batch = next(numbered)
 
-        def finish(scores: Scores) -> tuple[Tensor, Tensor, Scores]:
-            log_probs = scores.log_probs
-            total = log_probs.new_zeros(()) if loss is None else loss(number, scores)
+        def finish(scores: Any) -> tuple[Tensor, Tensor, Any]:
+            first, *_ = scores
+            total = first.new_zeros(()) if loss is None else loss(number, scores)
             # A loss is a sum with its own shares: 0 tokens keep Megatron from dividing it.
-            tokens = torch.zeros((), dtype=torch.int, device=log_probs.device)
-            return total, tokens, scores._replace(log_probs=log_probs.detach())
+            tokens = torch.zeros((), dtype=torch.int, device=first.device)
+            return total, tokens, scores._make(x.detach() for x in scores)
 
         return packed_forward(model, batch), finish
 
-    results: list[Scores] = get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=enumerate(batches),
         model=[model],

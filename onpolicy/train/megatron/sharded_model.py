@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -15,6 +16,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
@@ -55,10 +57,11 @@ class MegatronModel(ShardedModel):
         operators: Operators,
         *,
         trained: bool,
+        has_values: bool = False,
     ):
         self.config, self.operators = config, operators
         self.device = distributed.device(contract.device)
-        self.module = self._load(path, contract, layout)
+        self.module = self._load(path, contract, layout, has_values)
         self.ordered: OrderedGradients | None = None
         self.optimizer: MegatronOptimizer | None = None
         if trained:
@@ -68,10 +71,14 @@ class MegatronModel(ShardedModel):
             self.optimizer = make_optimizer(self.module, config, getattr(torch, contract.dtype))
             use_settings(self.optimizer, config)
 
-    def _load(self, path: str, contract: NumericsContract, layout: MegatronLayout) -> nn.Module:
+    def _load(
+        self, path: str, contract: NumericsContract, layout: MegatronLayout, has_values: bool
+    ) -> nn.Module:
         trust = self.config.model.trust_remote_code
         hf_config = load_config(path, trust, context=contract.context)
-        model = build_model(hf_config, contract, self.operators, layout, self.device)
+        model = build_model(
+            hf_config, contract, self.operators, layout, self.device, has_values=has_values
+        )
         load_hf_weights(model, path)
         return model
 
@@ -79,7 +86,7 @@ class MegatronModel(ShardedModel):
         self.operators = operators
         config_of(self.module).operators = operators
 
-    def score(self, batches: Sequence[PackedTokens]) -> list[Scores]:
+    def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         return score(self.module, batches)
 
     def accumulate_gradients(
@@ -90,18 +97,18 @@ class MegatronModel(ShardedModel):
             # A pipeline runs backward passes before the last forward pass, and only its last stage
             # knows log-probabilities; so they are compared before, by a forward pass of their own.
             for scores, batch in zip(self.score(packed), batches, strict=True):
-                check(scores.log_probs, batch)
+                check(scores[0], batch)
             check = None
         metrics: list[dict[str, float]] = []
         train_log_probs: list[Tensor] = []
 
-        def loss_of(number: int, scores: Scores) -> Tensor:
+        def loss_of(number: int, scores: Scores | Values) -> Tensor:
             batch = batches[number]
             if self.ordered is not None and number:
                 self.ordered.take()  # the one before, whose backward pass is over
-            train_log_probs.append(scores.log_probs.detach())
+            train_log_probs.append(scores[0].detach())
             if check is not None:
-                check(scores.log_probs, batch)
+                check(scores[0], batch)
             total, found = loss(scores, batch)
             metrics.append({name: float(value) for name, value in found.items()})
             return total

@@ -54,7 +54,7 @@ class WeightMap:
             shapes |= {self._stored(layer, leaf): s for leaf, s in self._layer_shapes(layer)}
         shapes[_FINAL_NORM] = (c.hidden_size,)
         if not c.tie_word_embeddings:
-            shapes[_HEAD] = (c.vocab_size, c.hidden_size)
+            shapes[HEAD] = (c.vocab_size, c.hidden_size)
         for layer in filter(partial(is_sparse, c), range(c.num_hidden_layers)):
             for name in self.family.router_buffers:
                 shapes[self._stored(layer, f"mlp.gate.{name}")] = (num_experts(c),)
@@ -144,7 +144,7 @@ class WeightMap:
             tied = parameter.startswith("embedding") or self.config.tie_word_embeddings
             rows = self._vocabulary_rows(tp_rank)
             if size := rows.stop - rows.start:
-                yield Part(_EMBEDDING if tied else _HEAD, (rows,), (slice(0, size),))
+                yield Part(_EMBEDDING if tied else HEAD, (rows,), (slice(0, size),))
             return
         if parameter == "decoder.final_layernorm.weight":
             yield Part(_FINAL_NORM, (), ())
@@ -241,7 +241,7 @@ def is_expert(parameter: str) -> bool:
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 
 _LAST_LINEARS = ("self_attention.linear_proj", "mlp.linear_fc2")
 

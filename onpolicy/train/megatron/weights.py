@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from onpolicy.models.weight_files import CheckpointReader
+from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
-from onpolicy.train.megatron.weight_map import Part, WeightMap, is_expert
+from onpolicy.train.megatron.weight_map import HEAD, Part, WeightMap, is_expert
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
@@ -45,9 +46,17 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     policy = _unwrap(model)
     weight_map = _weight_map(policy)
     reader = CheckpointReader(path)
-    reader.require(weight_map.shapes(), policy.config.unread)
     parameters, place = _global_parameters(policy), _Place.mine()
-    assert parameters.keys() == set(weight_map.parameters(place.stage))
+    shapes, expected = weight_map.shapes(), set(weight_map.parameters(place.stage))
+    if policy.has_values:
+        shapes.pop(HEAD, None)
+        expected.discard("output_layer.weight")
+        reader.require(shapes, (*policy.config.unread, re.escape(HEAD), re.escape(VALUE_HEAD)))
+        _load_value_head(policy, reader)
+        parameters = {n: x for n, x in parameters.items() if not n.startswith("value_head.")}
+    else:
+        reader.require(shapes, policy.config.unread)
+    assert parameters.keys() == expected
     with torch.no_grad():
         for name, parameter in parameters.items():
             filled = 0
@@ -58,6 +67,15 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
                 filled += block.numel()
             vocabulary = name.startswith(("embedding.", "output_layer."))
             assert vocabulary or filled == parameter.numel(), name
+
+
+@torch.no_grad()
+def _load_value_head(policy: PolicyGptModel, reader: CheckpointReader) -> None:
+    """The head that a checkpoint has; zeros in the place of what it lacks."""
+    if policy.value_head is not None:
+        for name, parameter in policy.value_head.named_parameters():
+            stored = VALUE_HEAD + name
+            parameter.copy_(reader.read(stored, ())) if stored in reader else parameter.zero_()
 
 
 def export_buckets(

@@ -20,6 +20,10 @@ def test_the_defaults_are_valid():
     check(*MODE)
 
 
+def test_a_critic_needs_no_group_to_compare_a_sample_with():
+    check("--advantage-estimator", "gae", "--n-samples-per-prompt", "1")
+
+
 def test_the_mode_takes_layouts_whose_gradients_have_no_order():
     check(*MODE, *IN_STAGES)
 
@@ -32,6 +36,12 @@ def test_the_mode_takes_layouts_whose_gradients_have_no_order():
         (["--lr", "nan"], "--lr=nan: must be at least 0"),
         (["--adam-beta2", "1"], r"--adam-beta2=1.0: must be in \[0, 1\)"),
         (["--length-decay-default-period", "-1"], "--length-decay-default-period=-1: must be at least"),
+        (["--lambd", "0.9"], "--lambd=0.9: only --advantage-estimator gae reads it"),
+        (["--critic-load", "/c"], "--critic-load=/c: only --advantage-estimator gae reads it"),
+        (
+            ["--advantage-estimator", "gae", "--num-rollout", "3", "--num-critic-only-steps", "3"],
+            "--num-critic-only-steps=3: the policy would learn from none of the 3 rollouts",
+        ),
         (["--rm-time-limit", "0"], "--rm-time-limit=0.0: must be greater than 0"),
         (["--rollout-temperature", "0"], "--rollout-temperature=0.0: .*greedy"),
         (["--rm-type", ""], "exactly one of them"),

@@ -1,0 +1,133 @@
+"""The critic: its values as advantages (GAE), and how it learns them beside the policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onpolicy.algorithm.advantages import whitening
+from onpolicy.algorithm.critic import generalized_advantages, value_loss
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import CriticConfig
+from onpolicy.errors import TrainingError
+from onpolicy.models.value_head import Values
+from onpolicy.train import distributed
+from onpolicy.train.advantages import Estimator, ScoredTrajectory, shaped_rewards
+from onpolicy.train.batch import ScoredBatch, WeighedBatch
+from onpolicy.train.engine import Role, ShardedModel
+from onpolicy.train.loss import weighted_sum
+from onpolicy.train.rates import base_factor
+from onpolicy.train.shares import Outcomes
+
+Metrics = dict[str, float]
+
+
+class GaeEstimator(Estimator):
+    """Generalized advantages of each trajectory's tokens, whitened over the rollout unless asked not to
+    be. What the critic is to learn are the sums of advantages and values, before they are whitened."""
+
+    roles: frozenset[Role] = frozenset({"critic"})
+
+    def __init__(self, config: CriticConfig, gamma: float):
+        self.config, self.gamma = config, gamma
+
+    def advantages(
+        self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
+    ) -> dict[int, Tensor]:
+        found = {number: self._advantages(scored) for number, scored in ours.items()}
+        if self.config.normalize_advantages:
+            tokens = [[(1, a) for a in each] for each in found.values()]
+            whitened = whitening(tokens, distributed.gather_vectors)
+            found = {number: [whitened(a) for a in each] for number, each in found.items()}
+        return {number: torch.tensor(each) for number, each in found.items()}
+
+    def returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
+        return {
+            number: torch.tensor(self._advantages(scored)) + scored.scores["critic"].values.cpu()
+            for number, scored in ours.items()
+        }
+
+    def _advantages(self, scored: ScoredTrajectory) -> list[float]:
+        values = scored.scores["critic"].values.tolist()
+        return generalized_advantages(shaped_rewards(scored), values, self.gamma, self.config.lambd)
+
+
+class Critic:
+    """Learns the returns of a rollout; every method is collective."""
+
+    def __init__(self, config: TrainConfig, model: ShardedModel):
+        self.config, self.model = config, model
+
+    def learns_alone(self, step: int) -> bool:
+        """Whether the policy learns nothing from this rollout."""
+        return step < self.config.critic.num_critic_only_steps
+
+    def rate(self, step: int, number: int) -> float:
+        """The learning rate of an optimizer step of a rollout, from their numbers alone."""
+        flags, trainer, per_rollout = (
+            self.config.critic,
+            self.config.trainer,
+            self.config.steps_per_rollout,
+        )
+        peak = trainer.lr if flags.critic_lr is None else flags.critic_lr
+        schedule = replace(trainer, lr_warmup_steps=flags.critic_lr_warmup_iters)
+        total = self.config.rollout.num_rollout * per_rollout
+        return peak * base_factor(step * per_rollout + number, schedule, total)
+
+    def take_step(self, micro_batches: Sequence[WeighedBatch], rate: float) -> Metrics:
+        """An optimizer step on one's own micro-batches of it."""
+        # Its routers choose for themselves, as when it scored.
+        own = [replace(b, packed=b.packed.with_own_routing()) for b in micro_batches]
+        found, _ = self.model.accumulate_gradients(own, self._loss, None)
+        sums = distributed.sum_micro_batches(found)
+        norm = self.model.clip_gradients()
+        if not math.isfinite(norm):
+            self.model.drop_gradients()
+            raise TrainingError(
+                f"grad_norm={norm}: a gradient of the critic is not finite, so it took no optimizer "
+                "step. Lower --critic-lr, or resume from the last checkpoint with --load."
+            )
+        self.model.take_step(rate)
+        ours = {name: x for name, x in sums.items() if name.startswith("critic/")}
+        return {**ours, "critic/grad_norm": norm, "critic/lr": rate}
+
+    def _loss(self, scores: Values, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Every token that counts has its share, rejected by a correction or not: what a critic learns
+        are the returns of what the rollout did."""
+        assert batch.old_values is not None and batch.returns is not None
+        shares = torch.where(batch.mask, batch.shares, 0)
+        clip = self.config.critic.value_clip
+        each = value_loss(scores.values, batch.old_values, batch.returns, clip)
+        loss = weighted_sum(each.loss, shares)
+        return loss, {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": weighted_sum(each.clipped.float(), shares),
+            "critic/vpred_mean": weighted_sum(scores.values.detach(), shares),
+        }
+
+
+def known_variance(batches: Sequence[ScoredBatch]) -> Metrics:
+    """1 - Var(returns - values) / (Var(returns) + 1e-5) over a rollout's tokens, before it is learnt, as
+    in verl's `compute_data_metrics` (verl/trainer/ppo/metric_utils.py); collective."""
+    sums = distributed.sum_micro_batches(map(_moments, batches))
+    count = max(sums["count"], 1.0)
+
+    def variance(of: str) -> float:
+        return (sums[f"{of}_squares"] - sums[of] ** 2 / count) / max(count - 1, 1.0)
+
+    known = 1 - variance("errors") / (variance("returns") + 1e-5)
+    return {"critic/vf_explained_var": known, "critic/return_mean": sums["returns"] / count}
+
+
+def _moments(batch: ScoredBatch) -> dict[str, Any]:
+    assert batch.old_values is not None and batch.returns is not None
+    returns, values = (x[batch.mask].double().cpu() for x in (batch.returns, batch.old_values))
+    moments = {"count": float(len(returns))}
+    for name, x in (("returns", returns), ("errors", returns - values)):
+        moments |= {name: math.fsum(x.tolist()), f"{name}_squares": math.fsum((x * x).tolist())}
+    return moments

@@ -1,0 +1,20 @@
+"""The shape of a learning rate over the optimizer steps of a run."""
+
+from __future__ import annotations
+
+import math
+
+from onpolicy.config.groups import TrainerConfig
+
+
+def base_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
+    """Share of --lr: linear warm-up to the peak, then constant, or a linear or cosine way down to 0."""
+    if step < config.lr_warmup_steps:
+        return (step + 1) / config.lr_warmup_steps
+    if config.lr_decay_style == "constant":
+        return 1.0
+    steps = max(total_steps - config.lr_warmup_steps, 1)
+    progress = min((step - config.lr_warmup_steps) / steps, 1.0)
+    if config.lr_decay_style == "linear":
+        return 1.0 - progress
+    return (1.0 + math.cos(math.pi * progress)) / 2
