@@ -126,6 +126,7 @@ MEANINGS = {
     "perf/trainer_idle_share": "share of the step in which the trainer neither trained nor sent weights",
     "eval/avg@k": "mean reward over evaluation prompts and their k samples",
     "eval/pass@k": "share of evaluation prompts with a sample of positive reward",
+    "eval/loss": "onpolicy sft: mean -log pi of the evaluation rows' answers, in nats per token",
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",
 }

@@ -30,7 +30,7 @@ def load_prompts(
     flag: str = "--prompt-data",
 ) -> list[Prompt]:
     """Read all prompts of a file, as `make_prompts` does; `flag` is for messages."""
-    rows = _read_rows(Path(path), f"{flag}={path}")
+    rows = read_rows(Path(path), f"{flag}={path}")
     return make_prompts(rows, config, tokenizer, max_prompt_len, vocab_size, f"{flag}={path}")
 
 
@@ -52,7 +52,7 @@ def make_prompts(
     prompts: list[Prompt] = []
     seen: set[tuple[str, str]] = set()
     for where, row in rows:
-        content = _field(row, config.input_key, where)
+        content = field_of(row, config.input_key, where)
         _require_prompt(content, config.apply_chat_template, where)
         label = _label(row, config.label_key, where)
         if (key := (json.dumps(content, sort_keys=True, default=str), label)) in seen:
@@ -97,7 +97,7 @@ class PromptSource:
         return self.prompts[order[offset]]
 
 
-def _read_rows(path: Path, name: str) -> Iterator[Row]:
+def read_rows(path: Path, name: str) -> Iterator[Row]:
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise ConfigError(f"{name}: unknown kind {path.suffix!r}. Known: .jsonl, .parquet.")
@@ -130,7 +130,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Row]:
         yield f"{name}: row {number}", row
 
 
-def _field(row: dict[str, Any], key: str, where: str) -> Any:
+def field_of(row: dict[str, Any], key: str, where: str) -> Any:
     """The value under a key; a dotted key reaches into objects."""
     value: Any = row
     for part in [key] if key in row else key.split("."):
@@ -146,7 +146,7 @@ def _field(row: dict[str, Any], key: str, where: str) -> Any:
 def _label(row: dict[str, Any], key: str, where: str) -> str:
     if key == "label" and "label" not in row and "reward_model" in row:
         key = "reward_model.ground_truth"
-    value = _field(row, key, where)
+    value = field_of(row, key, where)
     is_missing = value is None or value != value  # NaN stands for a missing number in parquet
     if is_missing or isinstance(value, (dict, list, bytes)):
         raise ConfigError(f"{where}: {key}={value!r}. A label must be a string or a number.")
