@@ -43,7 +43,7 @@ class AnswersConfig:
     shuffle: bool = True
     """Visit the rows in a new order in every epoch, fixed by --seed."""
 
-    eval_prompt_data: Annotated[str, NO_RESULT] = ""
+    eval_prompt_data: str = ""
     """Rows whose loss is measured and that are not learnt from."""
 
     eval_interval: Annotated[
@@ -160,7 +160,7 @@ class SftConfig:
             megatron=self.megatron,
             cluster=self.cluster,
             algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
-            parity=groups.ParityConfig(true_on_policy_mode=self.true_on_policy_mode),
+            parity=groups.ParityConfig(true_on_policy_mode=self.plan.starts_aligned),
             operators=self.operators,
             output=self.output,
             seed=self.seed,

@@ -33,6 +33,7 @@ class TrainConfig:
     agent: groups.AgentConfig = field(default_factory=groups.AgentConfig)
     reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
     algorithm: groups.AlgorithmConfig = field(default_factory=groups.AlgorithmConfig)
+    distillation: groups.DistillationConfig = field(default_factory=groups.DistillationConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
     trainer: groups.TrainerConfig = field(default_factory=groups.TrainerConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)

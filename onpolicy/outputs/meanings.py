@@ -93,6 +93,8 @@ MEANINGS = {
     "correction/rejected_fraction": "share of tokens that the policy loss does not see, in all",
     "correction/nonfinite_fraction": "share of tokens rejected as not finite",
     "correction/batch_norm_factor": "mean weight that weights were divided by, rejected ones left out",
+    "distillation/reverse_kl": "mean log p_policy - log p_teacher of the sampled tokens, in nats",
+    "distillation/log_prob_abs_diff": "mean of its absolute value: exactly 0 if they agree",
     "dc/lambda": "price of a unit of discrepancy that was applied",
     "dc/delta_mean": "mean discrepancy",
     "dc/delta_max": "largest discrepancy",

@@ -60,6 +60,10 @@ class Estimator(ABC):
         do not depend on the ranks.
         """
 
+    def metrics(self) -> dict[str, float]:
+        """What it found in the last rollout, the same on every rank."""
+        return {}
+
 
 class RewardEstimator(Estimator):
     """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`).

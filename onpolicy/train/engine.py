@@ -20,7 +20,7 @@ from onpolicy.ops.log_probs import Scores
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
-Role = Literal["policy", "reference"]
+Role = Literal["policy", "reference", "teacher"]
 """What a model is there for in a run."""
 
 Loss = Callable[[Scores, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]

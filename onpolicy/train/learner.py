@@ -166,7 +166,8 @@ class Learner:
             ]
         )
         seconds = time.perf_counter() - start
-        return [[next(scored) for _ in step] for step in steps], {"perf/log_probs_time": seconds}
+        metrics = {"perf/log_probs_time": seconds, **self.estimator.metrics()}
+        return [[next(scored) for _ in step] for step in steps], metrics
 
     def _roles(self, num_steps: int, *, corrected: bool) -> list[Role]:
         """The models that score a rollout before its first optimizer step, in their order."""

@@ -28,6 +28,7 @@ from onpolicy.ops.partial import aligned_side
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator
 from onpolicy.train.base import Trainer, TrainerMemory
+from onpolicy.train.distillation import with_teacher
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
@@ -61,11 +62,16 @@ class PolicyTrainer(Trainer):
         self.device = distributed.device(contract.device)
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
-        estimator = estimator or RewardEstimator(algorithm.advantage_estimator)
+        estimator = with_teacher(
+            config, estimator or RewardEstimator(algorithm.advantage_estimator)
+        )
         self.models: Models = {"policy": load_model(source, self.operators, trained=True)}
         if algorithm.use_kl_loss or "reference" in estimator.roles:
             reference = algorithm.ref_checkpoint or source
             self.models["reference"] = load_model(reference, self.operators, trained=False)
+        if "teacher" in estimator.roles:
+            teacher = config.distillation.teacher_checkpoint
+            self.models["teacher"] = load_model(teacher, self.operators, trained=False)
         self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
         self.outlet = WeightOutlet(config, contract, self.policy)
         self.learner = Learner(config, self.models, estimator, self.device)

@@ -11,6 +11,7 @@ from onpolicy.config.groups.agents import AgentConfig, SessionsConfig
 from onpolicy.config.groups.algorithm import AlgorithmConfig, LossAggregation
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
+from onpolicy.config.groups.distillation import DistillationConfig
 from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
@@ -29,6 +30,7 @@ from onpolicy.config.groups.training import MegatronConfig, TrainBackend, Traine
 
 __all__ = [
     "AgentConfig", "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig", "DataConfig",
+    "DistillationConfig",
     "EngineConfig", "EngineCountConfig", "EvalConfig", "FallbackConfig", "GovernorFlags",
     "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
     "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",

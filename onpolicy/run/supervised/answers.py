@@ -101,6 +101,8 @@ class _Reader:
                 trajectories = [*conversation(self._template, messages, tools)]
             else:
                 trajectories = [self._text(content, self._label(row, where), where)]
+        except ConfigError:
+            raise
         except (TypeError, ValueError) as error:  # of the template, or half of a surrogate pair
             raise ConfigError(f"{where}: {in_one_line(error)}. Correct the row.") from error
         return self._example(index, trajectories)

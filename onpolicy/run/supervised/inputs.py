@@ -78,7 +78,7 @@ def read_inputs(config: SftConfig) -> SftInputs:
     num_steps = _num_steps(config, len(examples))
     train_config = config.train_config(num_steps)
     check_layout(train_config)
-    contract = contract_for(train_config, hf_config, aligned=config.true_on_policy_mode)
+    contract = contract_for(train_config, hf_config, aligned=config.plan.starts_aligned)
     if not (config.cluster.ray_address or config.dry_run):
         placement_of_trainer(train_config, contract, hosts_here())
     return SftInputs(
