@@ -129,9 +129,9 @@ FROZEN = {
 """How the parameters of the same weights end."""
 
 
-def train_with_frozen(job):
-    """What `train` returns of a model whose FROZEN parameters ask for no gradient; and the digests of
-    those of this rank before and after."""
+def train_with_frozen(job, **more):
+    """What `train` of `more` returns of a model whose FROZEN parameters ask for no gradient; and the
+    digests of those of this rank before and after."""
     import onpolicy.train.fsdp.sharded_model
     import onpolicy.train.megatron.sharded_model as megatron
     from onpolicy.train.megatron.weights import first_layer, global_name
@@ -158,7 +158,7 @@ def train_with_frozen(job):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_backend, "_load", load_and_freeze)
         patch.setattr(of_backend, "take_step", digest_after)
-        return *train(job), digests
+        return *train(job, **more), digests
 
 
 def train_on_a_wrong_one(job):

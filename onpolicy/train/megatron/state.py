@@ -27,6 +27,8 @@ from onpolicy.train import distributed
 from onpolicy.train.state import IndexReader, create_missing_moments
 
 _METADATA = {
+    # One tensor a layer: the moments of a weight that is frozen in some layers fill no tensor of all.
+    "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }

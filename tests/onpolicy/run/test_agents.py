@@ -17,10 +17,13 @@ MODES = {
     "lag 0": {},
     "lag 1": {"rollout_lag": 1},
     "segments": {"rollout_segment_tokens": 3},
-    # What `acts` observes differs from run to run: none may learn so fast that no group has a signal left.
+    # What `acts` observes differs from run to run: groups are to tie by chance, not by what was learnt.
     "dynamic": {
-        "dynamic_sampling": True, "over_sampling_batch_size": 2, "n_samples_per_prompt": 2, "lr": 0.1,
-    },  # fmt: skip
+        "dynamic_sampling": True,
+        "over_sampling_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "lr": 0.1,
+    },
 }
 
 

@@ -1,5 +1,7 @@
 """Megatron's engine with parameters that are not trained, and with its memory off the device."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -55,3 +57,13 @@ def test_in_every_layout_only_what_is_trained_moves_and_as_in_the_other_engine(
         assert torch.equal(after[name], tensor) == is_frozen(name), name
     for *_, digests in results:
         assert len(digests) == 4 and len(set(digests)) == 1
+
+
+def test_it_goes_on_with_the_same_bits_where_a_weight_is_frozen_in_some_layers_only(
+    ranks, job, tmp_path
+):
+    under = job.under(LAYOUTS["pipeline"], **SMOOTH)
+    whole = ranks.run(partial(train_with_frozen, save=tmp_path), under)[0]
+    resumed = ranks.run(partial(train_with_frozen, load=tmp_path), under)[0]
+    assert resumed[0] == whole[0][1:]
+    assert equal(resumed[2], whole[2])
