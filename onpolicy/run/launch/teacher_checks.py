@@ -48,7 +48,7 @@ def teacher_bytes(config: TrainConfig) -> int:
     if not path:
         return 0
     size = ModelSize.of(load_config(path, trust, FLAG), trust)
-    itemsize = getattr(torch, config.model.dtype).itemsize
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
     if config.trainer.train_backend == "megatron":
         shards = config.megatron.megatron_tp * config.megatron.megatron_pp
         return itemsize * size.parameters // shards
