@@ -30,7 +30,7 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest."""
+        """The tokens of the longest trajectory."""
         return max(len(trajectory.token_ids) for trajectory in self.trajectories)
 
 
