@@ -92,6 +92,25 @@ class ChatTemplate:
         """The tokens of a chat that the policy is to go on with."""
         return self.encode(self._render(messages, tools))
 
+    def answer(
+        self,
+        known: Sequence[Message],
+        answer: Message,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """The tokens of an answer to the messages before it, as a policy would have sampled it: from the
+        end of `begin` to the stop token that ends it."""
+        before = self._render(known, tools)
+        whole = self._render([*known, answer], tools, goes_on=False)
+        text = whole.removeprefix(before)
+        ends = [text.index(stop) + len(stop) for stop in self._stops if stop in text]
+        if not whole.startswith(before) or not ends:
+            raise ValueError(
+                "the chat template has an answer not after its own beginning, or ends it with no stop "
+                "token, so what is to be learnt is not known"
+            )
+        return self.encode(text[: min(ends)])
+
     def go_on(
         self,
         token_ids: Sequence[int],
@@ -174,26 +193,37 @@ class ChatTemplate:
             )
         )
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Arguments of calls are objects, as most templates want them, or text, as DeepSeek's does."""
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        goes_on: bool = True,
+    ) -> str:
+        """Arguments of calls are objects, as most templates want them, or text, as DeepSeek's does.
+
+        goes_on: whether an answer is to follow.
+        """
         if self._tokenizer.chat_template is None:
             raise ValueError("the checkpoint's tokenizer has no chat template")
         flat = [{**message, "content": text_of(message.get("content"))} for message in messages]
         try:
-            return self._apply([_with_objects(message) for message in flat], tools)
+            return self._apply([_with_objects(message) for message in flat], tools, goes_on)
         except Exception as error:  # a template is a program of the checkpoint's
             try:
-                return self._apply(flat, tools)
+                return self._apply(flat, tools, goes_on)
             except Exception:
                 raise ValueError(f"the chat template refuses the messages: {error}") from error
 
-    def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _apply(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], goes_on: bool
+    ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=goes_on,
                 **self._options,
             )
         )

@@ -105,10 +105,15 @@ def place(
     processes too. No engine is placed with --rollout-server-url. Raises ConfigError with the sum that
     does not fit.
     """
-    ranks = (_ranks_on_gpus if device == "cuda" else _ranks_on_cores)(cluster, hosts)
+    placement = place_trainer(cluster, device, hosts)
     number = 0 if servers.rollout_server_url else servers.rollout_num_engines
-    placement = Placement(ranks, ())
     return place_engines(number, gpus_per_engine, device, hosts, placement, servers.colocate)
+
+
+def place_trainer(cluster: ClusterConfig, device: str, hosts: Sequence[Host]) -> Placement:
+    """Slots of the trainer's ranks. Raises ConfigError as `place` does."""
+    ranks = (_ranks_on_gpus if device == "cuda" else _ranks_on_cores)(cluster, hosts)
+    return Placement(ranks, ())
 
 
 def place_engines(

@@ -9,12 +9,19 @@ from typing import Any
 
 from onpolicy.config.flags import flags_of, spelled
 from onpolicy.config.rules import decides_results
+from onpolicy.config.sft import AnyRun, SftConfig
 from onpolicy.config.train import TrainConfig
 
 DECIDE_NO_RESULT = frozenset(
-    flag.name for flag in flags_of(TrainConfig) if not decides_results(flag)
+    flag.name
+    for command in (TrainConfig, SftConfig)
+    for flag in flags_of(command)
+    if not decides_results(flag)
 )
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
+
+_LENGTHS = {"num_rollout", "num_epoch", "max_steps"}
+"""Settings that say when a run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +36,7 @@ class Change:
         return f"{spelled(self.name)}={_text(self.now)}, was {_text(self.recorded)}"
 
 
-def changes(recorded: Mapping[str, Any], config: TrainConfig) -> list[Change]:
+def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
     """The settings that decide results and are others than those of an earlier `to_dict`.
 
     A flag that the record lacks was added since, and meant its default.
@@ -40,21 +47,21 @@ def changes(recorded: Mapping[str, Any], config: TrainConfig) -> list[Change]:
         for name, value in now.items()
         if name not in DECIDE_NO_RESULT
         and _text(_as_now(was[name], value)) != _text(value)
-        and not (name == "num_rollout" and _only_goes_on(was, now))
+        and not (name in _LENGTHS and _only_goes_on(name, was, now))
     ]
 
 
 def same_run(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether two `to_dict`s may be of one run, which may have been made longer on the way."""
-    deciding = (a.keys() & b.keys()) - DECIDE_NO_RESULT - {"num_rollout"}
+    deciding = (a.keys() & b.keys()) - DECIDE_NO_RESULT - _LENGTHS
     return all(_text(a[name]) == _text(b[name]) for name in deciding)
 
 
-def _only_goes_on(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _only_goes_on(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """A longer run is the same run, unless its learning rate goes by its length, or what it would have
     drawn ahead at that end is not there."""
-    longer: bool = now["num_rollout"] > was["num_rollout"] and now["lr_decay_style"] == "constant"
-    return longer and not now["rollout_lag"]
+    longer: bool = now[name] > was[name] and now["lr_decay_style"] == "constant"
+    return longer and not now.get("rollout_lag")
 
 
 def _as_now(was: Any, now: Any) -> Any:

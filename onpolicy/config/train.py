@@ -37,6 +37,7 @@ class TrainConfig:
     critic: Annotated[groups.CriticConfig, groups.BY_CRITIC] = field(
         default_factory=groups.CriticConfig
     )
+    distillation: groups.DistillationConfig = field(default_factory=groups.DistillationConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
     trainer: groups.TrainerConfig = field(default_factory=groups.TrainerConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)

@@ -18,7 +18,9 @@ PROBE = "Two words,  (x + 1)\n\tend"
 """A text that every published tokenizer of a language model gives back."""
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
+) -> Any:
     """The checkpoint's tokenizer, as its tokenizer.json has it where transformers makes another one of
     that which loses text: of DeepSeek-V3's, for one, Llama's without spaces.
 
@@ -39,13 +41,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise
     except Exception as error:  # whatever its parsers raise
         raise ConfigError(
-            f"--hf-checkpoint={path}: its tokenizer cannot be read ({type(error).__name__}: "
+            f"{flag}={path}: its tokenizer cannot be read ({type(error).__name__}: "
             f"{in_one_line(error)}). Its files are missing or damaged; download them again."
         ) from error
     # For some models transformers makes up an empty tokenizer where it finds no file.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ConfigError(
-            f"--hf-checkpoint={path}: its tokenizer has no tokens, so tokenizer.json is likely missing. "
+            f"{flag}={path}: its tokenizer has no tokens, so tokenizer.json is likely missing. "
             "Download the checkpoint's tokenizer files too."
         )
     return tokenizer

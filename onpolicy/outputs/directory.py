@@ -19,9 +19,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from onpolicy.config import TrainConfig
+from onpolicy.config.flags import spelled
 from onpolicy.config.groups import OutputConfig
 from onpolicy.config.settings import same_run
+from onpolicy.config.sft import AnyRun
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, OutputError
 from onpolicy.outputs.lock import locked
@@ -40,6 +41,12 @@ logger = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors")
+
+READ = (
+    "hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint", "prompt_data",
+    "eval_prompt_data", "replay",
+)  # fmt: skip
+"""Flags with a path that a run reads from."""
 
 
 class RunDirectory:
@@ -63,20 +70,17 @@ class RunDirectory:
             self.plots.mkdir(exist_ok=True)
 
     @classmethod
-    def of(cls, config: TrainConfig, resumed: Mapping[str, Any] | None) -> RunDirectory:
+    def of(cls, config: AnyRun, resumed: Mapping[str, Any] | None) -> RunDirectory:
         """The directory of a run; `resumed`: the configuration of its checkpoint, if it goes on."""
         path, now = config.output.run_dir, config.to_dict()
         resumes = resumed is not None and _holds_one_of(Path(path), resumed, now)
-        needed = {
-            "--hf-checkpoint": config.model.hf_checkpoint,
-            "--ref-checkpoint": config.algorithm.ref_checkpoint,
-            "--critic-load": config.critic.critic_load,
-            **{f"--prompt-data {place}": place for place in config.data.prompt_data},
-            "--replay": config.rollout.replay,
-        }
-        if resumed is not None:
-            needed |= {"--load": config.output.load, "--save": config.output.save}
-        return cls(path, resumes, {flag: place for flag, place in needed.items() if place})
+        read = READ if resumed is None else (*READ, "load", "save")
+        needed: dict[str, str] = {}
+        for name in read:
+            places = now.get(name) or ()
+            for place in [places] if isinstance(places, str) else places:
+                needed[f"{spelled(name)} {place}"] = place
+        return cls(path, resumes, needed)
 
     def close(self) -> None:
         """Let other runs write there."""
@@ -122,7 +126,7 @@ class RunDirectory:
             ) from error
 
     def write_records(
-        self, config: TrainConfig, contract: NumericsContract, first_step: int = 0
+        self, config: AnyRun, contract: NumericsContract, first_step: int = 0
     ) -> None:
         """Write down what the run was started with; a resumed run repeats moves after its start."""
         records = {
@@ -156,7 +160,7 @@ class RunDirectory:
                 handler.close()
 
     @contextmanager
-    def opened_sinks(self, config: TrainConfig, first_step: int) -> Iterator[list[Sink]]:
+    def opened_sinks(self, config: AnyRun, first_step: int) -> Iterator[list[Sink]]:
         """The sinks, closed at the end; what fails then is only logged."""
         with self.writing():
             sinks = self.sinks(config, first_step)
@@ -166,7 +170,7 @@ class RunDirectory:
             for sink in sinks:
                 _close(sink)
 
-    def sinks(self, config: TrainConfig, first_step: int) -> list[Sink]:
+    def sinks(self, config: AnyRun, first_step: int) -> list[Sink]:
         """metrics.jsonl always; the others if asked for."""
         sinks: list[Sink] = [JsonlSink(self.metrics_file, first_step)]
         if config.output.use_tensorboard:

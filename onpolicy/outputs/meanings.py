@@ -93,6 +93,8 @@ MEANINGS = {
     "correction/rejected_fraction": "share of tokens that the policy loss does not see, in all",
     "correction/nonfinite_fraction": "share of tokens rejected as not finite",
     "correction/batch_norm_factor": "mean weight that weights were divided by, rejected ones left out",
+    "distillation/reverse_kl": "mean log p_policy - log p_teacher of the sampled tokens, in nats",
+    "distillation/log_prob_abs_diff": "mean of its absolute value: exactly 0 if they agree",
     "dc/lambda": "price of a unit of discrepancy that was applied",
     "dc/delta_mean": "mean discrepancy",
     "dc/delta_max": "largest discrepancy",
@@ -135,6 +137,7 @@ MEANINGS = {
     "perf/trainer_idle_share": "share of the step in which the trainer neither trained nor sent weights",
     "eval/avg@k": "mean reward over evaluation prompts and their k samples",
     "eval/pass@k": "share of evaluation prompts with a sample of positive reward",
+    "eval/loss": "onpolicy sft: mean -log pi of the evaluation rows' answers, in nats per token",
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",
 }

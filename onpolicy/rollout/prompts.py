@@ -57,7 +57,7 @@ def make_prompts(
     prompts: list[Prompt] = []
     seen: set[tuple[str, str]] = set()
     for where, row in rows:
-        content = _field(row, config.input_key, where)
+        content = field_of(row, config.input_key, where)
         _require_prompt(content, config.apply_chat_template, where)
         label = _label(row, config.label_key, where)
         if (key := (json.dumps(content, sort_keys=True, default=str), label)) in seen:
@@ -87,7 +87,7 @@ def make_prompts(
     return prompts
 
 
-def _field(row: dict[str, Any], key: str, where: str) -> Any:
+def field_of(row: dict[str, Any], key: str, where: str) -> Any:
     """The value under a key; a dotted key reaches into objects."""
     value: Any = row
     for part in [key] if key in row else key.split("."):
@@ -103,7 +103,7 @@ def _field(row: dict[str, Any], key: str, where: str) -> Any:
 def _label(row: dict[str, Any], key: str, where: str) -> str:
     if key == "label" and "label" not in row and "reward_model" in row:
         key = "reward_model.ground_truth"
-    value = _field(row, key, where)
+    value = field_of(row, key, where)
     is_missing = value is None or value != value  # NaN stands for a missing number in parquet
     if is_missing or isinstance(value, (dict, list, bytes)):
         raise ConfigError(f"{where}: {key}={value!r}. A label must be a string or a number.")

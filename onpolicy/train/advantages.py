@@ -87,6 +87,10 @@ class Estimator(ABC):
         those that read the critic."""
         raise NotImplementedError
 
+    def metrics(self) -> dict[str, float]:
+        """What it found in the last rollout, the same on every rank."""
+        return {}
+
 
 class RewardEstimator(Estimator):
     """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`).

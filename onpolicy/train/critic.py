@@ -14,13 +14,13 @@ from onpolicy.algorithm.advantages import whitening
 from onpolicy.algorithm.critic import generalized_advantages, value_loss
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import CriticConfig
-from onpolicy.errors import TrainingError
 from onpolicy.models.value_head import Values
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, ScoredTrajectory, shaped_rewards
 from onpolicy.train.batch import ScoredBatch, WeighedBatch
 from onpolicy.train.engine import Role, ShardedModel
 from onpolicy.train.loss import weighted_sum
+from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.rates import base_factor
 from onpolicy.train.shares import Outcomes
 
@@ -83,18 +83,9 @@ class Critic:
         """An optimizer step on one's own micro-batches of it."""
         # Its routers choose for themselves, as when it scored.
         own = [replace(b, packed=b.packed.with_own_routing()) for b in micro_batches]
-        found, _ = self.model.accumulate_gradients(own, self._loss, None)
-        sums = distributed.sum_micro_batches(found)
-        norm = self.model.clip_gradients()
-        if not math.isfinite(norm):
-            self.model.drop_gradients()
-            raise TrainingError(
-                f"grad_norm={norm}: a gradient of the critic is not finite, so it took no optimizer "
-                "step. Lower --critic-lr, or resume from the last checkpoint with --load."
-            )
-        self.model.take_step(rate)
-        ours = {name: x for name, x in sums.items() if name.startswith("critic/")}
-        return {**ours, "critic/grad_norm": norm, "critic/lr": rate}
+        metrics, _ = optimizer_step(self.model, own, self._loss, None, rate)
+        ours = {name: x for name, x in metrics.items() if name.startswith("critic/")}
+        return {**ours, "critic/grad_norm": metrics["train/grad_norm"], "critic/lr": rate}
 
     def _loss(self, scores: Values, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Every token that counts has its share, rejected by a correction or not: what a critic learns

@@ -19,7 +19,7 @@ from onpolicy.ops import Operators
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
-Role = Literal["policy", "reference", "critic"]
+Role = Literal["policy", "reference", "critic", "teacher"]
 """What a model is there for in a run."""
 
 Loss = Callable[[Any, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ParityError, TrainingError
+from onpolicy.errors import ParityError
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
@@ -35,6 +34,7 @@ from onpolicy.train.critic import Critic, known_variance
 from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
+from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.penalties import Penalties
 from onpolicy.train.shares import Outcomes, Share
@@ -167,23 +167,12 @@ class Learner:
         self, micro_batches: Sequence[WeighedBatch], rate: float, check: Check | None
     ) -> tuple[dict[str, float], list[Tensor]]:
         """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
-        policy = self.models["policy"]
-        try:
-            found, train_log_probs = policy.accumulate_gradients(micro_batches, self._loss, check)
-        except ParityError:
-            policy.drop_gradients()
-            raise
-        sums = distributed.sum_micro_batches(found)
-        grad_norm = policy.clip_gradients()
-        if not math.isfinite(grad_norm):
-            raise TrainingError(
-                f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
-                "Lower --lr, or resume from the last checkpoint with --load."
-            )
-        if replayed := sums.pop("routing/num_replayed", 0.0):
-            sums["routing/differing_share"] = sums.pop("routing/num_differing") / replayed
-        policy.take_step(rate)
-        return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, train_log_probs
+        metrics, train_log_probs = optimizer_step(
+            self.models["policy"], micro_batches, self._loss, check, rate
+        )
+        if replayed := metrics.pop("routing/num_replayed", 0.0):
+            metrics["routing/differing_share"] = metrics.pop("routing/num_differing") / replayed
+        return metrics, train_log_probs
 
     def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss and of the metrics of the global batch."""
@@ -232,6 +221,7 @@ class Learner:
             ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref, **critics)
             for batch, a, old, ref, critics in parts
         ]
+        metrics |= self.estimator.metrics()
         if self.critic is not None:
             metrics |= known_variance(scored)
         metrics["perf/log_probs_time"] = time.perf_counter() - start

@@ -29,6 +29,7 @@ from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator
 from onpolicy.train.base import Trainer, TrainerMemory
 from onpolicy.train.critic import GaeEstimator
+from onpolicy.train.distillation import with_teacher
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
@@ -65,11 +66,7 @@ class PolicyTrainer(Trainer):
         self.device = distributed.device(contract.device)
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
-        estimator = estimator or (
-            GaeEstimator(config.critic, algorithm.gamma)
-            if algorithm.advantage_estimator == "gae"
-            else RewardEstimator.of(algorithm)
-        )
+        estimator = with_teacher(config, estimator or _estimator(config))
         self.models: Models = {"policy": load_model(source, self.operators, trained=True)}
         if algorithm.reads_reference or "reference" in estimator.roles:
             reference = algorithm.ref_checkpoint or source
@@ -77,6 +74,9 @@ class PolicyTrainer(Trainer):
         if "critic" in estimator.roles:
             path = config.critic.critic_load or source
             self.models["critic"] = load_model(path, self.operators, trained=True, has_values=True)
+        if "teacher" in estimator.roles:
+            teacher = config.distillation.teacher_checkpoint
+            self.models["teacher"] = load_model(teacher, self.operators, trained=False)
         self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
         self.outlet = WeightOutlet(config, contract, self.policy)
         self.learner = Learner(config, self.models, estimator, self.device)
@@ -201,6 +201,13 @@ class PolicyTrainer(Trainer):
                 f"--load: what the checkpoint holds of the corrections does not fit these settings "
                 f"({error!r}). Give --dc-* as in the run that wrote it."
             ) from error
+
+
+def _estimator(config: TrainConfig) -> Estimator:
+    algorithm = config.algorithm
+    if algorithm.advantage_estimator == "gae":
+        return GaeEstimator(config.critic, algorithm.gamma)
+    return RewardEstimator.of(algorithm)
 
 
 def checked_operators(

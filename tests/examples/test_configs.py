@@ -17,6 +17,7 @@ def test_it_is_valid(file):
     argv += ["--eval-prompt-data", "/e.jsonl"] if "eval_interval" in file.read_text() else []
     argv += ["--save", "/s"] if "save_interval" in file.read_text() else []
     argv += [] if "rm_type" in file.read_text() else ["--rm-type", "exact"]
+    argv += ["--teacher-checkpoint", "/t"] if "opd_" in file.read_text() else []
     of_agents = ("rollout_max_context_len", "tool_call_parser", "episode_time_limit")
     if any(key in file.read_text() for key in of_agents):
         argv += ["--custom-agent-function-path", "module.function"]

@@ -13,6 +13,7 @@ from onpolicy.config.groups.algorithm import AlgorithmConfig
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
 from onpolicy.config.groups.critic import BY_CRITIC, CriticConfig
+from onpolicy.config.groups.distillation import DistillationConfig
 from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
@@ -31,7 +32,7 @@ from onpolicy.config.groups.training import MegatronConfig, TrainBackend, Traine
 
 __all__ = [
     "BY_CRITIC", "AgentConfig", "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig",
-    "CriticConfig", "DataConfig",
+    "CriticConfig", "DataConfig", "DistillationConfig",
     "EngineConfig", "EngineCountConfig", "EvalConfig", "FallbackConfig", "GovernorFlags",
     "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
     "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",

@@ -20,7 +20,12 @@ from onpolicy.errors import ConfigError, ContractError
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import make_rollout_group, places_in
-from onpolicy.run.launch.host_shares import hosts_here, placement_here, placement_of
+from onpolicy.run.launch.host_shares import (
+    hosts_here,
+    placement_here,
+    placement_of,
+    placement_of_trainer,
+)
 from onpolicy.run.launch.memory_checks import Needs, PlaceOn, fitting, require_room_of
 from onpolicy.train import Trainer
 
@@ -68,6 +73,21 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
 
     with session(config.cluster):
         yield make_engines
+
+
+@contextmanager
+def trainer_on_cluster(
+    config: TrainConfig, contract: NumericsContract, needs: Needs, logs: Path
+) -> Iterator[Trainer]:
+    """A trainer without servers, in the run's cluster, on the hosts that there are; `logs`: a directory
+    for those of its ranks. Raises ConfigError if it does not fit there, or a cluster's host's memory."""
+    asked = needs if config.cluster.ray_address else None
+    place = partial(fitting, partial(placement_of_trainer, config, contract), asked)
+    with session(config.cluster), ExitStack() as stack:
+        placement = _said(*when_it_fits(place, config.cluster))
+        trainer = _make_ranks(placement.trainer, config, contract, logs)
+        stack.callback(trainer.close)
+        yield trainer
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from onpolicy.cluster.hosts import Host, this_host
-from onpolicy.cluster.placement import Placement, place, place_engines
+from onpolicy.cluster.placement import Placement, place, place_engines, place_trainer
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineCountConfig, ServerConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
@@ -41,6 +41,17 @@ def placement_of_servers(
     placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
     _require_addresses_of_hosts(rollout_host, placement)
+    return placement
+
+
+def placement_of_trainer(
+    config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
+) -> Placement:
+    """Where each rank of a command without servers is; raises as `placement_of` does."""
+    if config.cluster.actor_num_gpus_per_node:
+        _require_device(contract, hosts)
+    placement = place_trainer(config.cluster, contract.device, hosts)
+    _require_device(contract, placement.hosts)
     return placement
 
 

@@ -22,6 +22,7 @@ from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.run.launch.process_memory import ProcessMemory
+from onpolicy.run.launch.teacher_checks import teacher_bytes
 from onpolicy.train.engine import recomputes_activations
 
 FLOAT32 = 4
@@ -157,13 +158,15 @@ class RunMemory:
         parts = {
             **own,
             "critic": critic * config.has_critic,
+            "teacher": teacher_bytes(config),
             "activations": _activations(recomputes, size, batch, itemsize),
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
             "libraries": LIBRARIES,
         }
         host = {}
         if spec.contract.device == "cuda":
-            away = sum(parts[name] for name in ("weights", "AdamW", "reference", "critic"))
+            leaving = ("weights", "AdamW", "reference", "critic", "teacher")
+            away = sum(parts[name] for name in leaving)
             host = {"libraries": LIBRARIES, "what leaves the GPU": away * config.engine.colocate}
         return ProcessMemory("trainer rank", parts, count, host)
 
@@ -261,9 +264,7 @@ class RunMemory:
     def enough_ranks(self, most: int) -> int | None:
         """The least number of ranks with which no GPU holds more than so many bytes; None if none is."""
         ranks, megatron = self.config.cluster.num_ranks, self.config.megatron
-        step = 1
-        if self.config.trainer.train_backend == "megatron":
-            step = megatron.megatron_tp * megatron.megatron_pp * megatron.megatron_cp
+        step = megatron.megatron_tp * megatron.megatron_pp * megatron.megatron_cp
         for number in range(ranks + step, MOST_RANKS, step):
             run = self._on_ranks(number)
             sides = run.moments() if run.is_colocated else [run.trainer()]

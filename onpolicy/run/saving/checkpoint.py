@@ -14,7 +14,7 @@ from annotated_types import Ge
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from onpolicy.config import TrainConfig
+from onpolicy.config.sft import AnyRun
 from onpolicy.errors import CheckpointError
 from onpolicy.outputs.directory import versions
 from onpolicy.run.saving import digests
@@ -84,7 +84,7 @@ class _Record(TypedDict):
 _SHAPE = TypeAdapter(_Record)
 
 
-def made_with(config: TrainConfig) -> dict[str, Any]:
+def made_with(config: AnyRun) -> dict[str, Any]:
     """The versions of the packages and the number of trainer ranks of this run."""
     return {**versions(), "trainer_ranks": config.cluster.num_ranks}
 

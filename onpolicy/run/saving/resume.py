@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from onpolicy.config import TrainConfig, settings
+from onpolicy.config import settings
 from onpolicy.config.groups import OutputConfig
+from onpolicy.config.sft import AnyRun
 from onpolicy.errors import CheckpointError, ConfigError
 from onpolicy.run.saving.checkpoint import (
     STATE,
@@ -23,7 +24,7 @@ from onpolicy.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-def find(config: TrainConfig, prompts: Sequence[Prompt]) -> Checkpoint | None:
+def find(config: AnyRun, prompts: Sequence[Prompt]) -> Checkpoint | None:
     """The checkpoint that --load means, every byte of it checked; None for a run from scratch.
 
     Raises ConfigError if there is none, if it is damaged, if it was made under other settings than
@@ -87,7 +88,7 @@ def _is_whole(directory: Path) -> bool:
     return True
 
 
-def _require_same_settings(found: Checkpoint, config: TrainConfig) -> None:
+def _require_same_settings(found: Checkpoint, config: AnyRun) -> None:
     changes = settings.changes(found.config, config)
     allowed = config.output.allow_changed_settings
     if refused := [change for change in changes if change.name not in allowed]:
@@ -103,9 +104,7 @@ def _require_same_settings(found: Checkpoint, config: TrainConfig) -> None:
         logger.warning("%s was made with a setting that is gone: %s", found.directory, name)
 
 
-def _require_same_prompts(
-    found: Checkpoint, config: TrainConfig, prompts: Sequence[Prompt]
-) -> None:
+def _require_same_prompts(found: Checkpoint, config: AnyRun, prompts: Sequence[Prompt]) -> None:
     same = found.state.prompts == digest_prompts(prompts)
     if not same and "prompt_data" not in config.output.allow_changed_settings:
         raise ConfigError(
@@ -115,7 +114,7 @@ def _require_same_prompts(
         )
 
 
-def _report_other_surroundings(found: Checkpoint, config: TrainConfig) -> None:
+def _report_other_surroundings(found: Checkpoint, config: AnyRun) -> None:
     """Warn if versions or the number of ranks differ: they are no settings, but may change bits."""
     for name, now in made_with(config).items():
         if now != (before := found.made_with.get(name)):

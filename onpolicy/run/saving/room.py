@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from onpolicy.config import TrainConfig
+from onpolicy.config.sft import AnyRun
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.system.memory import gib
@@ -17,7 +17,7 @@ MASTER = 3 * 4
 """Bytes that training keeps of a parameter: its float32 weight and two moments of AdamW."""
 
 
-def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+def require_room(config: AnyRun, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError, with the sum, if a checkpoint of the model does not fit under --save."""
     model = empty_causal_lm(hf_config, config.model.trust_remote_code)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -34,7 +34,7 @@ def require_room(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         )
 
 
-def _saves_computed_weights(config: TrainConfig) -> bool:
+def _saves_computed_weights(config: AnyRun) -> bool:
     """Whether the weights in compute dtype are saved beside the master weights, as Megatron does
     where the two are different tensors."""
     distributed = config.megatron.megatron_distributed_optimizer

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
-from onpolicy.config import TrainConfig
+from onpolicy.config.sft import AnyRun
 from onpolicy.errors import CheckpointError, HostLostError, TrainerLostError
-from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
     STATE,
     RunState,
@@ -21,6 +22,7 @@ from onpolicy.run.saving.checkpoint import (
 from onpolicy.run.saving.room import free_bytes
 from onpolicy.system import files
 from onpolicy.system.memory import gib
+from onpolicy.train import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +30,18 @@ _PARTIAL = ".partial_"
 """Before the name of what is being written, or deleted."""
 
 
+class HasTrainer(Protocol):
+    """What a run keeps its trainer in."""
+
+    trainer: Trainer
+
+    def room(self) -> AbstractContextManager[None]:
+        """Meanwhile the trainer may take the memory that it shares with others."""
+
+
 def save(
-    config: TrainConfig,
-    engines: EnginePair,
+    config: AnyRun,
+    engines: HasTrainer,
     state: RunState,
     write_rollouts: Callable[[Path], None] = lambda directory: None,
 ) -> None:
@@ -75,7 +86,7 @@ def _begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _commit(config: TrainConfig, state: RunState, partial: Path, final: Path) -> None:
+def _commit(config: AnyRun, state: RunState, partial: Path, final: Path) -> None:
     """Put everything on disk, then give the directory its name."""
     record = make_record(partial, state, config=config.to_dict(), made_with=made_with(config))
     (partial / STATE).write_text(record)

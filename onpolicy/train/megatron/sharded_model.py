@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import PackedTokens
+from onpolicy.models.policy import PackedTokens, operator_shapes
 from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Scores
@@ -76,6 +78,9 @@ class MegatronModel(ShardedModel):
     ) -> nn.Module:
         trust = self.config.model.trust_remote_code
         hf_config = load_config(path, trust, context=contract.context)
+        # A teacher may be of other sizes than the policy, whose shapes the contract has.
+        shapes = operator_shapes(ModelFacts(hf_config, trust), contract.row_parallel_blocks)
+        contract = replace(contract, shapes=shapes)
         model = build_model(
             hf_config, contract, self.operators, layout, self.device, has_values=has_values
         )

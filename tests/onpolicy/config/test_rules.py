@@ -19,11 +19,13 @@ from onpolicy.config.rules import (
     decides_results,
     refuse_unread,
 )
+from onpolicy.config.sft import SftConfig
 from onpolicy.config.tools import BenchConfig, ExplainConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 
 COMMANDS = {
-    TrainConfig: [], VerifyConfig: [], ExplainConfig: [], ServeConfig: [], BenchConfig: ["step"],
+    TrainConfig: [], SftConfig: [], VerifyConfig: [], ExplainConfig: [], ServeConfig: [],
+    BenchConfig: ["step"],
 }  # fmt: skip
 
 # A flag that is not its default, and what makes something read it.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from onpolicy.train.supervised import supervised_loss, supervised_step
 from tests.support.branched import branched_samples
 from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, train, weights
@@ -97,6 +98,26 @@ def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
     (metrics, alone), *others = (group.run(learn_episodes, job)[0] for group in ranks.values())
     assert metrics["train/grad_norm"] > 0 == metrics["parity/num_mismatched_tokens"]
     assert all(found == metrics and equal(other, alone) for found, other in others)
+
+
+def learn_answers(job):
+    """(metrics, losses before and after, weights) of two supervised steps, the second of two rows."""
+    trainer = make(job)
+    samples = branched_samples(trainer)
+    before = supervised_loss(trainer, samples)
+    steps = [supervised_step(trainer, rows, 1e-3) for rows in (samples, samples[:2])]
+    found = [{k: x for k, x in each.items() if not k.startswith("perf/")} for each in steps]
+    return (found, before, supervised_loss(trainer, samples)), weights(trainer)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_given_answers_are_learnt_to_the_same_bits(ranks, checkpoint, backend):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    job = Job(path=checkpoint, backend=backend, changes={"trainer": {"max_tokens_per_gpu": 12}})
+    (numbers, alone), *others = (group.run(learn_answers, job)[0] for group in ranks.values())
+    assert numbers[0][0]["train/loss"] == numbers[1] > numbers[2]
+    assert all(found == numbers and equal(other, alone) for found, other in others)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])

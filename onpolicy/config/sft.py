@@ -1,0 +1,181 @@
+"""The flags of `onpolicy sft`. What `onpolicy train` has too comes from its groups."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fallback_correction.ranges import ReadBy, at_least
+from onpolicy.config import groups
+from onpolicy.config.flags import also, flag_values
+from onpolicy.config.kinds import Count, CountOrZero, Directory, NonNegative, Seed
+from onpolicy.config.plan import RunPlan, tool_plan
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
+from onpolicy.config.train import NO_CHECKPOINT, TrainConfig
+
+OF_TRAIN = ReadBy("`onpolicy train`", lambda run: False)
+
+
+def _leaves_nothing(run: Facts) -> bool:
+    return not (run.save or run.save_hf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersConfig:
+    prompt_data: Annotated[
+        str,
+        Together(lambda run: not run.prompt_data,
+            "--prompt-data is missing: there is nothing to learn from. Give a path."),
+    ] = ""  # fmt: skip
+    """Rows to learn from: a file of any kind that `onpolicy train` reads. Required."""
+
+    input_key: str = "prompt"
+    """Field with the prompt: text, or a list of chat messages. Where the last message is an assistant's,
+    all answers of the assistant in the list are learnt, and no label is read."""
+
+    label_key: str = "label"
+    """Field with the answer to learn; dots reach into objects."""
+
+    tool_key: str = "tools"
+    """Field with the tools that a chat template is told of, if a row has it."""
+
+    apply_chat_template: bool = False
+    """Turn prompts into chats with the tokenizer's template."""
+
+    shuffle: bool = True
+    """Visit the rows in a new order in every epoch, fixed by --seed."""
+
+    eval_prompt_data: str = ""
+    """Rows whose loss is measured and that are not learnt from."""
+
+    eval_interval: Annotated[
+        CountOrZero, NO_RESULT, ReadBy("--eval-prompt-data", lambda run: run.eval_prompt_data)
+    ] = 0
+    """Measure it after every so many optimizer steps too; 0: before the first and after the last."""
+
+    @property
+    def sources(self) -> str:
+        """What --prompt-data was given, for messages."""
+        return self.prompt_data
+
+
+@also(lr_schedule=[OF_TRAIN])
+@dataclass(frozen=True, kw_only=True)
+class SftTrainerConfig(groups.TrainerConfig):
+    global_batch_size: Annotated[int, at_least(1)] = 64
+    """Rows per optimizer step."""
+
+    lr: NonNegative = 1e-5
+    """Peak learning rate of AdamW."""
+
+
+@also(max_rank_restarts=[OF_TRAIN], log_samples=[OF_TRAIN], log_samples_interval=[OF_TRAIN])
+@dataclass(frozen=True, kw_only=True)
+class SftOutputConfig(groups.OutputConfig):
+    run_dir: Directory = "runs/sft"
+    """Directory for configuration, logs, metrics; made if it is not there."""
+
+    save: Annotated[
+        str,
+        Together(_leaves_nothing,
+            "--save, --save-hf: neither is given, so nothing would be left of the run. Give one."),
+    ] = ""  # fmt: skip
+    """Directory for checkpoints, which hold the model as a Hugging Face checkpoint too, in hf/."""
+
+    save_interval: Annotated[CountOrZero, ReadBy("--save", lambda run: run.save)] = 0
+    """Save after every so many optimizer steps; the last is saved in any case."""
+
+    save_hf: Annotated[str, NO_RESULT] = ""
+    """Write the model into this directory in the end, as a Hugging Face checkpoint, which `onpolicy
+    train --hf-checkpoint` takes. It must not be there yet."""
+
+    allow_changed_settings: Annotated[tuple[str, ...], ReadBy("--load", lambda run: run.load)] = ()
+    """Settings, by their names in config.json, that may be others than the resumed checkpoint's."""
+
+
+@also(hf_checkpoint=[NO_CHECKPOINT])
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Supervised fine-tuning: learn given answers, by the engines and operators of `onpolicy train`.
+
+    The loss is the negative log-likelihood of the answers' tokens, their mean over the global batch.
+    """
+
+    model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
+    data: AnswersConfig = field(default_factory=AnswersConfig)
+    trainer: SftTrainerConfig = field(default_factory=SftTrainerConfig)
+    megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
+    cluster: Annotated[groups.ClusterConfig, NO_RESULT] = field(
+        default_factory=groups.ClusterConfig
+    )
+    operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
+    cpu: Annotated[groups.CpuConfig, NO_RESULT] = field(default_factory=groups.CpuConfig)
+    output: Annotated[SftOutputConfig, NO_RESULT] = field(default_factory=SftOutputConfig)
+
+    num_epoch: Count = 1
+    """Times that all rows are learnt."""
+
+    max_steps: Annotated[
+        CountOrZero, Against(lambda run: run.num_epoch != 1, "--num-epoch says when to end, too")
+    ] = 0
+    """Optimizer steps to take, in place of --num-epoch; 0: as many as those epochs have."""
+
+    true_on_policy_mode: bool = True
+    """Aligned operators, whose bits do not depend on the batch nor on the number of data-parallel ranks;
+    with --no-true-on-policy-mode the stock ones."""
+
+    seed: Seed = 0
+    """Decides the order of the rows."""
+
+    custom_config_path: Annotated[str, NO_RESULT] = ""
+    """YAML file with values for these flags (keys as flags, with _ for -). The command line wins."""
+
+    dry_run: Annotated[bool, NO_RESULT] = False
+    """Check everything that can be checked, print the resolved configuration, and stop."""
+
+    @property
+    def sglang_args(self) -> tuple[str, ...]:
+        """No server is started."""
+        return ()
+
+    @property
+    def has_critic(self) -> bool:
+        return False
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Rows of a step."""
+        return self.trainer.global_batch_size
+
+    @property
+    def plan(self) -> RunPlan:
+        degrees = {"--megatron-tp": self.megatron.megatron_tp}
+        mode = self.true_on_policy_mode
+        return tool_plan(self, mode=mode, degrees=degrees, starts_servers=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values under their flags' names, for the run directory."""
+        return flag_values(self)
+
+    def train_config(self, num_steps: int) -> TrainConfig:
+        """What the trainer is told: a run of so many rollouts, each of one optimizer step."""
+        return TrainConfig(
+            model=self.model,
+            rollout=groups.RolloutConfig(
+                num_rollout=num_steps,
+                rollout_batch_size=self.trainer.global_batch_size,
+                n_samples_per_prompt=1,
+            ),
+            engine=groups.EngineConfig(cpu_threads=self.cpu.cpu_threads),
+            trainer=self.trainer,
+            megatron=self.megatron,
+            cluster=self.cluster,
+            algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
+            parity=groups.ParityConfig(true_on_policy_mode=self.plan.starts_aligned),
+            operators=self.operators,
+            output=self.output,
+            seed=self.seed,
+            dry_run=self.dry_run,
+        )
+
+
+AnyRun = TrainConfig | SftConfig
+"""A run that writes checkpoints and a run directory."""

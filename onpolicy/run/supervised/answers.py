@@ -1,0 +1,186 @@
+"""Rows with answers as trajectories: what a policy would have been given, and what it is to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from onpolicy.agents.chat import ChatTemplate, Message
+from onpolicy.config.sft import AnswersConfig
+from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.rollout.data_files import read_rows
+from onpolicy.rollout.prompts import field_of
+from onpolicy.trajectory import Trajectory
+from onpolicy.types import Prompt, Sample, TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A row."""
+
+    prompt: Prompt
+    """What comes before the first answer; its text is that of the whole row, its label all answers."""
+
+    trajectories: list[Trajectory]
+    """One, but of a chat whose template writes the past anew (`agents/chat.py`) one for each past, as
+    the policy would sample it. Every answer is learnt in the first that has it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the longest trajectory."""
+        return max(len(trajectory.token_ids) for trajectory in self.trajectories)
+
+
+def load_examples(
+    path: str,
+    config: AnswersConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+    max_tokens: int,
+    flag: str,
+) -> list[Example]:
+    """All rows of a file, in their order; `flag` is for messages.
+
+    Raises ConfigError with where the first row stands that cannot be used, or has more than
+    `max_tokens`.
+    """
+    reader = _Reader(config, tokenizer, stop_token_ids)
+    examples: list[Example] = []
+    for where, row in read_rows(Path(path), f"{flag}={path}"):
+        example = reader.example(len(examples), row, where)
+        if example.num_tokens > max_tokens:
+            raise ConfigError(
+                f"{where}: {example.num_tokens} tokens, and the model's context has {max_tokens}. "
+                "Shorten the row, or drop it."
+            )
+        examples.append(example)
+    if not examples:
+        raise ConfigError(f"{flag}={path}: no rows. Give one with at least one answer.")
+    return examples
+
+
+def samples_of(examples: Iterable[Example]) -> list[TrainSample]:
+    """What the trainer learns from these rows; each is an episode."""
+    return [
+        TrainSample(
+            sample=Sample(prompt=example.prompt, sample_index=0, trajectory=trajectory),
+            group=number,
+            episode=number,
+        )
+        for number, example in enumerate(examples)
+        for trajectory in example.trajectories
+    ]
+
+
+class _Reader:
+    """Makes examples of rows. Raises ConfigError for those of which it can make none."""
+
+    def __init__(
+        self,
+        config: AnswersConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+    ):
+        self._config, self._tokenizer = config, tokenizer
+        self._template = ChatTemplate(tokenizer, stop_token_ids)
+        if tokenizer.eos_token_id is None and not config.apply_chat_template:
+            raise ConfigError(
+                "--hf-checkpoint: the tokenizer has no end-of-sequence token, so an answer would have "
+                "no end to learn. Add eos_token to its tokenizer_config.json."
+            )
+
+    def example(self, index: int, row: Mapping[str, Any], where: str) -> Example:
+        content = field_of(dict(row), self._config.input_key, where)
+        try:
+            if self._config.apply_chat_template:
+                messages = self._messages(content, row, where)
+                tools = row.get(self._config.tool_key) or ()
+                trajectories = [*conversation(self._template, messages, tools)]
+            else:
+                trajectories = [self._text(content, self._label(row, where), where)]
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:  # of the template, or half of a surrogate pair
+            raise ConfigError(f"{where}: {in_one_line(error)}. Correct the row.") from error
+        return self._example(index, trajectories)
+
+    def _example(self, index: int, trajectories: list[Trajectory]) -> Example:
+        texts = [str(self._tokenizer.decode(t.token_ids)) for t in trajectories]
+        learnt = [str(self._tokenizer.decode(t.response_ids)) for t in trajectories]
+        prompt = Prompt(
+            index=index,
+            prompt_ids=trajectories[0].prompt_ids,
+            label="\n".join(learnt),
+            text="\n".join(texts),
+        )
+        return Example(prompt=prompt, trajectories=trajectories)
+
+    def _text(self, prompt: Any, answer: str, where: str) -> Trajectory:
+        if not isinstance(prompt, str) or not prompt:
+            hint = " Add --apply-chat-template." if isinstance(prompt, list) else ""
+            raise ConfigError(f"{where}: prompt={prompt!r}. It must be text.{hint}")
+        given = Trajectory.begin(self._tokenizer.encode(prompt))
+        if not given.token_ids:
+            raise ConfigError(f"{where}: prompt={prompt!r} has no tokens. Drop the row.")
+        answer_ids = self._tokenizer.encode(answer, add_special_tokens=False)
+        return learning(given, [*answer_ids, self._tokenizer.eos_token_id])
+
+    def _messages(self, content: Any, row: Mapping[str, Any], where: str) -> list[Message]:
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        if not isinstance(messages, list) or not all(
+            isinstance(each, dict) and "role" in each for each in messages
+        ):
+            raise ConfigError(
+                f"{where}: {self._config.input_key}={content!r}. It must be text, or chat messages: "
+                "objects with a role and a content."
+            )
+        if messages and messages[-1]["role"] == "assistant":
+            return messages
+        return [*messages, {"role": "assistant", "content": self._label(row, where)}]
+
+    def _label(self, row: Mapping[str, Any], where: str) -> str:
+        answer = field_of(dict(row), self._config.label_key, where)
+        if not isinstance(answer, str):
+            raise ConfigError(
+                f"{where}: {self._config.label_key}={answer!r}. An answer to learn is text."
+            )
+        return answer
+
+
+def conversation(
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[Trajectory]:
+    """A chat as the policy would sample it, all answers of the assistant being learnt.
+
+    Raises ValueError for what the template does not take.
+    """
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    now = Trajectory.begin(template.begin(messages[: numbers[0]], tools))
+    answered = numbers[0]
+    for number in numbers:
+        if number > numbers[0]:
+            new = messages[answered:number]
+            more = template.go_on(now.token_ids, messages[:answered], new, tools)
+            if more.drift is not None:
+                yield now
+                now = now.until(more.kept).as_given(more.kept)
+            now = now.given(more.token_ids)
+        now = learning(now, template.answer(messages[:number], messages[number], tools))
+        answered = number + 1
+    yield now
+
+
+def learning(given: Trajectory, answer_ids: Sequence[int]) -> Trajectory:
+    """A trajectory that goes on with tokens to learn."""
+    count = len(answer_ids)
+    return replace(
+        given,
+        token_ids=[*given.token_ids, *answer_ids],
+        sampled=[*given.sampled, *[True] * count],
+        rollout_log_probs=[*given.rollout_log_probs, *[0.0] * count],
+        temperatures=[*given.temperatures, *[1.0] * count],
+    )

@@ -1,0 +1,41 @@
+"""One optimizer step on a model of any role, whatever its loss is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onpolicy.errors import ParityError, TrainingError
+from onpolicy.train import distributed
+from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.engine import Check, Loss, ShardedModel
+
+
+def optimizer_step(
+    model: ShardedModel,
+    micro_batches: Sequence[WeighedBatch],
+    loss: Loss,
+    check: Check | None,
+    rate: float,
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Its metrics, and the log-probabilities of each micro-batch that its loss was of; collective.
+
+    Raises ParityError as `check` does, and TrainingError for a gradient that is not finite; then no
+    step is taken.
+    """
+    try:
+        found, log_probs = model.accumulate_gradients(micro_batches, loss, check)
+    except ParityError:
+        model.drop_gradients()
+        raise
+    sums = distributed.sum_micro_batches(found)
+    grad_norm = model.clip_gradients()
+    if not math.isfinite(grad_norm):
+        raise TrainingError(
+            f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
+            "Lower --lr, or resume from the last checkpoint with --load."
+        )
+    model.take_step(rate)
+    return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, log_probs

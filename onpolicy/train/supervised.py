@@ -1,0 +1,91 @@
+"""Learning from given answers: the trainer's models, batches and optimizer steps, under another loss.
+
+Functions for `Trainer.on_each_rank`. Learnt are the tokens that a trajectory has as sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onpolicy.ops.log_probs import Scores
+from onpolicy.train import distributed
+from onpolicy.train.batch import WeighedBatch, packed_batch
+from onpolicy.train.loss import weighted_sum
+from onpolicy.train.optimizer_step import optimizer_step
+from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.train.shares import make_shares
+from onpolicy.types import TrainSample
+from onpolicy.weights.digest import WeightDigest
+
+GATHERED_BYTES = 256 << 20
+"""Weights that are gathered at a time for their digest."""
+
+
+def supervised_step(
+    trainer: PolicyTrainer, samples: Sequence[TrainSample], rate: float
+) -> dict[str, float]:
+    """Take one optimizer step on all of these; its metrics, the same on every rank."""
+    start = time.perf_counter()
+    batches = supervised_batches(trainer, samples)
+    metrics, _ = optimizer_step(trainer.policy, batches, negative_log_likelihood, None, rate)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(len(s.sample.token_ids) for s in samples)
+    return {
+        **metrics,
+        "perf/train_time": seconds,
+        "perf/train_tokens_per_second": num_tokens / seconds,
+    }
+
+
+def supervised_loss(trainer: PolicyTrainer, samples: Sequence[TrainSample]) -> float:
+    """The loss of the policy as it is, in nats a token; the same on every rank."""
+    batches = supervised_batches(trainer, samples)
+    scores = trainer.policy.score([batch.packed for batch in batches])
+    losses = [
+        {"loss": float(negative_log_likelihood(each, batch)[0])}
+        for each, batch in zip(scores, batches, strict=True)
+    ]
+    return distributed.sum_micro_batches(losses)["loss"]
+
+
+def supervised_batches(
+    trainer: PolicyTrainer, samples: Sequence[TrainSample]
+) -> list[WeighedBatch]:
+    """This rank's micro-batches, in which each token counts 1 over those of all ranks."""
+    most = trainer.config.trainer.max_tokens_per_gpu
+    share = make_shares(samples, 1, distributed.data_size(), most)[distributed.data_rank()]
+    weight = 1 / max(sum(s.sample.trajectory.num_sampled for s in samples), 1)
+    batches = [packed_batch(each, trainer.device) for each in share.micro_batches(0)]
+    return [
+        WeighedBatch.after(
+            batch,
+            advantages=torch.ones_like(batch.rollout_log_probs),
+            old_log_probs=None,
+            shares=batch.mask * weight,
+            kept=batch.mask,
+            importance_weights=torch.ones_like(batch.rollout_log_probs),
+        )
+        for batch in batches
+    ]
+
+
+def negative_log_likelihood(
+    scores: Scores, batch: WeighedBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A micro-batch's part of the mean over the global batch's tokens, and of the metrics."""
+    loss = weighted_sum(-scores.log_probs, batch.shares)
+    entropy = weighted_sum(scores.entropy, batch.shares)
+    return loss, {"train/loss": loss.detach(), "train/entropy": entropy}
+
+
+def policy_digest(trainer: PolicyTrainer) -> str:
+    """The digest of the policy's weights in compute dtype, as a push has it; on rank 0."""
+    digest = WeightDigest()
+    for bucket in trainer.policy.weight_buckets(GATHERED_BYTES):
+        for name, tensor in bucket:
+            digest.add(name, tensor)
+    return digest.hexdigest()

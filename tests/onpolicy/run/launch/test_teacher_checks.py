@@ -1,0 +1,68 @@
+"""A teacher that could not score what the policy samples is refused by name, before anything starts."""
+
+import json
+
+import pytest
+
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, validate
+from onpolicy.errors import ConfigError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
+from onpolicy.models.tokenizer import load_tokenizer
+from onpolicy.run.launch.teacher_checks import require_teacher, teacher_bytes
+from tests.support.tiny import make_checkpoint
+
+
+def config_of(checkpoint, *argv):
+    flags = ["--hf-checkpoint", str(checkpoint), "--prompt-data", "p.jsonl", "--rm-type", "exact"]
+    return parse(TrainConfig, [*flags, *argv], "onpolicy train")
+
+
+def test_a_teacher_of_another_size_with_the_same_tokenizer_is_taken(checkpoint, tmp_path):
+    teacher = make_checkpoint(tmp_path / "teacher", "llama")
+    config = config_of(checkpoint, "--teacher-checkpoint", str(teacher), "--true-on-policy-mode")
+    require_teacher(config, load_tokenizer(str(checkpoint)))
+    parameters = ModelSize.of(load_config(str(teacher)), False).parameters
+    assert teacher_bytes(config) > 4 * parameters
+    assert teacher_bytes(config_of(checkpoint)) == 0
+
+
+def test_another_tokenizer_is_refused(checkpoint, tmp_path):
+    teacher = make_checkpoint(tmp_path / "teacher", "qwen3")
+    file = teacher / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, other = sorted(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError, match=r"--teacher-checkpoint=.*tokenizer is another .*2 tokens"
+    ):
+        config = config_of(checkpoint, "--teacher-checkpoint", str(teacher))
+        require_teacher(config, load_tokenizer(str(checkpoint)))
+
+
+def test_an_unknown_teacher_is_refused(checkpoint, tmp_path):
+    config = config_of(checkpoint, "--teacher-checkpoint", str(tmp_path / "nobody"))
+    with pytest.raises(ConfigError, match=r"--teacher-checkpoint=.*nobody"):
+        require_teacher(config, load_tokenizer(str(checkpoint)))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
+        (["--opd-kl-coef", "0"], "nothing would be learnt from --teacher-checkpoint"),
+        (["--opd-reward-coef", "0", "--filter-equal-rewards"], "rewards are not learnt from"),
+    ],
+)
+def test_flags_that_contradict_a_teacher_are_refused(checkpoint, argv, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(config_of(checkpoint, "--teacher-checkpoint", "t", *argv))
+
+
+@pytest.mark.parametrize("flag", ["--opd-kl-coef", "--opd-reward-coef"])
+def test_without_a_teacher_its_flags_are_refused(checkpoint, flag):
+    with pytest.raises(ConfigError, match="only --teacher-checkpoint reads it"):
+        validate(config_of(checkpoint, flag, "0.5"))
