@@ -373,8 +373,8 @@ TRAIN = [
     ("hopper-without-a-gpu", NOTHING, "--true-on-policy-mode --operators hopper", "--operators=hopper: "),
     # Prompts
     ("data-missing", NOTHING, "--prompt-data {d}/none.jsonl", "--prompt-data=.*none.jsonl: cannot be read .No such file"),
-    ("data-directory", directory("d.jsonl"), "--prompt-data {d}/d.jsonl", "--prompt-data=.*d.jsonl: is a directory, not a file"),
-    ("data-kind", write("data.csv", "a,b"), "--prompt-data {d}/data.csv", "--prompt-data=.*: unknown kind '.csv'"),
+    ("data-directory", directory("d.jsonl"), "--prompt-data {d}/d.jsonl", "--prompt-data=.*d.jsonl: is a directory without state.json"),
+    ("data-kind", write("data.tsv", "a"), "--prompt-data {d}/data.tsv", "--prompt-data=.*: unknown kind '.tsv'"),
     ("data-without-kind", write("data", ""), "--prompt-data {d}/data", "--prompt-data=.*: unknown kind ''"),
     ("data-loop", link("l.jsonl", "{d}/l.jsonl"), "--prompt-data {d}/l.jsonl", "l.jsonl: cannot be read .Too many levels"),
     ("data-unreadable", unreadable("u.jsonl"), "--prompt-data {d}/u.jsonl", "u.jsonl: cannot be read .*Input/output error"),

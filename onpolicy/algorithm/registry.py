@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fallback_correction.choices import require_choice, require_choices
+
 Objective = Literal[
     "ppo", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "ipo",
     "ratio_mask", "reinforce",
@@ -39,6 +41,9 @@ class Named:
     formula: str
     source: str
     peers: str
+
+    def __post_init__(self) -> None:
+        require_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +205,7 @@ ESTIMATORS: dict[AdvantageEstimator, EstimatorEntry] = {
 
 def reads(objective: Objective, setting: str) -> bool:
     """Whether an objective reads a setting."""
+    require_choice("objective", objective, Objective)
     return setting in READ_BY_BOUND[OBJECTIVES[objective].bound]
 
 

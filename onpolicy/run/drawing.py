@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from onpolicy.errors import ConfigError, ParityError
-from onpolicy.outputs.rollout_journal import Record, RolloutJournal, branches_of, record_of
+from onpolicy.outputs.rollout_journal import Record, RolloutJournal, record_of
 from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup
@@ -110,7 +110,7 @@ class Replayed(Drawing):
 
     def _require_same(self, recorded: Record, now: Record) -> None:
         for group, again in zip(recorded["groups"], now["groups"], strict=True):
-            self._require_same_branches(recorded["step"], group, again)
+            self._require_as_many(recorded["step"], group, again)
             for i, (was, found) in enumerate(zip(group["samples"], again["samples"], strict=True)):
                 if was != found:
                     raise ParityError(
@@ -121,24 +121,15 @@ class Replayed(Drawing):
                         "where it was written."
                     )
 
-    def _require_same_branches(self, step: int, recorded: Record, now: Record) -> None:
-        """Raise OtherTokensError for an episode whose function had other branches sampled, or returned
-        more of them or fewer, than in the run."""
-        if "branches" not in {*recorded, *now}:
-            return
-        prompt = self._sampler.inputs.prompts.at(recorded["number"]).index
-        name = f"--replay={self._journal.file}: rollout {step}, prompt {prompt}"
-        for i, (was, found) in enumerate(zip(branches_of(recorded), branches_of(now), strict=True)):
-            if was != found:
-                raise OtherTokensError(
-                    f"{name}, sample {i}: its branches sampled {found}, and the journal says {was}: its "
-                    "function says something else than in the run."
-                )
+    def _require_as_many(self, step: int, recorded: Record, now: Record) -> None:
+        """Raise OtherTokensError where functions returned more trajectories, or fewer, than before."""
         counts = len(now["samples"]), len(recorded["samples"])
         if counts[0] != counts[1]:
+            prompt = self._sampler.inputs.prompts.at(recorded["number"]).index
             raise OtherTokensError(
-                f"{name}: its episodes returned {counts[0]} trajectories, and the journal has "
-                f"{counts[1]}: a function returns something else than in the run."
+                f"--replay={self._journal.file}: rollout {step}, prompt {prompt}: its episodes returned "
+                f"{counts[0]} trajectories, and the journal has {counts[1]}: a function returns "
+                "something else than in the run."
             )
 
 

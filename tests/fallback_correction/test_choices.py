@@ -18,12 +18,14 @@ from tests.support.token_batches import by_log_ratios
 
 LOG_PROBS, POLICY = torch.zeros(1), np.array([1.0])
 EXAMPLES = {
-    "advantages": POLICY, "after": "tis", "applied": LOG_PROBS, "batch": by_log_ratios([[0.0]]),
-    "before": "stock", "bounds": (0.5, 2.0), "budget": 1.0,
-    "config": GovernorConfig(), "lam": 1.0, "log_probs": LOG_PROBS, "lower": 0.0,
-    "measure": "log", "mu": POLICY, "name": "token_k1", "old_log_probs": LOG_PROBS,
-    "policy": POLICY, "r": LOG_PROBS, "raw": LOG_PROBS, "reading": "weighted", "reason": "",
-    "ref_log_probs": LOG_PROBS, "rewards": [[1.0]],
+    "advantages": POLICY, "after": "tis", "applied": LOG_PROBS, "baseline": "mean",
+    "batch": by_log_ratios([[0.0]]), "before": "stock", "bound": "clip", "bounds": (0.5, 2.0),
+    "budget": 1.0, "config": GovernorConfig(), "formula": "", "lam": 1.0, "log_probs": LOG_PROBS,
+    "lower": 0.0,
+    "measure": "log", "mu": POLICY, "name": "token_k1", "old_log_probs": LOG_PROBS, "peers": "",
+    "policy": POLICY, "r": LOG_PROBS, "ratio": "token", "raw": LOG_PROBS, "reading": "weighted",
+    "reason": "", "ref_log_probs": LOG_PROBS, "rewards": [[1.0]], "setting": "eps_clip",
+    "source": "",
     "upper": 1.0,
 }  # fmt: skip
 """A value for every parameter that has no default, by its name."""

@@ -15,6 +15,7 @@ from tests.support.unstarted_run import changed
 NOT_HERE = {
     "agent": "one turn is what is trained on here",
     "cluster": "one process",
+    "distillation": "read by --teacher-checkpoint alone, a second checkpoint",
     "engine": "engines in memory have no flags of SGLang's",
     "eval": "decides no weight",
     "megatron": "read by --train-backend megatron alone",
@@ -34,6 +35,9 @@ NOT_THESE = {
     "apply_chat_template": "prompts are made in memory",
     "reasoning_gym_size": "prompts are made in memory",
 }
+
+NEEDS_TEXT = [("advantage_estimator", "gdpo")]
+"""Values that no row has, since a text must stand beside them: the names of gdpo's rewards."""
 
 
 def make_base(directory: Path) -> TrainConfig:

@@ -72,7 +72,7 @@ OF_NAMED_REWARDS = Against(
 )
 NO_PARTS = Together(
     lambda run: run.advantage_estimator == "gdpo" and not run.gdpo_reward_keys,
-    "--gdpo-reward-keys is missing: --advantage-estimator gdpo normalises named rewards one by one. "
+    "--gdpo-reward-keys=(): --advantage-estimator gdpo normalises named rewards one by one. "
     "Give the names of two or more that the reward function returns.",
 )
 WEIGHTS_OF_PARTS = Against(

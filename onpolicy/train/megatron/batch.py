@@ -60,7 +60,7 @@ class LocalTokens(PackedSeqParams):
     """int64 [T, layers x k]: as in `PackedTokens`; under sequence parallelism of this rank's rows"""
 
     kept: KeptTokens | None = None
-    """Of the R' tokens."""
+    """The tokens that each of the R' tokens was drawn from, if they were cut."""
 
     @staticmethod
     def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:

@@ -154,7 +154,8 @@ def test_an_episode_that_fails_ends_the_run_and_says_why(tmp_path, name, reason,
 
 @pytest.mark.parametrize("name", ["raises", "never_ends", "exceeds"])
 def test_episodes_that_fail_are_dropped_and_counted(tmp_path, name):
-    values = {"episode_time_limit": 0.1, "rollout_max_context_len": 20}
+    limit = 1.0 if name == "never_ends" else 60.0
+    values = {"episode_time_limit": limit, "rollout_max_context_len": 20}
     run(tmp_path, name, episode_failures="drop", eval_sets={"": PROMPTS[:1]}, **values)
     reason = {"raises": "raised", "never_ends": "deadline", "exceeds": "context"}[name]
     records = records_of(tmp_path)
