@@ -138,7 +138,7 @@ def test_a_checkpoint_is_not_moved_aside_with_another_runs_directory(start, resu
     (run / "metrics.jsonl").write_text("")
     load = resumable.rename(run / "save")
     with pytest.raises(
-        ConfigError, match=r"holds an earlier run, which .* aside with --load in it"
+        ConfigError, match=r"holds an earlier run, which .* aside with --load \S+ in it"
     ):
         start("--load", load, "--allow-changed-settings", *ANOTHER_RECIPE)
 
