@@ -7,10 +7,10 @@ is drawn by `Operators.sample` at one uniform number per (seed, position), so it
 batch nor on the engine. SGLang widens logits to float32 on their way; they go back to the dtype that
 the projection computed, since another dtype can be another kernel.
 
-A request with top-k, top-p or min-p, or with a grammar (whose mask has come into the logits as
-infinities), is sampled from what they leave (`ops/cuts.py`), by the same functions, and its answer says
-of every token what it was drawn from: `meta_info.kept_tokens`, `ops/kept_tokens.py` in base64. Stock
-SGLang draws from the cut distribution and returns the log-probability of the whole one.
+A request with top-k, top-p or min-p is sampled from what they leave (`ops/cuts.py`), by the same
+functions, and its answer says of every token what it was drawn from: `meta_info.kept_tokens`,
+`ops/kept_tokens.py` in base64. Stock SGLang draws from the cut distribution and returns the
+log-probability of the whole one.
 Registered through SGLang's register_sampler_backend under the name that deterministic inference
 forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 """
@@ -101,19 +101,14 @@ def _sampler_class() -> type:
 def _kept(operators: Operators, logits: Tensor, info: Any) -> Tensor | None:
     """What is left of logits [B, V] for every row: bool [B, V]; None where nothing is cut."""
     is_filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
-    is_filtered = is_filtered and not info.is_all_greedy
-    if not info.grammars and not is_filtered:
+    if info.is_all_greedy or not is_filtered:
         return None
-    kept = logits > -torch.inf
-    if is_filtered:
-        is_cut = _is_cut(info)
-        log_probs = operators.log_softmax(within(logits, kept), info.temperatures)
-        settings = (info.top_ks, info.top_ps, info.min_ps)
-        neutral = (ALL, 1.0, 0.0)  # of the rows that are not cut
-        pairs = zip(settings, neutral, strict=True)
-        cut = Cut(*(x.masked_fill(~is_cut, whole)[:, None] for x, whole in pairs))
-        kept &= cut.kept(operators, log_probs)
-    return kept
+    is_cut = _is_cut(info)
+    settings = (info.top_ks, info.top_ps, info.min_ps)
+    neutral = (ALL, 1.0, 0.0)  # of the rows that are not cut
+    pairs = zip(settings, neutral, strict=True)
+    cut = Cut(*(x.masked_fill(~is_cut, whole)[:, None] for x, whole in pairs))
+    return cut.kept(operators, operators.log_softmax(logits, info.temperatures))
 
 
 def _is_cut(info: Any) -> Tensor:
@@ -124,11 +119,10 @@ def _is_cut(info: Any) -> Tensor:
 
 
 def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:
-    """Let the answers say it, of the requests that have a filter or a grammar."""
+    """Let the answers say it, of the requests that have a filter."""
     others = {k: v for k, v in (logits_output.customized_info or {}).items() if k != KEPT}
     if kept is not None:
-        has_grammar = [bool(each) for each in info.grammars or [None] * len(kept)]
-        asked = [a or b for a, b in zip(has_grammar, _is_cut(info).tolist(), strict=True)]
         texts = (base64.b64encode(each).decode() for each in packed(kept))
+        asked = _is_cut(info).tolist()
         others[KEPT] = [text if a else None for a, text in zip(asked, texts, strict=True)]
     logits_output.customized_info = others or None

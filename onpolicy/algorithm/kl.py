@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from fallback_correction.choices import require_choice
 from fallback_correction.ratios import clamped
-
-KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+from onpolicy.algorithm.registry import KlType
 
 LOW_VAR_LIMIT = 10.0
 """Nats at which low_var_kl is cut, in verl, Miles and slime alike."""

@@ -29,6 +29,7 @@ AdvantageEstimator = Literal[
 ]  # fmt: skip
 Baseline = Literal["none", "mean", "others", "by-length", "second-best"]
 Scale = Literal["none", "group", "batch", "tokens"]
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 LossAggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]

@@ -28,7 +28,7 @@ def _dry_run(config: TrainConfig) -> int:
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
-    print(*filter(None, [recipe_of(config.to_dict()), config.batch_equation()]), sep="\n")
+    _say_what_runs(config)
     contract, longest = inputs.ladder.contract, inputs.longest_sequence(config)
     print("\n".join(planned(config, inputs.hf_config, contract, longest)))
     print(f"{len(inputs.prompts.prompts)} prompts; contract {contract.fingerprint}")
@@ -46,11 +46,15 @@ def _train(config: TrainConfig) -> int:
 
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
-    print(
-        *filter(None, [recipe_of(config.to_dict()), config.batch_equation()]), sep="\n", flush=True
-    )
+    _say_what_runs(config)
     with on_cluster(config, inputs.ladder.contract) as make_engines:
         make_run = partial(Run, make_engines=make_engines)
         summary = train_through_losses(config, inputs, make_run)
     print_summary(summary)
     return 0
+
+
+def _say_what_runs(config: TrainConfig) -> None:
+    """What the recipe set, if one was named, and how a rollout becomes optimizer steps."""
+    lines = recipe_of(config.to_dict()), config.batch_equation()
+    print(*filter(None, lines), sep="\n", flush=True)

@@ -46,7 +46,7 @@ def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
         Change(name=name, recorded=was[name], now=value)
         for name, value in now.items()
         if name not in DECIDE_NO_RESULT
-        and _text(_as_now(was[name], value)) != _text(value)
+        and not _is_same(was[name], value)
         and not (name in _LENGTHS and _only_goes_on(name, was, now))
     ]
 
@@ -54,7 +54,7 @@ def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
 def same_run(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether two `to_dict`s may be of one run, which may have been made longer on the way."""
     deciding = (a.keys() & b.keys()) - DECIDE_NO_RESULT - _LENGTHS
-    return all(_text(a[name]) == _text(b[name]) for name in deciding)
+    return all(_is_same(a[name], b[name]) for name in deciding)
 
 
 def _only_goes_on(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -64,9 +64,11 @@ def _only_goes_on(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> 
     return longer and not now.get("rollout_lag")
 
 
-def _as_now(was: Any, now: Any) -> Any:
-    """A text of a flag that takes several by now."""
-    return (was,) if isinstance(was, str) and isinstance(now, tuple) else was
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values are; one may be the text of a flag that takes several by now."""
+    if isinstance(a, (list, tuple)) or isinstance(b, (list, tuple)):
+        a, b = ([x] if isinstance(x, str) else x for x in (a, b))
+    return _text(a) == _text(b)
 
 
 def _text(value: Any) -> str:

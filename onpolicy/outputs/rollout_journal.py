@@ -125,12 +125,11 @@ class RolloutJournal:
             }
             for record in self.steps.values()
             for group in record["groups"]
-            for i, branches in enumerate(branches_of(group))
+            for i, branches in enumerate(_branches_of(group))
         }
 
 
-def branches_of(group: Record) -> list[list[Record]]:
-    """Those of each episode of a group, with their spans."""
+def _branches_of(group: Record) -> list[list[Record]]:
     plain = [[{"key": [], "spans": sample["spans"]}] for sample in group["samples"]]
     branches: list[list[Record]] = group.get("branches", plain)
     return branches
@@ -176,7 +175,7 @@ def _require_possible(file: str, record: Record) -> None:
     wrong = [
         f"group {group['number']}, response {i}: spans={sample['spans']}"
         for group in record["groups"]
-        for i, sample in enumerate(chain(group["samples"], *branches_of(group)))
+        for i, sample in enumerate(chain(group["samples"], *_branches_of(group)))
         if not _is_possible(sample["spans"], step)
     ]
     if wrong:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,11 +32,18 @@ def load_prompts(
     `flag` is for messages; it and `seed` decide what problems are made.
     """
     given = tokenizer, max_prompt_len, vocab_size, f"{flag}={path}"
+    rows = rows_of(path, config.reasoning_gym_size, seed, flag)
     if not reasoning_gym.is_procedural(path):
-        return make_prompts(read_rows(Path(path), f"{flag}={path}"), config, *given)
-    rows = reasoning_gym.rows_of(path, config.reasoning_gym_size, seed, flag)
+        return make_prompts(rows, config, *given)
     made = make_prompts(rows, DataConfig(apply_chat_template=config.apply_chat_template), *given)
     return [replace(prompt, rule="reasoning_gym") for prompt in made]
+
+
+def rows_of(source: str, size: int, seed: int, flag: str) -> Iterator[Row]:
+    """The rows of a file, or the problems of a source that makes them: `size` of each dataset."""
+    if reasoning_gym.is_procedural(source):
+        return reasoning_gym.rows_of(source, size, seed, flag)
+    return read_rows(Path(source), f"{flag}={source}")
 
 
 def make_prompts(

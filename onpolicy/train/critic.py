@@ -69,11 +69,8 @@ class Critic:
 
     def rate(self, step: int, number: int) -> float:
         """The learning rate of an optimizer step of a rollout, from their numbers alone."""
-        flags, trainer, per_rollout = (
-            self.config.critic,
-            self.config.trainer,
-            self.config.steps_per_rollout,
-        )
+        flags, trainer = self.config.critic, self.config.trainer
+        per_rollout = self.config.steps_per_rollout
         peak = trainer.lr if flags.critic_lr is None else flags.critic_lr
         schedule = replace(trainer, lr_warmup_steps=flags.critic_lr_warmup_iters)
         total = self.config.rollout.num_rollout * per_rollout

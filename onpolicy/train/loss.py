@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fallback_correction.choices import require_choices
-from onpolicy.algorithm.kl import KlType, kl_estimate, unbiased_kl
+from onpolicy.algorithm.kl import kl_estimate, unbiased_kl
 from onpolicy.algorithm.objectives import ObjectiveConfig, opsm_mask, token_loss
+from onpolicy.algorithm.registry import KlType
 from onpolicy.config import TrainConfig
 from onpolicy.train.batch import WeighedBatch, completed
 

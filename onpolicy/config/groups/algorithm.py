@@ -8,6 +8,7 @@ from onpolicy.algorithm.registry import (
     ESTIMATORS,
     OBJECTIVES,
     AdvantageEstimator,
+    KlType,
     Level,
     LossAggregation,
     Objective,
@@ -17,8 +18,6 @@ from onpolicy.algorithm.registry import (
 from onpolicy.config.groups.recipes import Recipe
 from onpolicy.config.kinds import CountOrZero, NonNegative, Positive
 from onpolicy.config.rules import NO_RESULT, Against, Together
-
-KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
 def _read_by(setting: str) -> ReadBy:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from onpolicy.config.groups import DataConfig
@@ -13,10 +11,8 @@ from onpolicy.config.look import LookConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
-from onpolicy.rollout import reasoning_gym
-from onpolicy.rollout.data_files import Row, read_rows
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
-from onpolicy.rollout.prompts import make_prompts
+from onpolicy.rollout.prompts import make_prompts, rows_of
 from onpolicy.run.launch.lengths import fit_length
 from onpolicy.types import Prompt
 
@@ -91,7 +87,7 @@ def look(config: LookConfig) -> Found:
         apply_chat_template=config.apply_chat_template,
     )
     seen: set[tuple[str, str]] = set()
-    for where, row in _rows(config):
+    for where, row in rows_of(config.file, config.reasoning_gym_size, 0, "FILE"):
         found.num_rows += 1
         found.keys.update(row.keys())
         try:
@@ -112,12 +108,6 @@ def _add(found: Found, prompt: Prompt, where: str, seen: set[tuple[str, str]]) -
     found.lengths.append(len(prompt.prompt_ids))
     if found.lengths[-1] > found.longest:
         found.too_long.append(where)
-
-
-def _rows(config: LookConfig) -> Iterable[Row]:
-    if reasoning_gym.is_procedural(config.file):
-        return reasoning_gym.rows_of(config.file, config.reasoning_gym_size, 0, "FILE")
-    return read_rows(Path(config.file), f"FILE={config.file}")
 
 
 class _Characters:

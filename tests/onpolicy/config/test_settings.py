@@ -47,6 +47,14 @@ def test_what_json_makes_of_a_value_is_the_value():
     assert names(not_a_number, not_a_number.to_dict()) == []
 
 
+def test_a_file_that_was_recorded_as_a_text_is_the_only_one_of_several():
+    now = changed(CONFIG, prompt_data=("a.jsonl",))
+    for text, is_same in (("a.jsonl", True), ("b.jsonl", False)):
+        was = {**now.to_dict(), "prompt_data": text}
+        assert same_run(was, now.to_dict()) is same_run(now.to_dict(), was) is is_same
+        assert (changes(was, now) == []) is is_same
+
+
 @pytest.mark.parametrize(
     ("num_rollout", "style", "may"),
     [(101, "constant", True), (99, "constant", False), (101, "cosine", False)],
