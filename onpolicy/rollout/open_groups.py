@@ -100,8 +100,8 @@ class FreeGroups(OpenGroups):
     ):
         super().__init__(open_group, width)
         self._staleness, self._last = staleness, last
-        self._version = self._step = self._num_complete = self._num_drawn = 0
-        self._waiting = deque[OpenEpisode]()
+        self._version = self._step = self._num_complete = 0
+        self._waiting, self._drawn = deque[OpenEpisode](), set[OpenEpisode]()
         self._began = Counter[int]()
 
     def begin(self, version: int) -> list[OpenEpisode]:
@@ -111,7 +111,7 @@ class FreeGroups(OpenGroups):
         self._num_complete = sum(not group.unfinished for group in self.groups)
         self._waiting = deque(episode for group in self.groups for episode in group.unfinished)
         self._began = Counter(self._version_of(group) for group in self.groups)
-        self._num_drawn = 0
+        self._drawn.clear()
         return self._next_episodes()
 
     def _version_of(self, group: OpenGroup) -> int:
@@ -121,8 +121,13 @@ class FreeGroups(OpenGroups):
         return min((span.version for span in spans), default=self._version)
 
     def end(self, episode: OpenEpisode) -> list[OpenEpisode]:
-        """One is complete: what is drawn in its place."""
-        self._num_drawn -= 1
+        """One is complete: what is drawn in its place.
+
+        Nothing if it is not being drawn: it was complete when this version began.
+        """
+        if episode not in self._drawn:
+            return []
+        self._drawn.discard(episode)
         place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
         if not self.groups[place].unfinished:
             self.groups.insert(self._num_complete, self.groups.pop(place))
@@ -131,9 +136,9 @@ class FreeGroups(OpenGroups):
 
     def _next_episodes(self) -> list[OpenEpisode]:
         episodes: list[OpenEpisode] = []
-        while self._num_drawn < self._width and (self._waiting or self._begin_group()):
+        while len(self._drawn) < self._width and (self._waiting or self._begin_group()):
             episodes.append(self._waiting.popleft())
-            self._num_drawn += 1
+            self._drawn.add(episodes[-1])
         return episodes
 
     def _begin_group(self) -> bool:

@@ -121,14 +121,14 @@ class Round(EpisodesJob):
 
 
 class FreeJob(EpisodesJob):
-    """What episodes ask for until it is interrupted; `on_end` says what begins when one has ended."""
+    """What episodes ask for until it is interrupted; `on_end` has others begin when one has ended."""
 
-    def __init__(self, version: int, on_end: Callable[[OpenEpisode], Sequence[OpenEpisode]]):
+    def __init__(self, version: int, on_end: Callable[[OpenEpisode], None]):
         super().__init__(version, by_token=True, takes_parts=True)
         self._on_end = on_end
 
     def ended(self, episode: OpenEpisode) -> None:
-        self.begin(self._on_end(episode))
+        self._on_end(episode)
         super().ended(episode)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from onpolicy.errors import ConfigError, ParityError
@@ -147,9 +147,11 @@ class FreeRollouts(Drawing):
 
     def take(self, step: int) -> Rollout:
         with self._lock:
+            if self._job.error is not None:  # of an episode that ended between the jobs
+                raise self._job.error
+            self._num_drawn += self._job.num_tokens
+            self._job = FreeJob(step, self._on_end)
             episodes = self._open.begin(step)
-        self._num_drawn += self._job.num_tokens
-        self._job = FreeJob(step, self._on_end)
         self._sampler.on_requests(len(episodes))
         self._job.begin(episodes)
         self._begin(partial(self._engines.work, self._job, self._push_again))
@@ -177,12 +179,18 @@ class FreeRollouts(Drawing):
         self._drew_before = max(seconds - self._waited, 0.0)
         return seconds
 
-    def _on_end(self, episode: OpenEpisode) -> Sequence[OpenEpisode]:
-        """In the episodes' thread: what begins in the place of one that is complete."""
+    def _on_end(self, episode: OpenEpisode) -> None:
+        """In the episodes' thread: begin what is drawn in the place of one that is complete.
+
+        The present job draws it, even if the one before was told: that was interrupted meanwhile.
+        """
         with self._lock:
-            begun = self._open.end(episode)
+            job, begun = self._job, self._open.end(episode)
+            if episode.error is not None:
+                job.error = episode.error
+        if not job.is_interrupted:
+            job.begin(begun)
         self._messages.put("news")
-        return () if self._job.is_interrupted else begun
 
 
 def make_drawing(sampler: Sampler, engines: EnginePair, first: int) -> Drawing:

@@ -110,7 +110,7 @@ def test_an_episode_that_is_interrupted_anywhere_goes_on_to_the_same_tokens(prog
     """With what there is of answers under way, by another process than the one that began it."""
     expected, _ = whole(program)
     before, after = open_episode(program), open_episode(program)
-    job = FreeJob(0, lambda episode: ())
+    job = FreeJob(0, lambda episode: None)
     job.begin([before])
     for _, number in zip(range(count), asked_for(job), strict=False):
         job.add(number, answer(job.requests[number]))

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from onpolicy.rollout.episodes import Episode
 from onpolicy.rollout.open_groups import FreeGroups, Staleness
+from onpolicy.rollout.rounds import FreeJob
+from onpolicy.run.drawing import FreeRollouts
 from onpolicy.trajectory import Span
 from tests.support.groups import open_group
 from tests.support.samples import make_completion
@@ -106,10 +108,36 @@ def test_no_more_responses_are_drawn_at_a_time_than_asked_for(run):
     class Counts(FreeGroups):
         def _next_episodes(self):
             episodes = super()._next_episodes()
-            assert self._num_drawn <= width
+            assert len(self._drawn) <= width
             return episodes
 
     Clock(Counts(open_group, width, staleness, steps * size), chance).run(steps)
+
+
+def test_an_episode_that_was_complete_when_a_version_began_counts_once():
+    groups = FreeGroups(open_group, 2, Staleness(most=3, batch=1), 10)
+    first = groups.begin(0)[0]
+    group = group_of(first, groups)
+    for episode in group.episodes:
+        grown(episode, 0, 1)
+        episode.finish(Episode())
+    groups.begin(1)
+    assert [groups.end(episode) for episode in group.episodes] == [[] for _ in group.episodes]
+    assert groups.batch() == [group]
+    assert groups.batch() is None
+
+
+def test_what_begins_is_drawn_by_the_present_job_though_an_earlier_one_was_told():
+    groups = FreeGroups(open_group, 1, Staleness(most=3, batch=1), 10)
+    rollouts = FreeRollouts(None, groups, None)
+    told, present = rollouts._job, FreeJob(1, rollouts._on_end)
+    told.interrupt()
+    (episode,) = groups.begin(1)
+    rollouts._job = present
+    episode.finish(Episode())
+    assert present.is_done
+    told.ended(episode)
+    assert told.is_done and not present.is_done
 
 
 def in_time(began, step, staleness):
