@@ -1,6 +1,7 @@
 """Which packages may know which: the picture in docs/architecture.md, enforced."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -51,15 +52,18 @@ WORDS_OF_EXPLAIN = re.compile(r"\b(?:taps?|tapped|recorder|evidence|explain\w*|m
 WHERE_COMMANDS_ARE_NAMED = {"cli", "config", "report"}
 
 
+@functools.cache
 def imported(file):
+    names = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
+@functools.cache
 def ours(file, package):
     """Names of the parts of `package` that a file imports."""
     parts = {name.split(".")[1] for name in imported(file) if name.startswith(package + ".")}
@@ -72,13 +76,33 @@ def files(package):
     return sorted((ROOT / package).rglob("*.py"))
 
 
+def of_each(files):
+    """Makes one test of all files, which names every file that fails it, of one that is about a file."""
+
+    def of_all(test):
+        @functools.wraps(test)
+        def test_all():
+            failures = []
+            for file in files:
+                try:
+                    test(file)
+                except AssertionError as error:
+                    failures.append(f"{file.relative_to(ROOT)}: {error}")
+            assert files and not failures, "\n".join(failures)
+
+        del test_all.__wrapped__  # whose parameter would be taken for a fixture
+        return test_all
+
+    return of_all
+
+
 def part_of(file):
     """The room of a file of onpolicy; of another package, the package."""
     package, part, *_ = file.relative_to(ROOT).parts
     return part.removesuffix(".py") if package == "onpolicy" else package
 
 
-@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+@of_each(files("onpolicy"))
 def test_directions_inside_onpolicy(file):
     part = part_of(file)
     if part not in COMPOSING | {"__init__"}:
@@ -90,7 +114,7 @@ def test_the_trainer_and_the_rollout_never_know_each_other():
         assert other not in MAY_IMPORT[part]
 
 
-@pytest.mark.parametrize("file", files("onpolicy/explain/taps"), ids=lambda f: f.name)
+@of_each(files("onpolicy/explain/taps"))
 def test_what_records_an_engine_knows_operators_and_models(file):
     assert ours(file, "onpolicy") - {"explain"} <= TAPS
     assert only_taps(file)
@@ -102,7 +126,7 @@ def only_taps(file):
     return all(name.startswith("onpolicy.explain.taps") for name in names)
 
 
-@pytest.mark.parametrize("file", files("sglang_patches"), ids=lambda f: f.name)
+@of_each(files("sglang_patches"))
 def test_the_plugin_knows_only_operators_contract_models_and_weights(file):
     known = {"compat", "ops", "contract", "errors", "models", "system", "weights"}
     assert ours(file, "onpolicy") - ({"explain"} if file in OF_EXPLAIN else set()) <= known
@@ -112,9 +136,7 @@ def test_the_plugin_knows_only_operators_contract_models_and_weights(file):
 CORE = [file for name in ("onpolicy", "sglang_patches") for file in files(name)]
 
 
-@pytest.mark.parametrize(
-    "file", [f for f in CORE if f not in OF_EXPLAIN], ids=lambda f: str(f.relative_to(ROOT))
-)
+@of_each([f for f in CORE if f not in OF_EXPLAIN])
 def test_explain_is_a_plug_in_that_the_core_neither_imports_nor_names(file):
     """Nothing is known of it by a command in a remedy, and by its name where commands are listed."""
     assert not any(name.startswith("onpolicy.explain") for name in imported(file))
@@ -136,36 +158,36 @@ def test_a_module_is_read_in_one_sitting():
     assert {name: length for name, length in lengths.items() if length > 300} == {}
 
 
-@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+@of_each(files("onpolicy"))
 def test_onpolicy_reaches_the_plugin_only_by_starting_it(file):
     assert not ours(file, "sglang_patches")
 
 
-@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+@of_each(files("onpolicy"))
 def test_only_its_command_reaches_what_measures(file):
     if file != ROOT / "onpolicy/cli/bench.py":
         assert not ours(file, "benchmarks")
 
 
-@pytest.mark.parametrize("file", files("fallback_correction"), ids=lambda f: f.name)
+@of_each(files("fallback_correction"))
 def test_fallback_correction_stands_alone_on_torch(file):
     standard = {*sys.stdlib_module_names, "torch", "fallback_correction"}
     assert {name.split(".")[0] for name in imported(file)} <= standard
 
 
-@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+@of_each(files("onpolicy"))
 def test_only_training_and_what_composes_reach_fallback_correction(file):
     if part_of(file) not in COMPOSING | {"train", "algorithm"}:
         records = {"config", "ranges"} if part_of(file) == "config" else set()
         assert ours(file, "fallback_correction") <= records
 
 
-@pytest.mark.parametrize("file", files("onpolicy"), ids=lambda f: str(f.relative_to(ROOT)))
+@of_each(files("onpolicy"))
 def test_nothing_of_ours_goes_through_an_adapter_of_another_stack(file):
     assert "adapters" not in ours(file, "fallback_correction")
 
 
-@pytest.mark.parametrize("file", files("onpolicy/algorithm"), ids=lambda f: f.name)
+@of_each(files("onpolicy/algorithm"))
 def test_the_algorithm_stands_on_torch_and_the_ground_of_fallback_correction(file):
     assert ours(file, "fallback_correction") <= {"choices", "ratios", "tokens"}
 
@@ -190,15 +212,13 @@ def test_what_can_be_imported_alone_brings_nothing_heavy_along(module, absent):
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("file", files("onpolicy/config"), ids=lambda f: f.name)
+@of_each(files("onpolicy/config"))
 def test_the_configuration_imports_nothing_heavy(file):
     heavy = {"torch", "transformers", "sglang", "numpy"}
     assert not heavy & {name.split(".")[0] for name in imported(file)}
 
 
-@pytest.mark.parametrize(
-    "file", [*files("tests/gpu"), *files("tests/support")], ids=lambda f: f.name
-)
+@of_each([*files("tests/gpu"), *files("tests/support")])
 def test_what_a_check_on_a_gpu_needs_is_not_a_benchmark(file):
     assert not any(name.split(".")[0] == "benchmarks" for name in imported(file))
 

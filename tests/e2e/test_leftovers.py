@@ -25,7 +25,7 @@ from tests.support.train_runs import finish, metrics_of, wait_for
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 SECRETS = ("K-of-the-engines", "A-of-the-admin")
-PATIENCE = 20.0
+PATIENCE = 100.0
 """Seconds: torch's manager of shared memory, for one, ends some time after its last client."""
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

@@ -3,7 +3,6 @@
 import itertools
 import signal
 import threading
-import time
 
 import psutil
 import pytest
@@ -203,13 +202,12 @@ def test_two_ranks_that_each_send_to_a_server_send_again_and_end_with_the_same_h
 def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_remedy(pair):
     """The last test: it leaves an engine dead."""
     server = pair.rollout.servers[0]
-    config = groups.EngineConfig(rollout_server_url=(server.url,), rollout_health_timeout=60.0)
+    for_ever = 1e6  # which one that hangs may take
+    config = groups.EngineConfig(rollout_server_url=(server.url,), rollout_health_timeout=for_ever)
     theirs = SglangGroup(config, [server.spec], None)
     psutil.Process(engine_processes(server)["http"].pid).kill()
     buckets = pair.trainer.policy.weight_buckets(1 << 20)
-    started = time.monotonic()
     with pytest.raises(EngineError):
         push_weights(buckets, theirs.clients, pair.trainer.outlet.transport, next(versions))
     with pytest.raises(EngineError, match=rf"{server.url}.*did not start.*onpolicy serve"):
         theirs.revive()
-    assert time.monotonic() - started < 30  # and not the 60 s that one that hangs may take

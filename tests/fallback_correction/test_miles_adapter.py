@@ -397,7 +397,7 @@ def test_fixed_vetoes_without_rejection():
 
 def on_ranks(parts, run):
     """run(part, gather) of every part at once, each with a gather that joins what all of them sent."""
-    barrier, sent = threading.Barrier(len(parts), timeout=20), [None] * len(parts)
+    barrier, sent = threading.Barrier(len(parts), timeout=100), [None] * len(parts)
 
     def rank(i):
         def gather(values):

@@ -9,7 +9,7 @@ from onpolicy.rollout.base import SamplingJob
 from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 """Seconds without a request after which a test gives up."""
 
 

@@ -57,7 +57,7 @@ def spread_batches(draw):
 
 def on_ranks(parts, call):
     """What call(part, gather) returns on every rank, all of them running at once."""
-    barrier = threading.Barrier(len(parts), timeout=30)
+    barrier = threading.Barrier(len(parts), timeout=100)
     sent = [[] for _ in parts]
 
     def rank(i):

@@ -187,13 +187,13 @@ def test_a_worker_says_nothing_but_json_and_turns(workers, label):
 @pytest.mark.parametrize(
     ("label", "reason", "text"),
     [
-        ("hang", "hung", r"computes for longer than 1 seconds at .*agent_functions.py, line \d+"),
+        ("hang", "hung", r"computes for longer than 3 seconds at .*agent_functions.py, line \d+"),
         ("hold", "hung", "stands still: a function computes and lets no thread go on"),
         ("die", "died", "SIGKILL"),
     ],
 )
 def test_a_worker_that_is_lost_is_replaced(workers, label, reason, text):
-    rollouter = workers("by_prompt", hang_limit=1.0)
+    rollouter = workers("by_prompt", hang_limit=3.0)
     first = rolled_out(rollouter, prompt_of("fine")).info["worker"]
     beside, answers = begin(rollouter, prompt_of("wait", index=9))
     with pytest.raises(AgentError, match=text) as raised:
@@ -207,12 +207,12 @@ def test_a_worker_that_is_lost_is_replaced(workers, label, reason, text):
 
 
 def test_a_function_that_stays_when_it_is_cancelled_is_named_and_its_worker_ends(workers, caplog):
-    rollouter = workers("by_prompt", hang_limit=1.0)
+    rollouter = workers("by_prompt", hang_limit=3.0)
     first = rolled_out(rollouter, prompt_of("fine")).info["worker"]
     beside, _ = begin(rollouter, prompt_of("wait", index=9))
-    begin(rollouter, prompt_of("stay", index=7), answers := Answers(), time_limit=0.1)
+    begin(rollouter, prompt_of("stay", index=7), answers := Answers(), time_limit=1.0)
     assert answers.done.wait(60)
-    while "prompt 7, sample 0: a function goes on 1 seconds after" not in caplog.text:
+    while "prompt 7, sample 0: a function goes on 3 seconds after" not in caplog.text:
         time.sleep(0.05)
     assert rolled_out(rollouter, prompt_of("fine")).info["worker"] != first
     assert psutil.pid_exists(first), "the other episode in it goes on"
@@ -223,7 +223,7 @@ def test_a_function_that_stays_when_it_is_cancelled_is_named_and_its_worker_ends
 
 def test_one_that_stays_in_this_process_is_named(monkeypatch, caplog):
     monkeypatch.setattr("onpolicy.rollout.deadline.PATIENCE", 0.1)
-    begin(here("by_prompt"), prompt_of("stay", index=7), answers := Answers(), time_limit=0.1)
+    begin(here("by_prompt"), prompt_of("stay", index=7), answers := Answers(), time_limit=1.0)
     assert answers.done.wait(60)
     while "prompt 7, sample 0: a function goes on 0.1 seconds after it" not in caplog.text:
         time.sleep(0.05)

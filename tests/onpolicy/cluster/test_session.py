@@ -106,7 +106,7 @@ def test_it_listens_on_loopback_and_is_gone_when_its_owner_has_ended(owner):
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.wait(60) == 0
-    assert footprint.left(20) == []
+    assert footprint.left(100) == []
 
 
 def assert_nothing_waits_or_yields(processes):
@@ -122,7 +122,7 @@ def test_nothing_is_left_when_its_owner_is_killed(owner):
     process, footprint = owner
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert footprint.left(20) == []
+    assert footprint.left(100) == []
 
 
 def test_who_has_no_token_does_not_get_in(owner):

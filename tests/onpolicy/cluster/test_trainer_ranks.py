@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -155,9 +154,7 @@ def test_a_rank_that_is_killed_ends_the_call_and_is_named(make_ranks):
     ranks = make_ranks()
     second = ranks._actors[1].__ray_call__.remote(lambda rank: os.getpid())
     os.kill(ray.get(second), signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(TrainerLostError, match=r"rank 1 of the trainer .*trainer_1\.log.*--load"):
         ranks.log_probs(SEQUENCES, PROMPTS, 1.0)
-    assert time.monotonic() - started < 60
     assert "checking the trainer's operators" in Path(ranks._logs[1]).read_text()
     ranks.close()

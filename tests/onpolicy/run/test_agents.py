@@ -9,6 +9,7 @@ from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
+from tests.support.agents import ToldWatch
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import PROMPTS, even_tokens, make_config, records_of, run_in_memory
 
@@ -26,6 +27,11 @@ MODES = {
         "lr": 0.1,
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def told_watch(monkeypatch):
+    monkeypatch.setattr("onpolicy.rollout.open_episode.Stopwatch", ToldWatch)
 
 
 def path_of(name):
@@ -84,12 +90,12 @@ def free_values(name, **more):
 
 @pytest.mark.parametrize("failures", ["retry", "drop"])
 def test_what_the_clock_had_fail_in_a_free_run_fails_in_its_replay(tmp_path, monkeypatch, failures):
-    monkeypatch.setattr("tests.support.agents.pause", 0.4)
-    values = free_values("acts_or_takes_long", episode_time_limit=0.2, episode_failures=failures)
+    values = free_values("acts_or_takes_long", episode_time_limit=0.1, episode_failures=failures)
     ran = Clock(1, engines=2).run(tmp_path / "ran", **values)
     journal = journal_of(tmp_path / "ran")
     failed = [record["rollout/num_failed_episodes"] for record in records_of(tmp_path / "ran")]
     assert sum(failed) > 0
+    monkeypatch.setattr("tests.support.agents.is_held_up", False)
     for name in ("again", "and again"):  # the second repeats what the first one wrote
         again = Clock(9).run(tmp_path / name, replay=str(journal), **values)
         assert again.run_hash == ran.run_hash
@@ -104,13 +110,13 @@ def test_what_the_clock_had_fail_fails_again_in_a_run_that_was_killed(tmp_path, 
     save = tmp_path / "save"
     values = {
         "save": str(save), "load": str(save), "save_interval": 1, "num_rollout": 2,
-        "episode_time_limit": 0.5, "episode_failures": "retry", "eval_sets": {},
+        "episode_time_limit": 0.1, "episode_failures": "retry", "eval_sets": {},
         "agent_workers": 0, **MODES[mode],
     }  # fmt: skip
     ran = run(tmp_path, "acts_or_takes_long", **values)
     failed = [record["rollout/num_failed_episodes"] for record in records_of(tmp_path)]
     shutil.rmtree(save / "step_000002")
-    monkeypatch.setattr("tests.support.agents.pause", 0.0)
+    monkeypatch.setattr("tests.support.agents.is_held_up", False)
     assert run(tmp_path, "acts_or_takes_long", **values).run_hash == ran.run_hash
     assert failed[1] > 0
     assert [record["rollout/num_failed_episodes"] for record in records_of(tmp_path)] == failed
@@ -146,7 +152,7 @@ def test_a_replay_in_which_an_episode_fails_that_did_not_ends(tmp_path, monkeypa
     ],
 )
 def test_an_episode_that_fails_ends_the_run_and_says_why(tmp_path, name, reason, says):
-    values = {"episode_time_limit": 0.1, "rollout_max_context_len": 20}
+    values = {"episode_time_limit": 0.1, "rollout_max_context_len": 20, "agent_workers": 0}
     with pytest.raises(AgentError, match=rf"--episode-failures=stop: prompt \d, .*{says}") as ended:
         run(tmp_path, name, **values)
     assert ended.value.reason == reason
@@ -154,8 +160,7 @@ def test_an_episode_that_fails_ends_the_run_and_says_why(tmp_path, name, reason,
 
 @pytest.mark.parametrize("name", ["raises", "never_ends", "exceeds"])
 def test_episodes_that_fail_are_dropped_and_counted(tmp_path, name):
-    limit = 1.0 if name == "never_ends" else 60.0
-    values = {"episode_time_limit": limit, "rollout_max_context_len": 20}
+    values = {"episode_time_limit": 0.1, "rollout_max_context_len": 20, "agent_workers": 0}
     run(tmp_path, name, episode_failures="drop", eval_sets={"": PROMPTS[:1]}, **values)
     reason = {"raises": "raised", "never_ends": "deadline", "exceeds": "context"}[name]
     records = records_of(tmp_path)

@@ -125,7 +125,7 @@ def test_a_bucket_is_gathered_while_the_one_before_travels_and_one_travels_at_a_
             yield bucket
         gathered["all"].set()
 
-    transport = Recorded(lambda name: waited.append(gathered[next_of[name]].wait(30)))
+    transport = Recorded(lambda name: waited.append(gathered[next_of[name]].wait(100)))
     waited = []
     push_weights(buckets(), [], transport, "7")
     assert transport.sent == [*TRAINED] and all(waited)

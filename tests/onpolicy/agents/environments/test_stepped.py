@@ -71,7 +71,7 @@ def rolled_out_by(act, most=MOST_TOKENS):
     request = Request(prompt_ids=PROMPT.prompt_ids, sampling_seed=3, params=PARAMS)
     episode, draws = OpenEpisode(Acts(act), PROMPT, request, rules(most)), Draws()
     episode.go_on(draws)
-    assert draws.ended_episodes.acquire(timeout=30)
+    assert draws.ended_episodes.acquire(timeout=100)
     if episode.error is not None:
         raise episode.error
     return episode
@@ -207,7 +207,7 @@ def test_a_step_that_blocks_holds_nobody_up():
 
     class Waits(Counts):
         def step(self, action):
-            assert others.wait(30)
+            assert others.wait(100)
             return super().step(action)
 
     class Frees(Counts):

@@ -139,9 +139,9 @@ def test_an_answer_that_nobody_got_is_given_to_the_next_equal_request():
         leaving = asyncio.create_task(post(HI))
         await until(lambda: draws.held)
         leaving.cancel()
-        await asyncio.sleep(0.1)
+        await until(lambda: wanted(opened) == [False])
         again = asyncio.create_task(post(HI))
-        await asyncio.sleep(0.1)
+        await until(lambda: any(wanted(opened)))
         assert len(draws.held) == 1
         draws.answer()
         found.append((await again)[1]["id"])
@@ -157,7 +157,7 @@ def test_an_answer_that_nobody_got_is_not_learnt():
         leaving = asyncio.create_task(post(HI))
         await until(lambda: draws.held)
         leaving.cancel()
-        await asyncio.sleep(0.1)
+        await until(lambda: wanted(opened) == [False])
         draws.answer()
         staying = asyncio.create_task(post({**HI, "max_tokens": 3}))
         waiting = asyncio.create_task(post({**HI, "max_tokens": 4}))
@@ -178,6 +178,11 @@ def test_an_answer_that_nobody_got_is_not_learnt():
 async def until(holds):
     while not holds():
         await asyncio.sleep(0.005)
+
+
+def wanted(opened):
+    """Of each answer that was asked for in a session: whether its client is there."""
+    return [each.is_wanted for equal in opened.session._asked.values() for each in equal]
 
 
 def test_a_flood_is_held_back():
