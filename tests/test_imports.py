@@ -77,7 +77,7 @@ def files(package):
 
 
 def of_each(files):
-    """Makes one test of all files, which names every file that fails it, of one that is about a file."""
+    """Turns a test of one file into one of all `files`, which names every file that fails."""
 
     def of_all(test):
         @functools.wraps(test)

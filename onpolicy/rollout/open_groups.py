@@ -127,7 +127,7 @@ class FreeGroups(OpenGroups):
         """
         if episode not in self._drawn:
             return []
-        self._drawn.discard(episode)
+        self._drawn.remove(episode)
         place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
         if not self.groups[place].unfinished:
             self.groups.insert(self._num_complete, self.groups.pop(place))

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from onpolicy.rollout.episodes import Episode
 from onpolicy.rollout.open_groups import FreeGroups, Staleness
-from onpolicy.rollout.rounds import FreeJob
-from onpolicy.run.drawing import FreeRollouts
 from onpolicy.trajectory import Span
 from tests.support.groups import open_group
 from tests.support.samples import make_completion
@@ -125,19 +123,6 @@ def test_an_episode_that_was_complete_when_a_version_began_counts_once():
     assert [groups.end(episode) for episode in group.episodes] == [[] for _ in group.episodes]
     assert groups.batch() == [group]
     assert groups.batch() is None
-
-
-def test_what_begins_is_drawn_by_the_present_job_though_an_earlier_one_was_told():
-    groups = FreeGroups(open_group, 1, Staleness(most=3, batch=1), 10)
-    rollouts = FreeRollouts(None, groups, None)
-    told, present = rollouts._job, FreeJob(1, rollouts._on_end)
-    told.interrupt()
-    (episode,) = groups.begin(1)
-    rollouts._job = present
-    episode.finish(Episode())
-    assert present.is_done
-    told.ended(episode)
-    assert told.is_done and not present.is_done
 
 
 def in_time(began, step, staleness):

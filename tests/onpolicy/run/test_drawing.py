@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from onpolicy.errors import ConfigError, EngineError, ParityError
+from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.open_groups import FreeGroups, Staleness
+from onpolicy.rollout.rounds import FreeJob
+from onpolicy.run.drawing import FreeRollouts
 from onpolicy.run.run import Run
 from tests.support.engines_in_memory import Host
+from tests.support.groups import open_group
 from tests.support.run_in_memory import (
     Interrupted,
     even_tokens,
@@ -224,6 +229,40 @@ def test_what_is_being_drawn_ends_with_the_run(tmp_path):
         clock.run(tmp_path)
     assert not any(engine.is_running for engine in clock.host.engines)
     assert clock.host.num_restarts == 0
+
+
+def between_jobs():
+    """Rollouts whose only episode is under way, and the job that draws it, which was interrupted."""
+    groups = FreeGroups(open_group, 1, Staleness(most=3, batch=1), 10)
+    rollouts = FreeRollouts(None, groups, None)
+    rollouts._job.interrupt()
+    (episode,) = groups.begin(1)
+    return rollouts, rollouts._job, episode
+
+
+def test_what_begins_is_drawn_by_the_present_job_though_an_earlier_one_was_told():
+    rollouts, told, episode = between_jobs()
+    present = rollouts._job = FreeJob(1, rollouts._on_end)
+    episode.finish(Episode())
+    assert present.is_done
+    told.ended(episode)
+    assert told.is_done and not present.is_done
+
+
+def test_an_error_of_which_an_earlier_job_was_told_is_the_present_ones():
+    rollouts, told, episode = between_jobs()
+    present = rollouts._job = FreeJob(1, rollouts._on_end)
+    episode.error = EngineError("of an episode")
+    told.ended(episode)
+    assert present.error is episode.error
+
+
+def test_an_error_between_two_jobs_ends_the_next_rollout():
+    rollouts, told, episode = between_jobs()
+    episode.error = EngineError("of an episode")
+    told.ended(episode)
+    with pytest.raises(EngineError, match="of an episode"):
+        rollouts.take(1)
 
 
 def rewritten(journal, file, change):
