@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +32,7 @@ from onpolicy.train.batch import (
 )
 from onpolicy.train.correction import Corrections
 from onpolicy.train.critic import Critic, known_variance
+from onpolicy.train.distillation import TeacherLoss
 from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
@@ -58,6 +60,7 @@ class Learner:
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
         self.penalties = Penalties(config)
+        self.teacher = TeacherLoss.of(config, models.get("teacher"))
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,7 +179,8 @@ class Learner:
 
     def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss and of the metrics of the global batch."""
-        loss, metrics = policy_loss(scores.log_probs, batch, self.loss_settings)
+        reverse_kl = getattr(scores, "reverse_kl", None)
+        loss, metrics = policy_loss(scores.log_probs, batch, self.loss_settings, reverse_kl)
         return loss, metrics | {"train/entropy": (scores.entropy * batch.shares).sum()}
 
     def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
@@ -206,6 +210,8 @@ class Learner:
         batches = [batch for step in steps for batch in step]
         roles = self._roles(len(steps), corrected=corrected)
         scores = {role: self._score(role, batches) for role in roles}
+        if self.teacher is not None:
+            batches = self.teacher.teach(batches, scores["teacher"])
         old = self._old_log_probs(batches, scores, corrected=corrected)
         reference = self._reference_log_probs(batches, scores)
         paid, metrics = self.penalties.of(batches, old, reference)
@@ -242,6 +248,8 @@ class Learner:
         """Scores by the model of a role; the policy alone takes the experts that the rollout took."""
         is_policy = role == "policy"
         packed = [b.packed if is_policy else b.packed.with_own_routing() for b in batches]
+        if role == "teacher" and self.teacher is not None:
+            packed = [replace(each, wants_hidden=True) for each in packed]
         return self.models[role].score(packed)
 
     def _old_log_probs(

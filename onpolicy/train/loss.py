@@ -30,6 +30,9 @@ class LossSettings:
     kl_loss_type: KlType = "low_var_kl"
     use_unbiased_kl: bool = False
 
+    opd_kl_coef: float = 0.0
+    """Of the reverse KL to a teacher, where that is a loss."""
+
     rejected_in_kl: bool = False
     """Whether tokens that a correction rejected keep their KL penalty."""
 
@@ -61,26 +64,35 @@ class LossSettings:
             kl_loss_coef=algorithm.kl_loss_coef,
             kl_loss_type=algorithm.kl_loss_type,
             use_unbiased_kl=algorithm.use_unbiased_kl,
+            opd_kl_coef=config.distillation.opd_kl_coef,
             rejected_in_kl=config.fallback.rejected_in_kl,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
         )
 
 
 def policy_loss(
-    log_probs: Tensor, batch: WeighedBatch, settings: LossSettings
+    log_probs: Tensor,
+    batch: WeighedBatch,
+    settings: LossSettings,
+    reverse_kl: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """The objective with its corrections, and a KL penalty if the batch has a reference.
 
-    log_probs: float32 [R], with gradient. Returns (loss, sums of metrics weighted like the loss), all
-    scalars to be summed over the global batch. Raises NonfiniteError as `batch.correction` has it.
+    log_probs: float32 [R], with gradient. reverse_kl: that to a teacher, likewise. Returns (loss, sums
+    of metrics weighted like the loss), all scalars to be summed over the global batch. Raises
+    NonfiniteError as `batch.correction` has it.
     """
     batch = completed(batch, log_probs)
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
+    kl_shares = shares if settings.rejected_in_kl else kept
     if batch.ref_log_probs is not None:
-        kl_shares = shares if settings.rejected_in_kl else kept
         kl_loss = _kl_loss(log_probs, batch, batch.ref_log_probs, settings, kl_shares)
         total = total + settings.kl_loss_coef * kl_loss
         metrics["train/kl_loss"] = kl_loss.detach()
+    if reverse_kl is not None:
+        distillation = weighted_sum(reverse_kl, kl_shares)
+        total = total + settings.opd_kl_coef * distillation
+        metrics["distillation/kl_loss"] = distillation.detach()
     metrics["train/loss"] = total.detach()
     return total, metrics
 
