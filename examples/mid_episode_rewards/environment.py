@@ -12,8 +12,8 @@ class Market:
     """Two turns of one token each, in a year that the policy is told nothing of.
 
     The first is a choice: in a wild year investing pays 2, in a calm one saving pays 1, and all else
-    nothing. The second is a lot, a digit: in a wild year it pays `luck` or costs it, by what the prompt's
-    row says of that digit; in a calm one it pays nothing. No lot depends on the choice.
+    nothing. The second is a lot, a digit: in a wild year it pays `luck` or costs it, as the prompt's row
+    says of that digit; in a calm one it pays nothing. No lot depends on the choice.
     """
 
     stop = (INVEST, SAVE, *DIGITS)

@@ -1,4 +1,4 @@
-"""Rewards in mid-episode: what the market pays, and what each estimator's advantages teach of the choice."""
+"""Rewards in mid-episode: what the market pays, and what each estimator teaches of the choice."""
 
 import asyncio
 import random
