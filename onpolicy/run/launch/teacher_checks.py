@@ -30,7 +30,7 @@ def require_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
     flags = config.distillation
     if flags.opd_loss == "top-k" and flags.opd_top_k >= hf_config.vocab_size:
         raise ConfigError(
-            f"--opd-top-k={flags.opd_top_k}: the teacher's vocabulary has {hf_config.vocab_size} tokens. "
+            f"--opd-top-k={flags.opd_top_k}: the teacher knows {hf_config.vocab_size} tokens. "
             "Give fewer, or use --opd-loss=full."
         )
     contract = contract_for(config, hf_config, aligned=config.plan.may_align)

@@ -55,7 +55,7 @@ def test_more_of_the_likeliest_tokens_than_there_are_is_refused(checkpoint):
         "--opd-top-k",
         "100000",
     ]
-    with pytest.raises(ConfigError, match="--opd-top-k=100000: the teacher's vocabulary has"):
+    with pytest.raises(ConfigError, match="--opd-top-k=100000: the teacher knows"):
         require_teacher(config_of(checkpoint, *flags), load_tokenizer(str(checkpoint)))
 
 
