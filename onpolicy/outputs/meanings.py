@@ -2,8 +2,11 @@
 
 A reward function of the user's may add `rollout/reward/<name>`, a function that rolls out
 `episodes/<name>`, a correction of the user's `tis/<name>`. Evaluation sets that have names log
-`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`.
+`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A number
+stands for the k of `avg@k`, `pass@k` and `maj@k`.
 """
+
+import re
 
 MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's episodes",
@@ -136,7 +139,8 @@ MEANINGS = {
     "perf/rollout_idle_share": "share of the step in which the engines neither sampled nor took weights",
     "perf/trainer_idle_share": "share of the step in which the trainer neither trained nor sent weights",
     "eval/avg@k": "mean reward over evaluation prompts and their k samples",
-    "eval/pass@k": "share of evaluation prompts with a sample of positive reward",
+    "eval/pass@k": "chance that one of k samples has a positive reward, mean over evaluation prompts",
+    "eval/maj@k": "share of evaluation prompts whose most frequent answer in k samples is rewarded",
     "eval/loss": "onpolicy sft: mean -log pi of the evaluation rows' answers, in nats per token",
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",
@@ -152,6 +156,7 @@ for _estimator in (
 
 def meaning(metric: str) -> str:
     """What a metric says; empty if it is not one of the above."""
+    metric = re.sub(r"@\d+$", "@k", metric)
     kind, _, rest = metric.partition("/")
     eval_set, _, name = rest.partition("/")
     if kind == "eval" and name:

@@ -1,8 +1,9 @@
 """Rules that score responses: one file per rule.
 
 A rule is a function `score(response: str, label: str) -> float | dict[str, float]`; a dict holds
-the reward under "score" and further numbers to log. `check_label(label)` raises ValueError for a
-label the rule cannot read.
+the reward under "score" and further numbers to log. `answer(response: str) -> str` is what it compares
+with the label, empty if there is nothing. `check_label(label)` raises ValueError for a label the rule
+cannot read.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Scorer:
                 failed.append((sample, result))
             timeouts += result is None
             parts = result if isinstance(result, dict) else {"score": 0.0}
-            sample.reward = parts.pop("score")
+            sample.reward, sample.answer = parts.pop("score"), parts.pop(worker.ANSWER, None)
             sample.reward_parts = parts
         self._judge(failed, len(samples))
         return {
@@ -190,10 +190,10 @@ def _made_up(prompt: Prompt) -> Sample:
     )
 
 
-def _result(job: Any, seconds: float | None = None) -> dict[str, float] | Failure | None:
+def _result(job: Any, seconds: float | None = None) -> worker.Result | Failure | None:
     """What the worker says of a sample; None if the sample's time ran out."""
     try:
-        outcome: dict[str, float] | Failure | None = job.result(seconds)
+        outcome: worker.Result | Failure | None = job.result(seconds)
         return outcome
     except FutureTimeout:
         late = Failure(reason=f"was not imported after {seconds} seconds")

@@ -19,6 +19,12 @@ from onpolicy.system.user_functions import describe, load_function
 
 FLAG = "--custom-rm-path"
 
+ANSWER = "answer"
+"""What a rule names the text that it read of a response."""
+
+Result = dict[str, Any]
+"""Numbers by their names, and maybe an answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -45,7 +51,7 @@ def load(rm_type: str, custom_rm_path: str, others: Sequence[str] = ()) -> None:
         if custom_rm_path:
             _rule = _load_own(custom_rm_path)
         elif rm_type:
-            _rule = load_rule(rm_type).score
+            _rule = _with_answer(rm_type)
     except ConfigError as error:
         _rule = Failure(reason=str(error), in_loading=True)
 
@@ -60,17 +66,29 @@ def _load_own(path: str) -> Callable[..., Any]:
     return function
 
 
-def score(*arguments: Any) -> dict[str, float] | Failure:
-    """What the rule says: the reward under "score", and further numbers."""
+def _with_answer(name: str) -> Callable[[str, str], dict[str, Any]]:
+    """A rule that also says under "answer" what it compares."""
+    rule = load_rule(name)
+
+    def score(response: str, label: str) -> dict[str, Any]:
+        result = rule.score(response, label)
+        parts = result if isinstance(result, dict) else {"score": result}
+        return {**parts, ANSWER: rule.answer(response)}
+
+    return score
+
+
+def score(*arguments: Any) -> Result | Failure:
+    """What the rule says: the reward under "score", further numbers, and maybe a text under "answer"."""
     return _rule if isinstance(_rule, Failure) else _scored(_rule, *arguments)
 
 
-def score_by(response: str, label: str, rule: str) -> dict[str, float] | Failure:
+def score_by(response: str, label: str, rule: str) -> Result | Failure:
     """What another rule than the one that was loaded says."""
-    return _scored(load_rule(rule).score, response, label)
+    return _scored(_with_answer(rule), response, label)
 
 
-def _scored(rule: Callable[..., Any], *arguments: Any) -> dict[str, float] | Failure:
+def _scored(rule: Callable[..., Any], *arguments: Any) -> Result | Failure:
     try:
         result = rule(*arguments)
     except BaseException as error:  # SystemExit too
@@ -81,8 +99,9 @@ def _scored(rule: Callable[..., Any], *arguments: Any) -> dict[str, float] | Fai
         return Failure(reason=f"returned {_shown(result)}: {error}")
 
 
-def _numbers(result: Any) -> dict[str, float]:
-    parts = result if isinstance(result, dict) else {"score": result}
+def _numbers(result: Any) -> Result:
+    parts = {**result} if isinstance(result, dict) else {"score": result}
+    answer = {ANSWER: parts.pop(ANSWER)} if isinstance(parts.get(ANSWER), str) else {}
     if "score" not in parts:
         raise ValueError('a dict must hold the reward under "score"')
     if not all(isinstance(name, str) for name in parts):
@@ -95,7 +114,7 @@ def _numbers(result: Any) -> dict[str, float]:
     numbers = {name: float(value) for name, value in parts.items()}
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError("a reward must be finite")
-    return numbers
+    return numbers | answer
 
 
 def _shown(result: Any) -> str:
