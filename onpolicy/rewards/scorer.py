@@ -100,7 +100,7 @@ class Scorer:
             if isinstance(result, Failure):
                 failed.append((sample, result))
             timeouts += result is None
-            parts = result if isinstance(result, dict) else {"score": 0.0}
+            parts: worker.Result = result if isinstance(result, dict) else {"score": 0.0}
             sample.reward, sample.answer = parts.pop("score"), parts.pop(worker.ANSWER, None)
             sample.reward_parts = parts
         self._judge(failed, len(samples))
