@@ -110,8 +110,7 @@ class Sampler:
             raise ValueError(
                 "append: chat messages come after an answer, all at once; append text or token ids here"
             )
-        inputs = self.inputs
-        template = ChatTemplate(inputs.tokenizer, inputs.stop_token_ids)
+        template = ChatTemplate(self.inputs.tokenizer, self.inputs.stop_token_ids)
         return template.after_answer(so_far.token_ids, more)
 
     def _open_groups(self) -> OpenGroups:
