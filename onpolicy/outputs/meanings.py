@@ -116,6 +116,7 @@ MEANINGS = {
     "train/kl_coef": "what that KL was multiplied by in the rewards",
     "train/kl_loss": "KL penalty towards the reference model, before its coefficient",
     "train/entropy": "entropy of the policy at the sampled tokens, in nats",
+    "train/entropy_coef": "what that entropy was multiplied by and taken off the loss",
     "train/grad_norm": "norm of the gradient before clipping",
     "train/lr": "learning rate",
     "critic/vf_loss": "loss of the critic's values: half their squared distance from the returns",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -32,6 +33,7 @@ from onpolicy.train.batch import (
 from onpolicy.train.correction import Corrections
 from onpolicy.train.critic import Critic, known_variance
 from onpolicy.train.engine import Check, Role, ShardedModel
+from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.optimizer_step import optimizer_step
@@ -58,17 +60,19 @@ class Learner:
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
         self.penalties = Penalties(config)
+        self.bonus = EntropyBonus(config.algorithm)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, by what holds it."""
-        penalties = self.penalties.state_dict()
-        carried = {"penalties": penalties} if penalties else {}
-        return {"corrections": self.corrections.state_dict(), **carried}
+        carried = {"penalties": self.penalties.state_dict(), "bonus": self.bonus.state_dict()}
+        moved = {name: state for name, state in carried.items() if state}
+        return {"corrections": self.corrections.state_dict(), **moved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.corrections.load_state_dict(state["corrections"])
         self.penalties.load_state_dict(state.get("penalties", {}))
+        self.bonus.load_state_dict(state.get("bonus", {}))
 
     def learn(
         self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
@@ -77,6 +81,7 @@ class Learner:
 
         What the parity check found is also in a ParityError.
         """
+        self.loss_settings = replace(self.loss_settings, entropy_coef=self.bonus.coef)
         steps = [
             [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
             for number in range(len(rates))
@@ -100,6 +105,7 @@ class Learner:
             metrics, learnt = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
         self.penalties.step()
+        metrics |= self.bonus.step(metrics["train/entropy"])
         findings = gate.findings(share.outcomes.num_samples, apart)
         return TrainOutcome(metrics=metrics | perf, findings=findings, learnt=learnt)
 
@@ -176,8 +182,7 @@ class Learner:
 
     def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss and of the metrics of the global batch."""
-        loss, metrics = policy_loss(scores.log_probs, batch, self.loss_settings)
-        return loss, metrics | {"train/entropy": (scores.entropy * batch.shares).sum()}
+        return policy_loss(scores.log_probs, batch, self.loss_settings, scores.entropy)
 
     def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""

@@ -30,6 +30,9 @@ class LossSettings:
     kl_loss_type: KlType = "low_var_kl"
     use_unbiased_kl: bool = False
 
+    entropy_coef: float = 0.0
+    """Of the entropy, which is taken off the loss."""
+
     rejected_in_kl: bool = False
     """Whether tokens that a correction rejected keep their KL penalty."""
 
@@ -61,18 +64,23 @@ class LossSettings:
             kl_loss_coef=algorithm.kl_loss_coef,
             kl_loss_type=algorithm.kl_loss_type,
             use_unbiased_kl=algorithm.use_unbiased_kl,
+            entropy_coef=algorithm.entropy_coef,
             rejected_in_kl=config.fallback.rejected_in_kl,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
         )
 
 
 def policy_loss(
-    log_probs: Tensor, batch: WeighedBatch, settings: LossSettings
+    log_probs: Tensor,
+    batch: WeighedBatch,
+    settings: LossSettings,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The objective with its corrections, and a KL penalty if the batch has a reference.
+    """The objective with its corrections, a KL penalty if the batch has a reference, and a bonus.
 
-    log_probs: float32 [R], with gradient. Returns (loss, sums of metrics weighted like the loss), all
-    scalars to be summed over the global batch. Raises NonfiniteError as `batch.correction` has it.
+    log_probs: float32 [R], with gradient. entropy: the same of the policy's, in nats; without it there
+    is no bonus. Returns (loss, sums of metrics weighted like the loss), all scalars to be summed over
+    the global batch. Raises NonfiniteError as `batch.correction` has it.
     """
     batch = completed(batch, log_probs)
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
@@ -81,6 +89,10 @@ def policy_loss(
         kl_loss = _kl_loss(log_probs, batch, batch.ref_log_probs, settings, kl_shares)
         total = total + settings.kl_loss_coef * kl_loss
         metrics["train/kl_loss"] = kl_loss.detach()
+    if entropy is not None:
+        if settings.entropy_coef:
+            total = total - settings.entropy_coef * weighted_sum(entropy, kept)
+        metrics["train/entropy"] = weighted_sum(entropy.detach(), batch.shares)
     metrics["train/loss"] = total.detach()
     return total, metrics
 

@@ -29,6 +29,7 @@ KL_LOSS = ReadBy("--use-kl-loss", lambda run: run.use_kl_loss)
 KL_REWARD = ReadBy("--kl-coef", lambda run: run.kl_coef > 0)
 REFERENCE = ReadBy("--use-kl-loss or --kl-coef", lambda run: run.use_kl_loss or run.kl_coef > 0)
 ADAPTIVE = ReadBy("--kl-ctrl adaptive", lambda run: run.kl_ctrl == "adaptive")
+TO_ENTROPY = ReadBy("--entropy-ctrl adaptive", lambda run: run.entropy_ctrl == "adaptive")
 OVERLONG = ReadBy("--overlong-buffer-len", lambda run: run.overlong_buffer_len)
 GDPO = ReadBy("--advantage-estimator gdpo", lambda run: run.advantage_estimator == "gdpo")
 UNCORRECTED = Against(
@@ -192,6 +193,19 @@ class AlgorithmConfig:
 
     use_unbiased_kl: Annotated[bool, KL_LOSS] = False
     """Multiply that estimate by the ratio to the rollout's policy, which makes its gradient unbiased."""
+
+    entropy_coef: NonNegative = 0.0
+    """Take this times the mean entropy of a token, in nats, off the loss."""
+
+    entropy_ctrl: Literal["fixed", "adaptive"] = "fixed"
+    """Keep --entropy-coef, or let it move after every rollout, and stand in the loss only while the
+    entropy is at most --entropy-target."""
+
+    entropy_target: Annotated[Positive, TO_ENTROPY] = 0.2
+    """adaptive: the mean entropy of a token that is aimed at, in nats."""
+
+    entropy_coef_delta: Annotated[Positive, TO_ENTROPY] = 0.005
+    """adaptive: what the coefficient rises or falls by."""
 
     ref_checkpoint: Annotated[str, REFERENCE] = ""
     """Checkpoint of the reference model; --hf-checkpoint if not given."""

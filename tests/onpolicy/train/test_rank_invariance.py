@@ -18,7 +18,10 @@ CLIPPED = {"dtype": "bfloat16", "changes": {"trainer": {"clip_grad": 0.1}}}
 NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel_blocks": 0}}
 """But operators of an aligned contract, so that nothing but the order of sums is in question."""
 
-ASKED = {**NO_MODE, "trainer": {"rank_invariant": True}}
+TERMS = {"advantage_estimator": "reinforce", "entropy_coef": 0.1}
+"""Of the loss, beside the objective."""
+
+ASKED = {**NO_MODE, "trainer": {"rank_invariant": True}, "algorithm": TERMS}
 
 
 @pytest.fixture(scope="module")
