@@ -117,6 +117,8 @@ MEANINGS = {
     "train/kl_loss": "KL penalty towards the reference model, before its coefficient",
     "train/entropy": "entropy of the policy at the sampled tokens, in nats",
     "train/entropy_coef": "what that entropy was multiplied by and taken off the loss",
+    "train/squared_log_ratio": "mean (log pi - log pi_old)^2, before its coefficient",
+    "train/positive_nll": "mean -log pi of samples of high reward, before its coefficient",
     "train/grad_norm": "norm of the gradient before clipping",
     "train/lr": "learning rate",
     "critic/vf_loss": "loss of the critic's values: half their squared distance from the returns",

@@ -133,6 +133,9 @@ class WeighedBatch(ScoredBatch):
     importance_weights: Tensor
     """Factors of each token's policy loss: 1 without a correction."""
 
+    positive_shares: Tensor | None = None
+    """Each token's share of the mean over those of samples that are to be imitated (`marks.py`)."""
+
     correction: CorrectionConfig | None = None
     """The weights and the rejection that the loss takes from its own log-probabilities, where nobody
     computed the policy's before."""

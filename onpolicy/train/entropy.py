@@ -10,14 +10,15 @@ from onpolicy.config.groups import AlgorithmConfig
 class EntropyBonus:
     """What the mean entropy of a rollout's tokens is multiplied by in its loss, and taken off it.
 
-    adaptive: Skywork-OR1's control (arXiv 2505.22312). After a rollout whose entropy is at most the
-    target the coefficient rises by `entropy_coef_delta`, and otherwise it falls by that, to no less than
-    0; the loss has a bonus only after a rollout of the former kind.
+    adaptive: Skywork-OR1's control (arXiv 2505.22312), as in TRL's `GRPOTrainer._compute_loss`. After a
+    rollout whose entropy is at most the target the coefficient rises by `entropy_coef_delta`, to no more
+    than `entropy_coef_max`, and otherwise it falls by that, to no less than 0; the loss has a bonus only
+    after a rollout of the former kind.
     """
 
     def __init__(self, flags: AlgorithmConfig):
         self.flags = flags
-        self._coef, self._is_needed = flags.entropy_coef, True
+        self._coef, self._is_needed = flags.entropy_coef, not self.is_adaptive
 
     @property
     def coef(self) -> float:
@@ -33,8 +34,9 @@ class EntropyBonus:
         metrics = {"train/entropy_coef": self.coef} if self.is_adaptive else {}
         if self.is_adaptive:
             self._is_needed = entropy <= self.flags.entropy_target
-            delta = self.flags.entropy_coef_delta
-            self._coef = max(self._coef + (delta if self._is_needed else -delta), 0.0)
+            delta, largest = self.flags.entropy_coef_delta, self.flags.entropy_coef_max
+            moved = self._coef + (delta if self._is_needed else -delta)
+            self._coef = min(max(moved, 0.0), largest)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

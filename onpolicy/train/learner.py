@@ -36,6 +36,7 @@ from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
+from onpolicy.train.marks import marked
 from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.penalties import Penalties
@@ -124,6 +125,7 @@ class Learner:
         """
         metrics = self._own_routing(steps[0])
         weighed, found = self.corrections.weigh(steps, active=corrected)
+        weighed = [marked(step, self.config) for step in weighed]
         updates = [
             self._optimizer_steps(micro_batches, rate, gate, number)
             for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))

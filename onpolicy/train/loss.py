@@ -33,6 +33,12 @@ class LossSettings:
     entropy_coef: float = 0.0
     """Of the entropy, which is taken off the loss."""
 
+    log_ratio_coef: float = 0.0
+    """Of the squared log-ratio to the old policy."""
+
+    positive_nll_coef: float = 0.0
+    """Of -log pi of the samples that are to be imitated."""
+
     rejected_in_kl: bool = False
     """Whether tokens that a correction rejected keep their KL penalty."""
 
@@ -65,6 +71,8 @@ class LossSettings:
             kl_loss_type=algorithm.kl_loss_type,
             use_unbiased_kl=algorithm.use_unbiased_kl,
             entropy_coef=algorithm.entropy_coef,
+            log_ratio_coef=algorithm.log_ratio_coef,
+            positive_nll_coef=algorithm.positive_nll_coef,
             rejected_in_kl=config.fallback.rejected_in_kl,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
         )
@@ -76,7 +84,7 @@ def policy_loss(
     settings: LossSettings,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The objective with its corrections, a KL penalty if the batch has a reference, and a bonus.
+    """The objective with its corrections, and the terms beside it that are asked for.
 
     log_probs: float32 [R], with gradient. entropy: the same of the policy's, in nats; without it there
     is no bonus. Returns (loss, sums of metrics weighted like the loss), all scalars to be summed over
@@ -93,6 +101,14 @@ def policy_loss(
         if settings.entropy_coef:
             total = total - settings.entropy_coef * weighted_sum(entropy, kept)
         metrics["train/entropy"] = weighted_sum(entropy.detach(), batch.shares)
+    if settings.log_ratio_coef:
+        squares = _squared_log_ratio(log_probs, batch, kept)
+        total = total + settings.log_ratio_coef * squares
+        metrics["train/squared_log_ratio"] = squares.detach()
+    if batch.positive_shares is not None:
+        nll = weighted_sum(-log_probs, torch.where(kept != 0, batch.positive_shares, 0))
+        total = total + settings.positive_nll_coef * nll
+        metrics["train/positive_nll"] = nll.detach()
     metrics["train/loss"] = total.detach()
     return total, metrics
 
@@ -123,6 +139,13 @@ def _policy_term(
         metrics["train/pg_clipfrac"] = weighted_sum(objective.clipped.float(), shares)
         metrics["train/ppo_kl"] = weighted_sum(old - log_probs, shares)
     return total, shares, kept, metrics
+
+
+def _squared_log_ratio(log_probs: Tensor, batch: WeighedBatch, kept: Tensor) -> Tensor:
+    """prime-rl's penalty, and that of verl's dro: (log pi - log pi_old)^2."""
+    assert batch.old_log_probs is not None  # the batch is completed
+    log_probs, old = (torch.where(kept != 0, x, 0) for x in (log_probs, batch.old_log_probs))
+    return weighted_sum((log_probs - old).square(), kept)
 
 
 def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:

@@ -30,6 +30,11 @@ KL_REWARD = ReadBy("--kl-coef", lambda run: run.kl_coef > 0)
 REFERENCE = ReadBy("--use-kl-loss or --kl-coef", lambda run: run.use_kl_loss or run.kl_coef > 0)
 ADAPTIVE = ReadBy("--kl-ctrl adaptive", lambda run: run.kl_ctrl == "adaptive")
 TO_ENTROPY = ReadBy("--entropy-ctrl adaptive", lambda run: run.entropy_ctrl == "adaptive")
+TOO_LARGE_A_BONUS = Together(
+    lambda run: run.entropy_ctrl == "adaptive" and run.entropy_coef > run.entropy_coef_max,
+    "--entropy-coef={run.entropy_coef:g}: must not exceed --entropy-coef-max {run.entropy_coef_max:g}. "
+    "Change one of them.",
+)
 OVERLONG = ReadBy("--overlong-buffer-len", lambda run: run.overlong_buffer_len)
 GDPO = ReadBy("--advantage-estimator gdpo", lambda run: run.advantage_estimator == "gdpo")
 UNCORRECTED = Against(
@@ -60,6 +65,15 @@ SEVERAL_STEPS = Against(
     lambda run: run.config.steps_per_rollout > 1,
     "a rollout has {run.config.steps_per_rollout} optimizer steps, and a later one has another ratio",
     "Let --global-batch-size be a whole rollout, or leave it out.",
+)
+NO_LOG_RATIO = Against(
+    lambda run: (
+        run.config.steps_per_rollout == 1
+        and (run.plan.is_always_on_policy or not run.use_rollout_logprobs)
+    ),
+    "in the only optimizer step of a rollout pi_old is pi itself, so that it would do nothing",
+    "Let --global-batch-size be a part of a rollout, or give --use-rollout-logprobs without "
+    "--true-on-policy-mode: then pi_old is the rollout's.",
 )
 BYPASSED = Against(
     lambda run: run.use_rollout_logprobs,
@@ -194,7 +208,7 @@ class AlgorithmConfig:
     use_unbiased_kl: Annotated[bool, KL_LOSS] = False
     """Multiply that estimate by the ratio to the rollout's policy, which makes its gradient unbiased."""
 
-    entropy_coef: NonNegative = 0.0
+    entropy_coef: Annotated[NonNegative, TOO_LARGE_A_BONUS] = 0.0
     """Take this times the mean entropy of a token, in nats, off the loss."""
 
     entropy_ctrl: Literal["fixed", "adaptive"] = "fixed"
@@ -206,6 +220,20 @@ class AlgorithmConfig:
 
     entropy_coef_delta: Annotated[Positive, TO_ENTROPY] = 0.005
     """adaptive: what the coefficient rises or falls by."""
+
+    entropy_coef_max: Annotated[Positive, TO_ENTROPY] = 1.0
+    """adaptive: what it rises to at most."""
+
+    log_ratio_coef: Annotated[NonNegative, NO_LOG_RATIO] = 0.0
+    """Add this times the mean of (log pi - log pi_old)^2 to the loss."""
+
+    positive_nll_coef: NonNegative = 0.0
+    """Add this times the mean -log pi of the samples of high reward to the loss (VAPO)."""
+
+    positive_nll_above: Annotated[
+        float, ReadBy("--positive-nll-coef", lambda run: run.positive_nll_coef > 0)
+    ] = 0.0
+    """The reward that such a sample exceeds."""
 
     ref_checkpoint: Annotated[str, REFERENCE] = ""
     """Checkpoint of the reference model; --hf-checkpoint if not given."""

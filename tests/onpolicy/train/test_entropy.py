@@ -1,27 +1,53 @@
-"""The coefficient of the entropy bonus: Skywork-OR1's control, step by step."""
+"""The entropy bonus and the control of its coefficient have the numbers that TRL's own code gave."""
+
+import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.train.entropy import EntropyBonus
+from onpolicy.train.loss import LossSettings, policy_loss
+from tests.support.onpolicy_batches import make_batch
 
-ADAPTIVE = AlgorithmConfig(entropy_ctrl="adaptive", entropy_target=0.3, entropy_coef_delta=0.01)
+PEERS = json.loads((Path(__file__).parents[2] / "data/peer_losses.json").read_text())
+CASE = PEERS["entropy_controller"]
+ADAPTIVE = AlgorithmConfig(
+    entropy_ctrl="adaptive",
+    entropy_coef=CASE["entropy_coef"],
+    entropy_target=CASE["entropy_target"],
+    entropy_coef_delta=CASE["entropy_coef_delta"],
+    entropy_coef_max=CASE["entropy_coef_max"],
+)
 
 
-def test_it_rises_while_entropy_is_at_most_the_target_and_falls_silent_above():
+def packed(rows):
+    return torch.tensor([x for row in rows for x in row])
+
+
+def test_the_bonus_and_its_gradient_are_trls():
+    case, entropy = PEERS["entropy_bonus"], packed(PEERS["inputs"]["entropy"]).requires_grad_()
+    batch = make_batch([1.0] * len(entropy), [0.0] * len(entropy))
+    loss, _ = policy_loss(*batch, LossSettings(entropy_coef=case["entropy_coef"]), entropy)
+    (without,) = (c["loss"] for c in PEERS["objectives"] if c["name"] == "trl bnpo")
+    assert loss.item() == pytest.approx(case["loss"] - without, abs=1e-6)
+    (gradient,) = torch.autograd.grad(loss, entropy)
+    assert gradient.tolist() == pytest.approx(
+        packed(case["gradient_of_entropy"]).tolist(), abs=1e-6
+    )
+
+
+def test_the_coefficient_moves_as_trls_and_goes_on_from_a_checkpoint():
     bonus = EntropyBonus(ADAPTIVE)
-    entropies = (0.2, 0.3, 0.4, 0.1, 0.5, 0.5, 0.5, 0.2, 0.2)
-    applied = [bonus.step(entropy)["train/entropy_coef"] for entropy in entropies]
-    assert applied == pytest.approx([0.0, 0.01, 0.02, 0.0, 0.02, 0.0, 0.0, 0.0, 0.01])
-
-
-def test_a_checkpoint_goes_on_where_it_was():
-    bonus, again = EntropyBonus(ADAPTIVE), EntropyBonus(ADAPTIVE)
-    for entropy in (0.1, 0.1, 0.9):
-        bonus.step(entropy)
-    again.load_state_dict(bonus.state_dict())
-    assert again.coef == 0 and (again.step(0.1), again.coef) == (bonus.step(0.1), bonus.coef)
-    assert again.coef == pytest.approx(0.02)
+    for entropy, applied, value in zip(
+        CASE["entropies"], CASE["applied"], CASE["values"], strict=True
+    ):
+        assert bonus.step(entropy) == {"train/entropy_coef": pytest.approx(applied, abs=1e-6)}
+        state = bonus.state_dict()
+        assert state["coef"] == pytest.approx(value, abs=1e-6)
+        bonus = EntropyBonus(ADAPTIVE)
+        bonus.load_state_dict(state)
 
 
 def test_a_fixed_coefficient_stays_and_is_no_state():
