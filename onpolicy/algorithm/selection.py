@@ -13,9 +13,7 @@ from fallback_correction.tokens import Gather, TokenBatch, alone, global_token_m
 
 
 @torch.no_grad()
-def top_entropy(
-    batch: TokenBatch, entropy: Tensor, share: float, gather: Gather = alone
-) -> Tensor:
+def top_entropy(batch: TokenBatch, entropy: Tensor, share: float, gather: Gather = alone) -> Tensor:
     """The tokens whose entropy is at least the (1 - share)-quantile of all that count: bool [N].
 
     entropy: float32 [N]. The quantile is linear between neighbours, as in TRL's
@@ -58,7 +56,8 @@ def smallest(
         return among
     by_draw = everyone[everyone[:, 1].argsort(stable=True)]
     value, draw = by_draw[by_draw[:, 0].argsort(stable=True)][count - 1].tolist()
-    return among & ((values < value) | ((values == value) & (draws <= draw)))
+    is_first: Tensor = (values < value) | ((values == value) & (draws <= draw))
+    return among & is_first
 
 
 def clip_cov(

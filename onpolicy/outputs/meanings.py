@@ -54,6 +54,7 @@ MEANINGS = {
     "lag/ess": "effective sample size of their weights, as a share of their number",
     "lag/clip_share": "share of them whose ratio is above --tis-upper-bound",
     "lag/rejected_share": "share of them that rejection drops",
+    "train/learnt_fraction": "share of tokens that --top-entropy-quantile and --clip-cov-ratio leave",
     "train/opsm_fraction": "share of tokens that off-policy sequence masking dropped",
     "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
     "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",

@@ -22,7 +22,7 @@ class EntropyBonus:
 
     @property
     def coef(self) -> float:
-        """Of the next rollout's loss."""
+        """That of the next rollout's loss."""
         return self._coef if self._is_needed else 0.0
 
     @property

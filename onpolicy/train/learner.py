@@ -125,7 +125,7 @@ class Learner:
         """
         metrics = self._own_routing(steps[0])
         weighed, found = self.corrections.weigh(steps, active=corrected)
-        weighed = [marked(step, self.config) for step in weighed]
+        weighed = [marked(step, self.config, gate.step) for step in weighed]
         updates = [
             self._optimizer_steps(micro_batches, rate, gate, number)
             for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))
@@ -221,12 +221,15 @@ class Learner:
             token_advantages(self.estimator, outcomes, batches, scores, paid),
             old,
             reference if self.config.algorithm.use_kl_loss else [None] * len(batches),
+            self._entropies(batches, scores),
             self._values_and_returns(batches, scores, paid),
             strict=True,
         )
         scored = [
-            ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref, **critics)
-            for batch, a, old, ref, critics in parts
+            ScoredBatch.after(
+                batch, advantages=a, old_log_probs=old, ref_log_probs=ref, entropy=h, **critics
+            )
+            for batch, a, old, ref, h, critics in parts
         ]
         metrics |= self.estimator.metrics()
         if self.critic is not None:
@@ -240,8 +243,10 @@ class Learner:
         asked, penalised = set(self.estimator.roles), self.penalties.reads_reference
         if self.config.algorithm.use_kl_loss or penalised:
             asked.add("reference")
+        algorithm = self.config.algorithm
         early = penalised or self.corrections.needs_scores(num_steps)
-        if corrected and not self.corrections.bypass and early:
+        early |= algorithm.compares_covariances
+        if (corrected and not self.corrections.bypass and early) or algorithm.compares_entropies:
             asked.add("policy")
         return [role for role in self.models if role in asked]
 
@@ -261,6 +266,13 @@ class Learner:
         if "policy" not in scores:
             return [None] * len(batches)
         return [each.log_probs for each in scores["policy"]]
+
+    def _entropies(
+        self, batches: Sequence[PackedBatch], scores: ScoresByRole
+    ) -> Sequence[Tensor | None]:
+        if not self.config.algorithm.compares_entropies:
+            return [None] * len(batches)
+        return [each.entropy for each in scores["policy"]]
 
     def _reference_log_probs(
         self, batches: Sequence[PackedBatch], scores: ScoresByRole

@@ -31,16 +31,19 @@ class LossSettings:
     use_unbiased_kl: bool = False
 
     entropy_coef: float = 0.0
-    """Of the entropy, which is taken off the loss."""
+    """What the entropy is multiplied by and taken off the loss."""
 
     log_ratio_coef: float = 0.0
-    """Of the squared log-ratio to the old policy."""
+    """What the squared log-ratio to the old policy is multiplied by."""
 
     positive_nll_coef: float = 0.0
-    """Of -log pi of the samples that are to be imitated."""
+    """What -log pi of the samples that are to be imitated is multiplied by."""
 
     rejected_in_kl: bool = False
     """Whether tokens that a correction rejected keep their KL penalty."""
+
+    kl_cov_coef: float = 1.0
+    """What the magnitude of a restrained token's log-ratio is multiplied by."""
 
     opsm_delta: float | None = None
     """Off-policy sequence masking, if any."""
@@ -73,6 +76,7 @@ class LossSettings:
             entropy_coef=algorithm.entropy_coef,
             log_ratio_coef=algorithm.log_ratio_coef,
             positive_nll_coef=algorithm.positive_nll_coef,
+            kl_cov_coef=algorithm.kl_cov_coef,
             rejected_in_kl=config.fallback.rejected_in_kl,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
         )
@@ -130,6 +134,12 @@ def _policy_term(
         )
         metrics["train/opsm_fraction"] = (drifted * shares).sum()
         factors = factors * ~drifted
+    if batch.learnt is not None:
+        metrics["train/learnt_fraction"] = (batch.learnt * shares).sum()
+        factors = factors * batch.learnt
+    if batch.restrained is not None:
+        r = torch.where(batch.restrained & batch.mask, log_probs - old, 0)
+        loss = loss + settings.kl_cov_coef * r.abs()
     if batch.custom is not None:
         loss, mask, found = batch.custom(loss, log_probs.detach(), batch)
         kept, factors, metrics = kept * mask, factors * mask, metrics | found

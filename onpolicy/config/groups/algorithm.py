@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, above, at_least, at_most
+from fallback_correction.ranges import NotAbove, ReadBy, above, at_least, at_most
 from onpolicy.algorithm.registry import (
     ESTIMATORS,
     OBJECTIVES,
@@ -30,6 +30,8 @@ KL_REWARD = ReadBy("--kl-coef", lambda run: run.kl_coef > 0)
 REFERENCE = ReadBy("--use-kl-loss or --kl-coef", lambda run: run.use_kl_loss or run.kl_coef > 0)
 ADAPTIVE = ReadBy("--kl-ctrl adaptive", lambda run: run.kl_ctrl == "adaptive")
 TO_ENTROPY = ReadBy("--entropy-ctrl adaptive", lambda run: run.entropy_ctrl == "adaptive")
+CLIP_COV = ReadBy("--clip-cov-ratio", lambda run: run.clip_cov_ratio > 0)
+KL_COV = ReadBy("--kl-cov-ratio", lambda run: run.kl_cov_ratio > 0)
 TOO_LARGE_A_BONUS = Together(
     lambda run: run.entropy_ctrl == "adaptive" and run.entropy_coef > run.entropy_coef_max,
     "--entropy-coef={run.entropy_coef:g}: must not exceed --entropy-coef-max {run.entropy_coef_max:g}. "
@@ -166,6 +168,26 @@ class AlgorithmConfig:
     opsm_delta: Annotated[NonNegative, ReadBy("--use-opsm", lambda run: run.use_opsm)] = 1e-4
     """Largest mean log-ratio, rollout over current, of a sequence that is kept."""
 
+    top_entropy_quantile: Annotated[float, above(0), at_most(1)] = 1.0
+    """Learn the objective from this share of the tokens alone, those of the largest entropy."""
+
+    clip_cov_ratio: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Clip-Cov: learn nothing from so many tokens, as a share of all, by chance among those whose
+    covariance of log-probability and advantage lies between the two bounds; 0: it is off."""
+
+    clip_cov_lb: Annotated[float, NotAbove("clip_cov_ub"), CLIP_COV] = 1.0
+    """The lower bound."""
+
+    clip_cov_ub: Annotated[float, CLIP_COV] = 5.0
+    """The upper bound."""
+
+    kl_cov_ratio: Annotated[float, at_least(0), at_most(1), NO_LOG_RATIO] = 0.0
+    """KL-Cov: hold so many tokens, as a share of all, to the old policy, those of the largest such
+    covariance; 0: it is off."""
+
+    kl_cov_coef: Annotated[NonNegative, KL_COV] = 1.0
+    """Add this times |log pi - log pi_old| to their loss."""
+
     loss_aggregation: LossAggregation | None = None
     """Mean over all tokens of the global batch, or over its sequences of their token means or sums
     (-norm: over --rollout-max-response-len). Default: the objective's own (docs/losses.md)."""
@@ -242,3 +264,13 @@ class AlgorithmConfig:
     def reads_reference(self) -> bool:
         """Whether a reference model takes part."""
         return self.use_kl_loss or self.kl_coef > 0
+
+    @property
+    def compares_covariances(self) -> bool:
+        """Whether tokens are told apart by log-probabilities of before the first optimizer step."""
+        return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
+
+    @property
+    def compares_entropies(self) -> bool:
+        """Whether they are by entropies of before it."""
+        return self.top_entropy_quantile < 1

@@ -33,7 +33,7 @@ FEW_ROW_COUNTS = (1, 7, 64, 299)
 """For what has no matrix product, and for experts, of which these make products of many sizes."""
 
 FEW_ROWS = 16
-"""Of a vocabulary's rows, for a gradient that few runs have."""
+"""Rows of a vocabulary, for a gradient that few runs have."""
 
 
 def check_gradients(operators: Operators, contract: NumericsContract) -> None:
