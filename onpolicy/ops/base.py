@@ -253,10 +253,7 @@ class Operators(ABC):
         grad_entropy: Tensor | None = None,
     ) -> Tensor:
         """The gradient of `(grad * log_probs + grad_entropy * entropy).sum()`, of what
-        `gather_log_probs(logits, temperature, targets)` returns.
-
-        Shapes as there; grad, grad_entropy: float32 [M] -> [M, V] in the dtype of `logits`. Without
-        `grad_entropy`, that of the log-probabilities alone.
+        `gather_log_probs` returns, or of the former alone: [M, V] in the dtype of `logits`.
         """
         log_probs = self.log_softmax(logits, temperature)
         probabilities = self.elementwise(torch.exp, log_probs)
