@@ -17,7 +17,7 @@ from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
 from onpolicy.system.user_functions import describe, load_function
 
 _rules: dict[str, Callable[..., Any] | Failure] = {}
-"""By name, and functions by path."""
+"""Rules by name, and functions by path."""
 
 
 def load(names: Sequence[str], paths: Sequence[str], flag: str) -> None:
