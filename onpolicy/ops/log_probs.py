@@ -23,7 +23,8 @@ class Scores(NamedTuple):
     """float32 [R]."""
 
     entropy: Tensor
-    """float32 [R], in nats, of the distribution that each token is drawn from; without gradient."""
+    """float32 [R], in nats, of the distribution that each token is drawn from; its gradient is computed
+    where a loss has it, and only there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +178,26 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.operators, ctx.vocabulary = operators, vocabulary  # type: ignore[attr-defined]
         ctx.finish, ctx.kept = finish, kept  # type: ignore[attr-defined]
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)  # type: ignore[arg-type]
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: FunctionCtx, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature = ctx.saved_tensors  # type: ignore[attr-defined]
         operators: Operators = ctx.operators  # type: ignore[attr-defined]
         kept: KeptTokens | None = ctx.kept  # type: ignore[attr-defined]
+        grad = torch.zeros_like(temperature) if grad is None else grad
 
         def grad_logits(logits: Tensor, rows: slice) -> Tensor:
             if kept is not None:
                 logits = kept.cut_to(logits, rows)
-            return operators.grad_logits(logits, temperature[rows, None], targets[rows], grad[rows])
+            of_entropy = None if grad_entropy is None else grad_entropy[rows]
+            return operators.grad_logits(
+                logits, temperature[rows, None], targets[rows], grad[rows], of_entropy
+            )
 
         head = Head(operators, weight, bias, ctx.vocabulary, ctx.finish)  # type: ignore[attr-defined]
         grad_hidden, grad_weight, grad_bias = head.gradients(hidden, grad_logits)

@@ -116,8 +116,7 @@ class PolicyGptModel(GPTModel):
         scores = score_rows(hidden[:, 0][local.rows], self.head(), local)
         if local.order is None:
             return scores
-        shared = type(scores)._make(share_rows(x, self.cp_group)[local.order] for x in scores)
-        return shared._replace(entropy=shared.entropy.detach())
+        return type(scores)._make(share_rows(x, self.cp_group)[local.order] for x in scores)
 
     def head(self) -> Head:
         """The output projection of the last stage, this rank's rows of it."""
