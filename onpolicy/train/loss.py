@@ -31,7 +31,7 @@ class LossSettings:
     use_unbiased_kl: bool = False
 
     opd_kl_coef: float = 0.0
-    """Of the reverse KL to a teacher, where that is a loss."""
+    """What the reverse KL to a teacher is multiplied by, where that is a loss."""
     entropy_coef: float = 0.0
     """What the entropy is multiplied by and taken off the loss."""
 
