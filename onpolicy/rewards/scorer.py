@@ -39,6 +39,7 @@ class Scorer:
     def __init__(self, config: RewardConfig):
         self.config = config
         self._pool: ProcessPool | None = None
+        self._rules: set[str] = set()
         self._has_reported = False
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
@@ -90,10 +91,8 @@ class Scorer:
                 f"{unscored[0].name}: its episode said no reward, and no rule would. Say one, or give "
                 "--rm-type or --custom-rm-path."
             )
-        if self._pool is None:
-            rules = sorted({sample.prompt.rule for sample in samples} - {""})
-            self._pool = _pool(self.config, self.config.rm_workers or default_workers(), rules)
-        jobs = [self._submit(self._pool, sample) for sample in samples]
+        pool = self._pool_with({sample.prompt.rule for sample in samples} - {""})
+        jobs = [self._submit(pool, sample) for sample in samples]
         timeouts, failed = 0, list[tuple[Sample, Failure]]()
         for sample, job in zip(samples, jobs, strict=True):
             result = _result(job)
@@ -108,6 +107,15 @@ class Scorer:
             "rollout/reward_timeouts": float(timeouts),
             "rollout/reward_errors": float(len(failed)),
         }
+
+    def _pool_with(self, rules: set[str]) -> ProcessPool:
+        """Workers that have imported these rules, since no sample's time is for that."""
+        if self._pool is None or not rules <= self._rules:
+            self.close()
+            self._rules |= rules
+            workers = self.config.rm_workers or default_workers()
+            self._pool = _pool(self.config, workers, sorted(self._rules))
+        return self._pool
 
     def close(self) -> None:
         """End the worker processes."""

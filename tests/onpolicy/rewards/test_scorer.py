@@ -107,6 +107,22 @@ def test_a_rule_scores_samples_in_order(scorer):
     assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
 
 
+def test_a_rule_that_comes_later_is_imported_before_samples_have_their_time(scorer, monkeypatch):
+    imported, pool = [], scorer_module._pool
+
+    def noting(config, workers, rules=()):
+        imported.append(rules)
+        return pool(config, workers, rules)
+
+    monkeypatch.setattr(scorer_module, "_pool", noting)
+    rule, other = scorer(rm_type="exact", rm_workers=1), sample("Answer: 42")
+    other.prompt = replace(other.prompt, rule="dapo")
+    for samples in ([sample("42")], [other, sample("42")], [sample("42"), other]):
+        rule.score(samples)
+        assert {each.reward for each in samples} == {1.0}
+    assert imported == [[], ["dapo"]]
+
+
 def test_a_prompt_may_name_its_rule_in_place_of_the_runs(scorer):
     problem = next(rows_of("reasoning-gym:chain_sum", 1, 0, "--prompt-data"))[1]
     made = sample(json.loads(problem["label"])["answer"], problem["label"])
