@@ -188,7 +188,7 @@ class Run:
         return {"perf/rollout_time": rollout_time, "perf/rollout_wait_time": waited}
 
     def evaluate_if_due(self, step: int) -> None:
-        """Sample and score the evaluation sets whose interval it is, from before the first rollout on."""
+        """Sample and score the evaluation sets that are due after `step` rollouts, 0 among them."""
         for name, each in self.inputs.eval_sets.items():
             interval = each.settings.interval
             if interval and step % interval == 0:

@@ -110,8 +110,7 @@ class Sampler:
             raise ValueError(
                 "append: chat messages come after an answer, all at once; append text or token ids here"
             )
-        inputs = self.inputs
-        template = ChatTemplate(inputs.tokenizer, inputs.stop_token_ids)
+        template = ChatTemplate(self.inputs.tokenizer, self.inputs.stop_token_ids)
         return template.after_answer(so_far.token_ids, more)
 
     def _open_groups(self) -> OpenGroups:
@@ -175,8 +174,8 @@ class Sampler:
     def _scored(self, complete: Sequence[OpenGroup]) -> tuple[list[SampleGroup], Metrics]:
         decode = partial(self.inputs.tokenizer.batch_decode, skip_special_tokens=True)
         groups = sample_groups(complete, decode)
-        samples = [sample for group in groups for sample in group.samples]
-        metrics = self._scorer.score([sample for sample in samples if not sample.is_rewarded])
+        unrewarded = [[s for s in group.samples if not s.is_rewarded] for group in groups]
+        metrics = self._scorer.score(unrewarded)
         for group in groups:
             if group.samples:
                 self._rollouter.finish_group(group)
@@ -213,10 +212,7 @@ class Sampler:
 
     def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics]:
         """Sample and score one evaluation set; another set beside it changes nothing."""
-        settings, prompts = (
-            self.inputs.eval_sets[name].settings,
-            self.inputs.eval_sets[name].prompts,
-        )
+        settings, prompts = self.inputs.eval_sets[name]
         params = self._params(settings.temperature, settings.max_response_len)
         params = replace(params, top_p=settings.top_p, top_k=settings.top_k)
         count = settings.n_samples_per_eval_prompt

@@ -165,7 +165,7 @@ def _not_due(run: Facts) -> str | None:
 
 def _unscored(run: Facts) -> str | None:
     """The first set whose responses nothing would score."""
-    if run.rm_type or run.custom_rm_path or has_agent(run):
+    if run.config.reward.sources or has_agent(run):
         return None
     for each in run.config.eval_sets.values():
         if not (each.rm_type or each.path.startswith(PROCEDURAL)):
@@ -186,7 +186,7 @@ class EvalConfig:
         Against(lambda run: run.eval_prompt_data, "--eval-prompt-data names sets too"),
         Together(_unscored,
             "{found}: no reward scores its responses. Give the set an rm_type in --eval-config, or the "
-            "run --rm-type or --custom-rm-path."),
+            "run --rm-type, --custom-rm-path or --rewards."),
     ] = ""  # fmt: skip
     """YAML file of sets instead, each with its own samples per prompt, sampling, lengths, interval and
     reward (docs/outputs.md); the flags say what a set does not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -49,8 +50,7 @@ from onpolicy.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalPrompts:
+class EvalPrompts(NamedTuple):
     """An evaluation set that was read."""
 
     settings: EvalSet

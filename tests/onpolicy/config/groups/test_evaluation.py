@@ -55,7 +55,7 @@ eval:
     temperature: 0.7
   datasets:
     - {name: aime, path: /d/aime.jsonl, rm_type: dapo, n_samples_per_eval_prompt: 32, interval: 40}
-    - {name: math, path: /d/math.jsonl, temperature: 0, top_p: 1, max_response_len: 64, label_key: answer}
+    - {name: math, path: /d/math.jsonl, temperature: 0, top_p: 1, max_response_len: 64, label_key: a}
 """
 
 
@@ -84,7 +84,7 @@ def test_a_set_says_what_it_is_its_file_what_sets_are_and_flags_the_rest(configu
     assert (aime.top_k, aime.max_response_len, aime.label_key) == (50, 256, "label")
     assert (math.n_samples_per_eval_prompt, math.temperature, math.top_p) == (8, 0.0, 1.0)
     assert (math.interval, math.rm_type, math.max_response_len) == (20, "", 64)
-    assert (math.input_key, math.label_key) == ("prompt", "answer")
+    assert (math.input_key, math.label_key) == ("prompt", "a")
 
 
 ONE = "eval: {datasets: [{name: a, path: a.jsonl, interval: 2, %s}]}"
