@@ -49,7 +49,7 @@ def export_checkpoint(
 
 def _as_token_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration says of a model that gives every token one number."""
-    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.get("model_type"))
+    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(str(config["model_type"]))
     return {
         "architectures": [known] if known else config.get("architectures"),
         "id2label": {"0": "value"},
