@@ -47,6 +47,9 @@ def require_context(config: TrainConfig, hf_config: PretrainedConfig) -> int:
     lengths = {
         "--rollout-max-response-len": config.rollout.rollout_max_response_len,
         "--eval-max-response-len": config.eval.eval_max_response_len or 0,
+    } | {
+        f"--eval-config: {name}: max_response_len": each.max_response_len
+        for name, each in config.eval_sets.items()
     }
     flag, longest = max(lengths.items(), key=lambda item: item[1])
     room: int = hf_config.max_position_embeddings - CONTEXT_MARGIN - longest
@@ -79,7 +82,8 @@ def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
 
 
 def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError if the policy's weights, or another model's, are not of its own sizes."""
+    """Raise ConfigError if the policy's weights, or another model's, are not of its own sizes, or if
+    another model cannot be computed, or laid out over the ranks, as the policy is."""
     model = config.model
     require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
     others = {
@@ -97,3 +101,9 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             )
         of_critic = flag == "--critic-load"
         require_fit(path, own, model.trust_remote_code, flag, of_critic=of_critic)
+        try:
+            contract = contract_for(config, own, aligned=config.plan.may_align)
+            if config.trainer.train_backend == "megatron":
+                megatron.check(config, own, contract)
+        except ConfigError as error:
+            raise ConfigError(f"{flag}={path}: {error}") from error
