@@ -13,6 +13,7 @@ Where both are the same bits, every d(v) is exactly 0, and so are the KL and its
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,44 @@ class TopKTeacher(TeacherRows):
     def at(self, rows: Tensor) -> TopKTeacher:
         parts = (self.tokens[rows], self.log_probs[rows], self.log_rest[rows])
         return TopKTeacher(*parts, self.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTeacher(TeacherRows):
+    """Several teachers, of which each knows some of the rows."""
+
+    teachers: tuple[TeacherRows, ...]
+
+    owner: Tensor
+    """int64 [R]: whose each row is"""
+
+    place: Tensor
+    """int64 [R]: where it is among its teacher's"""
+
+    @staticmethod
+    def of(said: Sequence[tuple[TeacherRows, Tensor]], count: int) -> RoutedTeacher:
+        """Each teacher with the rows, of so many, that it speaks of, int64 [R']."""
+        owner = torch.zeros(count, dtype=torch.int64, device=said[0][1].device)
+        place = torch.zeros_like(owner)
+        for number, (_, rows) in enumerate(said):
+            owner[rows] = number
+            place[rows] = torch.arange(len(rows), device=rows.device)
+        return RoutedTeacher(tuple(teacher for teacher, _ in said), owner, place)
+
+    def width(self, vocab_size: int) -> int:
+        return min(teacher.width(vocab_size) for teacher in self.teachers)
+
+    def log_ratios(self, operators: Operators, log_probs: Tensor, rows: slice) -> Tensor:
+        ratios = torch.empty_like(log_probs)
+        for number, teacher in enumerate(self.teachers):
+            mine = (self.owner[rows] == number).nonzero()[:, 0]
+            if len(mine):
+                part, every = teacher.at(self.place[rows][mine]), slice(None)
+                ratios[mine] = part.log_ratios(operators, log_probs[mine], every)
+        return ratios
+
+    def at(self, rows: Tensor) -> RoutedTeacher:
+        return RoutedTeacher(self.teachers, self.owner[rows], self.place[rows])
 
 
 def _log_softmax(operators: Operators, logits: Tensor, width: int) -> Tensor:

@@ -79,7 +79,7 @@ class RunDirectory:
         for name in read:
             places = now.get(name) or ()
             for place in [places] if isinstance(places, str) else places:
-                needed[f"{spelled(name)} {place}"] = place
+                needed[f"{spelled(name)} {place}"] = _path_of(place)
         return cls(path, resumes, needed)
 
     def close(self) -> None:
@@ -192,6 +192,12 @@ class _LogFile(logging.FileHandler):
         elif not self._is_full:
             self._is_full = True
             print(f"{self.baseFilename} could not be written ({error.strerror})", file=sys.stderr)
+
+
+def _path_of(place: str) -> str:
+    """The path of PATH, or of NAME=PATH."""
+    named = place.partition("=")[2]
+    return named if named and not Path(place).exists() else place
 
 
 def check_sinks(output: OutputConfig) -> None:

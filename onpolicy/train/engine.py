@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -20,8 +20,8 @@ from onpolicy.ops.log_probs import Head
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
-Role = Literal["policy", "reference", "critic", "teacher"]
-"""What a model is there for in a run."""
+Role = str
+"""What a model is there for in a run: policy, reference, critic, or teacher:NAME."""
 
 Loss = Callable[[Any, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]
 """(scores with gradient, micro-batch) -> its part of a sum over the global batch, and metrics of it."""

@@ -22,7 +22,6 @@ from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages,
 from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, packed_batch
 from onpolicy.train.correction import Corrections
 from onpolicy.train.critic import Critic, known_variance
-from onpolicy.train.distillation import TeacherLoss
 from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
@@ -32,6 +31,7 @@ from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.penalties import Penalties
 from onpolicy.train.shares import Outcomes, Share
+from onpolicy.train.teachers import Teachers
 from onpolicy.types import LearntTokens, TrainOutcome
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Learner:
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
         self.penalties = Penalties(config)
-        self.teacher = TeacherLoss.of(config, models.get("teacher"))
+        self.teachers = Teachers.of(config, models)
         self.bonus = EntropyBonus(config.algorithm)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
 
@@ -206,8 +206,8 @@ class Learner:
         batches = [batch for step in steps for batch in step]
         roles = self._roles(len(steps), corrected=corrected)
         scores = {role: self._score(role, batches) for role in roles}
-        if self.teacher is not None:
-            batches = self.teacher.teach(batches, scores["teacher"])
+        if self.teachers is not None:
+            scores["teacher"], batches = self.teachers.score(batches)
         old = self._old_log_probs(batches, scores, corrected=corrected)
         reference = self._reference_log_probs(batches, scores)
         paid, metrics = self.penalties.of(batches, old, reference)
@@ -249,8 +249,6 @@ class Learner:
         """Scores by the model of a role; the policy alone takes the experts that the rollout took."""
         is_policy = role == "policy"
         packed = [b.packed if is_policy else b.packed.with_own_routing() for b in batches]
-        if role == "teacher" and self.teacher is not None:
-            packed = [replace(each, wants_hidden=True) for each in packed]
         return self.models[role].score(packed)
 
     def _old_log_probs(

@@ -35,6 +35,7 @@ from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
 from onpolicy.train.shares import Share, make_shares, pack
 from onpolicy.train.state import load_state, save_state
+from onpolicy.train.teachers import teacher_role
 from onpolicy.train.weight_outlet import WeightOutlet, bucket_bytes, export
 from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
@@ -74,9 +75,8 @@ class PolicyTrainer(Trainer):
         if "critic" in estimator.roles:
             path = config.critic_checkpoint
             self.models["critic"] = load_model(path, self.operators, trained=True, has_values=True)
-        if "teacher" in estimator.roles:
-            teacher = config.distillation.teacher_checkpoint
-            self.models["teacher"] = load_model(teacher, self.operators, trained=False)
+        for name, path in config.distillation.teachers.items():
+            self.models[teacher_role(name)] = load_model(path, self.operators, trained=False)
         self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
         self.outlet = WeightOutlet(config, contract, self.policy)
         self.learner = Learner(config, self.models, estimator, self.device)

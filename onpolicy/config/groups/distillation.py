@@ -13,15 +13,21 @@ HAS_TEACHER = ReadBy("--teacher-checkpoint", lambda run: run.teacher_checkpoint)
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
     teacher_checkpoint: Annotated[
-        str,
+        tuple[str, ...],
+        Together(lambda run: run.teacher_checkpoint and not run.config.distillation.teachers,
+            "--teacher-checkpoint={run.teacher_checkpoint}: give one directory; or with --teacher-key "
+            "several NAME=DIR, each name once."),
         Against(lambda run: run.rollout_temperature != 1 and run.rollout_temperature,
             "with --rollout-temperature={found} the student samples from another distribution than "
             "its own, and the teacher's is of temperature 1",
             "Leave --rollout-temperature at 1."),
-    ] = ""  # fmt: skip
+    ] = ()  # fmt: skip
     """On-policy distillation: checkpoint of a teacher with the same tokenizer, which scores what the
     policy samples. Each token's advantage gets what its log-probability under the teacher is above that
-    under the policy: the reverse KL, by its own samples."""
+    under the policy: the reverse KL, by its own samples. Or several as NAME=DIR, with --teacher-key."""
+
+    teacher_key: Annotated[str, HAS_TEACHER] = ""
+    """Field of a prompt's row that names the teacher of its samples."""
 
     opd_loss: Annotated[
         Literal["sampled", "top-k", "full"], HAS_TEACHER,
@@ -57,3 +63,14 @@ class DistillationConfig:
             "groups for theirs", "Leave these out."),
     ] = 1.0  # fmt: skip
     """Weight of the advantages of --advantage-estimator beside it; 0: the teacher alone."""
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teachers' checkpoints by their names, of which a single one has none. Empty also where
+        what is given is neither one directory nor, with --teacher-key, named ones."""
+        given = self.teacher_checkpoint
+        if not self.teacher_key:
+            return {"": given[0]} if len(given) == 1 else {}
+        named = [each.partition("=") for each in given]
+        found = {name: path for name, _, path in named if name and path}
+        return found if len(found) == len(given) else {}

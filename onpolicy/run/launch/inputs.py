@@ -42,7 +42,7 @@ from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_token_ids
-from onpolicy.run.launch.teacher_checks import require_teacher
+from onpolicy.run.launch.teacher_checks import require_teachers
 from onpolicy.train.correction import Corrections
 from onpolicy.train.loss import LossSettings
 from onpolicy.types import Prompt
@@ -106,7 +106,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     require_addresses(config.engine, key)
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
-    require_teacher(config, tokenizer)
+    require_teachers(config, tokenizer)
 
     def read(file: str, flag: str, data: DataConfig = config.data, rule: str = "") -> list[Prompt]:
         vocab_size = hf_config.vocab_size

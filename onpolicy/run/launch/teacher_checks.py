@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from onpolicy.agents.environments.launch import environment_rows
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.agents import is_of_verifiers
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.models.weight_files import require_fit
+from onpolicy.rollout.data_files import Row
+from onpolicy.rollout.prompts import rows_of
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train.megatron import make as megatron
 
 FLAG = "--teacher-checkpoint"
 
 
-def require_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the teacher, if there is one, cannot score what the policy samples.
+def require_teachers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if a teacher cannot score what the policy samples, or if a row of the prompts
+    names none.
 
     tokenizer: the policy's.
     """
-    path, trust = config.distillation.teacher_checkpoint, config.model.trust_remote_code
-    if not path:
-        return
+    for path in config.distillation.teachers.values():
+        _require_teacher(path, config, tokenizer)
+    if config.distillation.opd_loss != "sampled":
+        _require_one_vocabulary(config)
+    if config.distillation.teacher_key:
+        _require_routes(config)
+
+
+def _require_teacher(path: str, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    flags, trust = config.distillation, config.model.trust_remote_code
     hf_config = load_config(path, trust, FLAG)
     require_fit(path, hf_config, trust, FLAG)
-    flags = config.distillation
     if flags.opd_loss == "top-k" and flags.opd_top_k >= hf_config.vocab_size:
         raise ConfigError(
             f"--opd-top-k={flags.opd_top_k}: the teacher knows {hf_config.vocab_size} tokens. "
@@ -48,30 +61,66 @@ def require_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
         )
 
 
+def _require_one_vocabulary(config: TrainConfig) -> None:
+    """A loss takes the tokens that the policy and all teachers have, which must be the same for all."""
+    trust = config.model.trust_remote_code
+    teachers = config.distillation.teachers
+    sizes = {name: load_config(path, trust, FLAG).vocab_size for name, path in teachers.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"--opd-loss={config.distillation.opd_loss}: the teachers' vocabularies are padded to "
+            f"different sizes ({listed}). Take teachers of one size, or --opd-loss=sampled."
+        )
+
+
+def _require_routes(config: TrainConfig) -> None:
+    key, names = config.distillation.teacher_key, config.distillation.teachers
+    for where, row in _rows(config):
+        name = row.get(key)
+        if not isinstance(name, str) or name not in names:
+            found = f"{key}={name!r}" if key in row else f"no field {key!r}"
+            raise ConfigError(
+                f"{where}: {found}, and the row's teacher must be one of {', '.join(names)}. Correct "
+                f"the row, or set --teacher-key to another field, or add NAME=DIR to {FLAG}."
+            )
+
+
+def _rows(config: TrainConfig) -> Iterator[Row]:
+    if is_of_verifiers(config.agent):
+        yield from environment_rows(config.agent)
+        return
+    for source in config.data.prompt_data:
+        yield from rows_of(source, config.data.reasoning_gym_size, config.seed, "--prompt-data")
+
+
 def teacher_bytes(config: TrainConfig) -> int:
-    """What a rank holds of the teacher: its part of the weights, layers that are gathered, and
-    what a loss keeps of what it says."""
-    path, trust = config.distillation.teacher_checkpoint, config.model.trust_remote_code
-    if not path:
-        return 0
-    size = ModelSize.of(load_config(path, trust, FLAG), trust)
+    """What a rank holds of all teachers: its part of the weights, layers that are gathered, and what a
+    loss keeps of what they say."""
+    trust = config.model.trust_remote_code
+    paths = config.distillation.teachers.values()
+    sizes = [ModelSize.of(load_config(path, trust, FLAG), trust) for path in paths]
     itemsize: int = getattr(torch, config.model.dtype).itemsize
-    more = _loss_bytes(config, size, itemsize)
+    weights = sum(_weight_bytes(config, size, itemsize) for size in sizes)
+    return weights + _loss_bytes(config, sizes, itemsize)
+
+
+def _weight_bytes(config: TrainConfig, size: ModelSize, itemsize: int) -> int:
     if config.trainer.train_backend == "megatron":
         shards = config.megatron.megatron_tp * config.megatron.megatron_pp
-        return itemsize * size.parameters // shards + more
+        return itemsize * size.parameters // shards
     gathered = (4 + itemsize) * (size.outside_layers + 2 * size.largest_layer)
-    return 4 * size.parameters // config.cluster.num_ranks + gathered + more
+    return 4 * size.parameters // config.cluster.num_ranks + gathered
 
 
-def _loss_bytes(config: TrainConfig, size: ModelSize, itemsize: int) -> int:
-    """What --opd-loss keeps: of each token of a rank's responses, and the teacher's head. Its logits and
+def _loss_bytes(config: TrainConfig, sizes: Sequence[ModelSize], itemsize: int) -> int:
+    """What --opd-loss keeps: of each token of a rank's responses, and the teachers' heads. Logits and
     log-probabilities of a chunk are as many as the policy's."""
     flags = config.distillation
-    if flags.opd_loss == "sampled":
+    if flags.opd_loss == "sampled" or not sizes:
         return 0
     tokens = config.samples_per_rollout * config.rollout.rollout_max_response_len
-    hidden, of_top_k = size.hidden * itemsize, flags.opd_top_k * (8 + 4) + 4
-    per_token = hidden if flags.opd_loss == "full" else hidden + of_top_k
-    head = size.vocab * size.hidden * itemsize
-    return -(-tokens // config.cluster.num_ranks) * per_token + 2 * head
+    hidden = max(size.hidden for size in sizes) * itemsize
+    per_token = hidden if flags.opd_loss == "full" else hidden + flags.opd_top_k * (8 + 4) + 4
+    heads = sum(2 * size.vocab * size.hidden * itemsize for size in sizes)
+    return -(-tokens // config.cluster.num_ranks) * per_token + heads

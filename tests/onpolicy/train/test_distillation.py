@@ -28,7 +28,7 @@ def student(tmp_path_factory):
 
 def job(student, teacher, backend="fsdp", mode=True, **flags):
     changes = {
-        "distillation": {"teacher_checkpoint": str(teacher), **flags},
+        "distillation": {"teacher_checkpoint": (str(teacher),), **flags},
         "trainer": {"max_tokens_per_gpu": 12},
         "parity": {"true_on_policy_mode": mode},
         "operators": {"row_parallel_blocks": 2 * mode},
@@ -132,6 +132,43 @@ def test_it_is_the_same_on_any_number_of_ranks(student, tmp_path, backend):
         assert metrics == others
         assert metrics[KL] != 0 < metrics[DIFFERENCE]
     assert found[0][1][0][LOSS] > found[0][2][0][LOSS] > 0
+
+
+def routed(samples):
+    """The samples of the first prompt are for "math", those of the second for "code"."""
+    names = ("math", "code")
+    prompts = {
+        i: replace(samples[0].sample.prompt, index=i, metadata={"by": names[i]}) for i in (0, 1)
+    }
+    return [
+        replace(each, sample=replace(each.sample, prompt=prompts[each.sample.prompt.index]))
+        for each in samples
+    ]
+
+
+@pytest.mark.parametrize("form", [{}, *FORMS])
+def test_each_sample_learns_from_the_teacher_that_its_row_names(student, tmp_path, form):
+    """Of two teachers that are the student the KL is 0, in micro-batches that both share; of one that is
+    not it is that of its samples alone."""
+    other = make_checkpoint(tmp_path / "teacher", "qwen3-tied")
+
+    def learnt(math, code, **more):
+        both = (f"math={math}", f"code={code}")
+        flags = {"teacher_checkpoint": both, "teacher_key": "by", "opd_reward_coef": 0.0, **more}
+        trainer = make(job(student, student, **flags, **form))
+        return trainer.train(routed(branched_samples(trainer)), 0, [1e-3]).metrics
+
+    same, first, second, none = (
+        learnt(*pair)
+        for pair in ((student, student), (other, student), (student, other), (other, other))
+    )
+    assert (same[KL], same[DIFFERENCE], same["train/grad_norm"]) == (0.0, 0.0, 0.0)
+    assert first[DIFFERENCE] > 0 < second[DIFFERENCE] and first["train/grad_norm"] > 0
+    assert first[DIFFERENCE] + second[DIFFERENCE] == pytest.approx(none[DIFFERENCE])
+    alone = make(job(student, other, opd_reward_coef=0.0, **form))
+    metrics = alone.train(branched_samples(alone), 0, [1e-3]).metrics
+    for name in {KL, DIFFERENCE, "train/grad_norm", LOSS} & metrics.keys():
+        assert metrics[name] == none[name]
 
 
 def test_tokens_that_were_drawn_from_a_part_of_the_vocabulary_have_no_loss(student):

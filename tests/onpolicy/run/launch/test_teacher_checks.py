@@ -10,7 +10,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
-from onpolicy.run.launch.teacher_checks import require_teacher, teacher_bytes
+from onpolicy.run.launch.teacher_checks import require_teachers, teacher_bytes
 from tests.support.tiny import make_checkpoint
 
 
@@ -22,7 +22,7 @@ def config_of(checkpoint, *argv):
 def test_a_teacher_of_another_size_with_the_same_tokenizer_is_taken(checkpoint, tmp_path):
     teacher = make_checkpoint(tmp_path / "teacher", "llama")
     config = config_of(checkpoint, "--teacher-checkpoint", str(teacher), "--true-on-policy-mode")
-    require_teacher(config, load_tokenizer(str(checkpoint)))
+    require_teachers(config, load_tokenizer(str(checkpoint)))
     parameters = ModelSize.of(load_config(str(teacher)), False).parameters
     assert teacher_bytes(config) > 4 * parameters
     assert teacher_bytes(config_of(checkpoint)) == 0
@@ -56,7 +56,7 @@ def test_more_of_the_likeliest_tokens_than_there_are_is_refused(checkpoint):
         "100000",
     ]
     with pytest.raises(ConfigError, match="--opd-top-k=100000: the teacher knows"):
-        require_teacher(config_of(checkpoint, *flags), load_tokenizer(str(checkpoint)))
+        require_teachers(config_of(checkpoint, *flags), load_tokenizer(str(checkpoint)))
 
 
 def test_another_tokenizer_is_refused(checkpoint, tmp_path):
@@ -71,13 +71,13 @@ def test_another_tokenizer_is_refused(checkpoint, tmp_path):
         ConfigError, match=r"--teacher-checkpoint=.*tokenizer is another .*2 tokens"
     ):
         config = config_of(checkpoint, "--teacher-checkpoint", str(teacher))
-        require_teacher(config, load_tokenizer(str(checkpoint)))
+        require_teachers(config, load_tokenizer(str(checkpoint)))
 
 
 def test_an_unknown_teacher_is_refused(checkpoint, tmp_path):
     config = config_of(checkpoint, "--teacher-checkpoint", str(tmp_path / "nobody"))
     with pytest.raises(ConfigError, match=r"--teacher-checkpoint=.*nobody"):
-        require_teacher(config, load_tokenizer(str(checkpoint)))
+        require_teachers(config, load_tokenizer(str(checkpoint)))
 
 
 @pytest.mark.parametrize(
@@ -103,3 +103,40 @@ def test_flags_that_contradict_a_teacher_are_refused(checkpoint, argv, message):
 def test_without_a_teacher_its_flags_are_refused(checkpoint, flag):
     with pytest.raises(ConfigError, match="only --teacher-checkpoint reads it"):
         validate(config_of(checkpoint, flag, "0.5"))
+
+
+def several(checkpoint, tmp_path, rows, *names):
+    """A run of several teachers and rows that name them."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": "1", "label": "1", **row}) + "\n" for row in rows)
+    )
+    given = [f"{name}={checkpoint}" for name in names]
+    flags = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--rm-type", "exact"]
+    flags += ["--teacher-checkpoint", *given, "--teacher-key", "by"]
+    return parse(TrainConfig, flags, "onpolicy train")
+
+
+def test_several_teachers_are_taken_and_counted(checkpoint, tmp_path):
+    config = several(checkpoint, tmp_path, [{"by": "math"}, {"by": "code"}], "math", "code")
+    validate(config)
+    require_teachers(config, load_tokenizer(str(checkpoint)))
+    alone = config_of(checkpoint, "--teacher-checkpoint", str(checkpoint))
+    assert teacher_bytes(config) == 2 * teacher_bytes(alone)
+
+
+@pytest.mark.parametrize("row", [{"by": "law"}, {}, {"by": 3}])
+def test_a_row_that_names_no_teacher_is_refused_by_its_number(checkpoint, tmp_path, row):
+    config = several(checkpoint, tmp_path, [{"by": "math"}, row], "math", "code")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*2.*must be one of math, code"):
+        require_teachers(config, load_tokenizer(str(checkpoint)))
+
+
+@pytest.mark.parametrize(
+    "argv", [["a", "b"], ["a=x", "--teacher-key", "k", "--teacher-checkpoint", "b"]]
+)
+def test_teachers_without_names_are_refused(checkpoint, argv):
+    with pytest.raises(
+        ConfigError, match="give one directory; or with --teacher-key several NAME=DIR"
+    ):
+        validate(config_of(checkpoint, "--teacher-checkpoint", *argv))

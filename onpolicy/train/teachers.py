@@ -1,0 +1,132 @@
+"""The teachers of a run: each scores its own samples, and says what a loss needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onpolicy.config import TrainConfig
+from onpolicy.errors import TrainingError
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.policy import PackedTokens
+from onpolicy.ops.log_probs import Head, Scores
+from onpolicy.ops.reverse_kl import RoutedTeacher, TeacherRows, TopKTeacher, WholeTeacher
+from onpolicy.train.batch import PackedBatch, packed_batch
+from onpolicy.train.engine import Role, ShardedModel
+
+PREFIX = "teacher:"
+
+
+def teacher_role(name: str) -> Role:
+    """The role of the model that is this teacher."""
+    return PREFIX + name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teachers:
+    """All of a run, by their names; one alone has the empty name."""
+
+    models: Mapping[str, ShardedModel]
+
+    key: str
+    """The field of a prompt's row that names its teacher; empty with one teacher."""
+
+    is_loss: bool
+    """Whether the loss has the KL, and not the advantages."""
+
+    top_k: int | None
+    """Tokens whose log-probabilities a loss keeps; None: the whole distribution."""
+
+    vocab_size: int
+    """The policy's."""
+
+    @staticmethod
+    def of(config: TrainConfig, models: Mapping[Role, ShardedModel]) -> Teachers | None:
+        """Those of a run, if it has any."""
+        flags = config.distillation
+        if not flags.teachers:
+            return None
+        policy = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
+        return Teachers(
+            models={name: models[teacher_role(name)] for name in flags.teachers},
+            key=flags.teacher_key,
+            is_loss=flags.opd_loss != "sampled",
+            top_k=flags.opd_top_k if flags.opd_loss == "top-k" else None,
+            vocab_size=policy.vocab_size,
+        )
+
+    def score(self, batches: Sequence[PackedBatch]) -> tuple[list[Scores], list[PackedBatch]]:
+        """The scores of each micro-batch by the teachers of its samples; and the micro-batches, with
+        what a loss needs to know. Collective.
+
+        Raises TrainingError for a loss of tokens that were drawn from a part of the vocabulary.
+        """
+        if self.is_loss and any(batch.packed.kept is not None for batch in batches):
+            raise TrainingError(
+                "top_p, top_k or min_p: --opd-loss takes the KL over the whole vocabulary, and some "
+                "tokens were drawn from a part of it. Have the episode ask for all of it."
+            )
+        said = {
+            name: self._ask(model, [self._part(batch, name) for batch in batches])
+            for name, model in self.models.items()
+        }
+        found, taught = [], []
+        for i, batch in enumerate(batches):
+            whole = _joined([(*said[name][i], self._rows(batch, name)) for name in said])
+            found.append(whole[0])
+            taught.append(replace(batch, packed=replace(batch.packed, teacher=whole[1])))
+        return found, taught
+
+    def _ask(
+        self, model: ShardedModel, parts: Sequence[PackedTokens]
+    ) -> list[tuple[Scores, TeacherRows | None]]:
+        scores: list[Any] = model.score([replace(p, wants_hidden=self.is_loss) for p in parts])
+        if not self.is_loss:
+            return [(each, None) for each in scores]
+        head = model.head()
+        return [(Scores(*each[:2]), self._teacher_rows(each.hidden, head)) for each in scores]
+
+    def _teacher_rows(self, hidden: Tensor, head: Head) -> TeacherRows:
+        if self.top_k is None:
+            return WholeTeacher(hidden, head)
+        return TopKTeacher.of(hidden, head, self.top_k, self.vocab_size)
+
+    def _is_of(self, batch: PackedBatch, name: str) -> list[bool]:
+        """Which samples this teacher scores. A filler is nobody's: it is the first one's."""
+        if not self.key or batch.is_filler:
+            return [name == next(iter(self.models))] * len(batch.samples)
+        return [s.sample.prompt.metadata[self.key] == name for s in batch.samples]
+
+    def _part(self, batch: PackedBatch, name: str) -> PackedTokens:
+        """Its samples of a micro-batch, laid end to end; a filler if there are none, since all ranks
+        take part in as many forward passes."""
+        mine = self._is_of(batch, name)
+        if all(mine):
+            return batch.packed.with_own_routing()
+        numbered = zip(batch.numbers, batch.samples, mine, strict=True)
+        part = packed_batch({n: s for n, s, is_mine in numbered if is_mine}, batch.mask.device)
+        return part.packed.with_own_routing()
+
+    def _rows(self, batch: PackedBatch, name: str) -> Tensor:
+        """Where its R' tokens are among the R of the micro-batch: int64 [R']."""
+        mine, lens = self._is_of(batch, name), batch.response_lens
+        flags = torch.tensor([m for m, n in zip(mine, lens, strict=True) for _ in range(n)])
+        return flags.nonzero()[:, 0].to(batch.mask.device)
+
+
+def _joined(
+    parts: Sequence[tuple[Scores, TeacherRows | None, Tensor]],
+) -> tuple[Scores, TeacherRows | None]:
+    """What each teacher said of its rows of a micro-batch, as one."""
+    if len(parts) == 1:
+        return parts[0][:2]
+    asked = [(scores, rows) for scores, _, rows in parts if len(rows)]
+    order = torch.cat([rows for _, rows in asked]).argsort()
+    columns = zip(*(scores for scores, _ in asked), strict=True)
+    scores = Scores(*(torch.cat(column)[order] for column in columns))
+    said = [(teacher, rows) for _, teacher, rows in parts if teacher is not None]
+    return scores, RoutedTeacher.of(said, len(order)) if said else None
