@@ -8,8 +8,8 @@ A reward function of the user's may add `rollout/reward/<name>`, a function that
 MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's episodes",
     "rollout/reward_std": "standard deviation of those rewards",
-    "rollout/reward_timeouts": "samples that the reward rule did not finish in time; they score 0",
-    "rollout/reward_errors": "samples that the reward rule failed on, by error or crash; they score 0",
+    "rollout/reward_timeouts": "samples that a reward rule did not finish in time; they score 0",
+    "rollout/reward_errors": "samples that a reward rule failed on, by error or crash; they score 0",
     "rollout/response_length": "mean number of tokens that were sampled in an episode",
     "rollout/response_length_max": "the largest such number",
     "rollout/truncated_ratio": "share of episodes of which an answer reached the length limit",

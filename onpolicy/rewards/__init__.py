@@ -8,11 +8,29 @@ label the rule cannot read.
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from types import ModuleType
 
-RULES = ("math", "dapo", "exact")
+Numbers = dict[str, float]
+"""The reward under "score", and further numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why there is no reward."""
+
+    reason: str
+    """One line."""
+
+    traceback: str = ""
+
+    in_loading: bool = False
+    """Whether the rule itself cannot be used, and not just this sample."""
+
+    is_late: bool = False
+    """Whether there was no time left."""
 
 
 def load_rule(name: str) -> ModuleType:
-    """The module of the rule `name`, one of RULES."""
+    """The module of the rule `name`, one of those of --rm-type or `reasoning_gym`."""
     return importlib.import_module(f"onpolicy.rewards.{name}")

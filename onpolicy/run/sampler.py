@@ -174,8 +174,8 @@ class Sampler:
     def _scored(self, complete: Sequence[OpenGroup]) -> tuple[list[SampleGroup], Metrics]:
         decode = partial(self.inputs.tokenizer.batch_decode, skip_special_tokens=True)
         groups = sample_groups(complete, decode)
-        samples = [sample for group in groups for sample in group.samples]
-        metrics = self._scorer.score([sample for sample in samples if not sample.is_rewarded])
+        unrewarded = [[s for s in group.samples if not s.is_rewarded] for group in groups]
+        metrics = self._scorer.score(unrewarded)
         for group in groups:
             if group.samples:
                 self._rollouter.finish_group(group)

@@ -70,9 +70,9 @@ OF_NAMED_REWARDS = Against(
     "sum would do nothing",
 )
 NO_PARTS = Together(
-    lambda run: run.advantage_estimator == "gdpo" and not run.gdpo_reward_keys,
+    lambda run: run.advantage_estimator == "gdpo" and not (run.gdpo_reward_keys or run.rewards),
     "--gdpo-reward-keys=(): --advantage-estimator gdpo normalises named rewards one by one. "
-    "Give the names of two or more that the reward function returns.",
+    "Give two or more as --rewards NAME=WEIGHT, or the names of what the reward function returns.",
 )
 WEIGHTS_OF_PARTS = Against(
     lambda run: len(run.gdpo_reward_weights) != len(run.gdpo_reward_keys),
@@ -102,7 +102,8 @@ class AlgorithmConfig:
     """Discount of a reward with every sampled token that comes before it."""
 
     gdpo_reward_keys: Annotated[tuple[str, ...], GDPO] = ()
-    """gdpo: the named numbers of a reward that are normalised one by one."""
+    """gdpo: the named numbers of a reward that are normalised one by one; those of --rewards, with their
+    weights, if not given."""
 
     gdpo_reward_weights: Annotated[tuple[float, ...], GDPO, WEIGHTS_OF_PARTS] = ()
     """gdpo: the weight of each; 1 if not given."""

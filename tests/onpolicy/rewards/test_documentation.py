@@ -26,8 +26,12 @@ def sample(response, finish_reason):
     )
 
 
-def test_the_example_scores(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+def examples():
+    return re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def test_the_examples_score(tmp_path):
+    code = examples()[0]
     (tmp_path / "rewards.py").write_text(code)
     scorer = Scorer(RewardConfig(custom_rm_path=f"{tmp_path}/rewards.py:score", rm_workers=1))
     samples = [
@@ -36,10 +40,17 @@ def test_the_example_scores(tmp_path):
         sample("no idea", FinishReason.STOP),
     ]
     scorer.try_out(samples[0].prompt)
-    scorer.score(samples)
+    scorer.score([samples])
     scorer.close()
     assert [s.reward for s in samples] == [1.0, pytest.approx(0.9), 0.0]
     assert samples[2].reward_parts == {"correct": 0.0, "has_number": 0.0}
+
+    of_a_group = {}
+    exec(examples()[1], of_a_group)
+    groups = [sample("82", FinishReason.STOP), sample("no idea", FinishReason.STOP)]
+    longer = sample("It is 82.", FinishReason.STOP)
+    longer.trajectory = answered(longer.prompt, make_completion([2, 3], [-1.0, -1.0]))
+    assert of_a_group["score"]([*groups, longer]) == [1.0, 0.0, 0.5]
 
 
 def test_the_table_names_all_fields():

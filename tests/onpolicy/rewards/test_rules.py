@@ -1,6 +1,7 @@
 import pytest
 
-from onpolicy.rewards import RULES, dapo, exact, load_rule, math
+from onpolicy.config.groups.reward import RULES
+from onpolicy.rewards import dapo, exact, load_rule, math
 
 
 @pytest.mark.parametrize(
