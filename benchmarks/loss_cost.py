@@ -102,7 +102,9 @@ def main() -> None:
     threads = share_of_cores(1)
     model = CheckpointConfig(hf_checkpoint=args.hf_checkpoint)
     tokens = (args.num_tokens,)
-    bench = BenchConfig(what="step", model=model, num_tokens=tokens, prompt_len=32, max_new_tokens=96)
+    bench = BenchConfig(
+        what="step", model=model, num_tokens=tokens, prompt_len=32, max_new_tokens=96
+    )
     hf_config = load_config(args.hf_checkpoint)
     plain, contract = setting(bench, hf_config, "aligned")
 
