@@ -9,6 +9,9 @@ from onpolicy.errors import ConfigError
 
 HIDDEN = "..."
 
+FLAGS = ("rollout_api_key", "rm_api_key", "judge_api_key")
+"""Those of ours whose values are secrets."""
+
 
 def reveal(flag: str, value: str) -> str:
     """The secret that a flag was given: the value itself, or what the file after an @ holds.
