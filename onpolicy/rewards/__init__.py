@@ -1,8 +1,9 @@
 """Rules that score responses: one file per rule.
 
 A rule is a function `score(response: str, label: str) -> float | dict[str, float]`; a dict holds
-the reward under "score" and further numbers to log. `check_label(label)` raises ValueError for a
-label the rule cannot read.
+the reward under "score" and further numbers to log. `answer(response: str) -> str` is what it compares
+with the label, empty if there is nothing. `check_label(label)` raises ValueError for a label the rule
+cannot read.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-Numbers = dict[str, float]
-"""The reward under "score", and further numbers."""
+ANSWER = "answer"
+
+Numbers = dict[str, Any]
+"""The reward under "score", further numbers, and maybe under ANSWER the text that was compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

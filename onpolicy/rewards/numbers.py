@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onpolicy.rewards import Failure, Numbers
+from onpolicy.rewards import ANSWER, Failure, Numbers
 
 
 def each_of(results: Any, count: int) -> list[Any] | Failure:
@@ -29,7 +29,8 @@ def numbers_or_failure(result: Any) -> Numbers | Failure:
 
 
 def _numbers(result: Any) -> Numbers:
-    parts = result if isinstance(result, dict) else {"score": result}
+    parts = {**result} if isinstance(result, dict) else {"score": result}
+    answer = {ANSWER: parts.pop(ANSWER)} if isinstance(parts.get(ANSWER), str) else {}
     if "score" not in parts:
         raise ValueError('a dict must hold the reward under "score"')
     if not all(isinstance(name, str) for name in parts):
@@ -42,7 +43,7 @@ def _numbers(result: Any) -> Numbers:
     numbers = {name: float(value) for name, value in parts.items()}
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError("a reward must be finite")
-    return numbers
+    return numbers | answer
 
 
 def shown(result: Any) -> str:

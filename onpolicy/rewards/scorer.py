@@ -9,7 +9,7 @@ from itertools import chain
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.groups.reward import REMOTE, RULES, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
-from onpolicy.rewards import Answers, Failure, Numbers, load_rule
+from onpolicy.rewards import ANSWER, Answers, Failure, Numbers, load_rule
 from onpolicy.rewards.judge import Judge
 from onpolicy.rewards.remote_rm import RemoteReward
 from onpolicy.rewards.workers import START_SECONDS, Workers
@@ -139,7 +139,9 @@ class Scorer:
         return (sample.prompt.rule,) if sample.prompt.rule else self.sources
 
     def _reward(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
-        """One number of what each source has said."""
+        """One number of what each source has said, and the first answer."""
+        answers = [numbers.pop(ANSWER) for numbers in given.values() if ANSWER in numbers]
+        sample.answer = answers[0] if answers else None
         if sample.prompt.rule or not self.config.rewards:
             (numbers,) = given.values()
             sample.reward_parts = {name: x for name, x in numbers.items() if name != "score"}

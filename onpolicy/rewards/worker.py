@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onpolicy.errors import ConfigError
-from onpolicy.rewards import Failure, Numbers, load_rule
+from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
 from onpolicy.rewards.numbers import each_of, numbers_or_failure
 from onpolicy.system.user_functions import describe, load_function
 
 _rules: dict[str, Callable[..., Any] | Failure] = {}
-"""By name, and functions by path."""
+"""Rules by name, and functions by path."""
 
 
 def load(names: Sequence[str], paths: Sequence[str], flag: str) -> None:
     """Keep rules and functions for what is to come; `flag`: what names the functions, for messages."""
     for name in names:
-        _rules[name] = load_rule(name).score
+        _rules[name] = _with_answer(name)
     for path in paths:
         try:
             _rules[path] = _load_own(path, flag)
@@ -39,6 +39,18 @@ def _load_own(path: str, flag: str) -> Callable[..., Any]:
             "for one group; make it a plain function."
         )
     return function
+
+
+def _with_answer(name: str) -> Callable[[str, str], Numbers]:
+    """A rule that also says under "answer" what it compares."""
+    rule = load_rule(name)
+
+    def score(response: str, label: str) -> Numbers:
+        result = rule.score(response, label)
+        parts = result if isinstance(result, dict) else {"score": result}
+        return {**parts, ANSWER: rule.answer(response)}
+
+    return score
 
 
 def score(rule: str, *arguments: Any) -> Numbers | Failure:

@@ -26,7 +26,7 @@ def is_function(source: str) -> bool:
 
 
 def name_of(source: str) -> str:
-    """What a rule's or a function's reward is called. Example: 'mine.py:brief' -> 'brief'"""
+    """What a rule's or a function's reward is called. Example: 'path/to/file.py:brief' -> 'brief'"""
     return source.replace(":", ".").rpartition(".")[2]
 
 

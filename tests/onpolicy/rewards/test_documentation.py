@@ -43,7 +43,8 @@ def test_the_examples_score(tmp_path):
     scorer.score([samples])
     scorer.close()
     assert [s.reward for s in samples] == [1.0, pytest.approx(0.9), 0.0]
-    assert samples[2].reward_parts == {"correct": 0.0, "has_number": 0.0}
+    assert samples[2].reward_parts == {"correct": 0.0}
+    assert [s.answer for s in samples] == ["82", "82", ""]
 
     of_a_group = {}
     exec(examples()[1], of_a_group)
@@ -59,7 +60,7 @@ def test_the_table_names_all_fields():
     of_sample = {field.name for field in dataclasses.fields(Sample)} | read
     of_prompt = {f"prompt.{f.name}" for f in dataclasses.fields(Prompt)}
     not_read = {"prompt", "prompt.rule", "name"}
-    later = {"reward", "reward_parts", "mismatched_tokens", "learnt", "is_shown"}
+    later = {"reward", "reward_parts", "answer", "mismatched_tokens", "learnt", "is_shown"}
     later |= {"is_rewarded", "token_rewards", "metrics", "info"}  # said by those it is not asked of
     assert named == (of_prompt | of_sample) - later - not_read
 

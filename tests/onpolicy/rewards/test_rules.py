@@ -48,6 +48,24 @@ def test_dapo(response, label, score, answered):
     assert dapo.score(response, label) == {"score": score, "answered": answered}
 
 
+@pytest.mark.parametrize(
+    ("rule", "response", "answer"),
+    [
+        ("exact", " 42\n", "42"),
+        ("math", r"\boxed{1}, no: \boxed{0.5}", "1/2"),
+        ("math", r"so it is $\frac{2}{4}$", "1/2"),
+        ("math", "I do not know", ""),
+        ("math", r"\boxed{10^{5000}\%}", r"10^{5000}\%"),
+        ("dapo", "Answer: 1\nAnswer: $1,234$ dollars", "1234"),
+        ("dapo", "1234", ""),
+        ("reasoning_gym", "<answer> 3 </answer>", "3"),
+        ("reasoning_gym", " 3 ", "3"),
+    ],
+)
+def test_what_a_rule_reads_of_a_response(rule, response, answer):
+    assert load_rule(rule).answer(response) == answer
+
+
 @pytest.mark.parametrize(("rule", "label"), [("exact", "  "), ("math", "?!"), ("dapo", "$")])
 def test_a_label_that_the_rule_cannot_read_is_refused(rule, label):
     with pytest.raises(ValueError):

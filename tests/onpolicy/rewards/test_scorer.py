@@ -73,6 +73,7 @@ def test_a_rule_scores_samples_in_order(scorer):
     samples = [sample("42"), sample("41"), sample("42")]
     metrics = scorer(rm_type="exact", rm_workers=2).score([samples])
     assert [s.reward for s in samples] == [1.0, 0.0, 1.0]
+    assert [s.answer for s in samples] == ["42", "41", "42"]
     assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
 
 
