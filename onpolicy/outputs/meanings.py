@@ -94,6 +94,7 @@ MEANINGS = {
     "correction/rejected_high_fraction": "the same, ratio too large",
     "correction/veto_token_fraction": "share of tokens beyond the veto",
     "correction/veto_sequence_fraction": "share of sequences that the veto drops",
+    "correction/m2po_fraction": "share of tokens that --m2po-threshold drops",
     "correction/rejected_fraction": "share of tokens that the policy loss does not see, in all",
     "correction/nonfinite_fraction": "share of tokens rejected as not finite",
     "correction/batch_norm_factor": "mean weight that weights were divided by, rejected ones left out",
