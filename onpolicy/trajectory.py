@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,10 @@ class Completion:
         )
 
 
+Forks = tuple[tuple[str, int], ...]
+"""How a branch of an episode came to be, as `Trajectory.forks` says."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trajectory:
     """What a policy was given and what it sampled, in one sequence. T: tokens; R: sampled ones."""
@@ -116,7 +120,7 @@ class Trajectory:
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache, by all requests together."""
 
-    forks: tuple[tuple[str, int], ...] = ()
+    forks: Forks = ()
     """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
     before), from the first branch on. Example: (("0", 12), ("2", 40))"""
 
@@ -205,6 +209,15 @@ class Trajectory:
             return []
         before = self.kept_tokens or [b""] * self.num_sampled
         return before + (answer.kept_tokens or [b""] * len(answer.response_ids))
+
+    @property
+    def stretches(self) -> list[tuple[Forks, int, int]]:
+        """(branch, start, end) of the tokens that it has from each branch of its episode, in order: a
+        branch and a position are one token, which was sampled once."""
+        ends = [*(length for _, length in self.forks), len(self.token_ids)]
+        edges = [0, *(min(ends[i:]) for i in range(len(ends)))]
+        found = [(self.forks[:i], *edge) for i, edge in enumerate(pairwise(edges))]
+        return [(branch, start, end) for branch, start, end in found if end > start]
 
     @property
     def num_sampled(self) -> int:

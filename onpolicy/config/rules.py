@@ -104,7 +104,7 @@ def require_ranges(config: Any) -> None:
 
 def _refused(flag: Flag, item: object, rule: str) -> str:
     """Numbers of many digits by their ends, and a key not at all."""
-    text = "..." if flag.name in secrets.FLAGS else repr(item)
+    text = "..." if secrets.is_key(flag.name) else repr(item)
     short = f"{text[:12]}...{text[-12:]} ({len(text)} characters)"
     return f"{spelled(flag.name)}={text if len(text) <= 60 else short}: {rule}"
 

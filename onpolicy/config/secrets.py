@@ -9,9 +9,6 @@ from onpolicy.errors import ConfigError
 
 HIDDEN = "..."
 
-FLAGS = ("rollout_api_key", "rm_api_key", "judge_api_key")
-"""Those of ours whose values are secrets."""
-
 
 def reveal(flag: str, value: str) -> str:
     """The secret that a flag was given: the value itself, or what the file after an @ holds.
@@ -30,6 +27,11 @@ def reveal(flag: str, value: str) -> str:
     if not secret:
         raise ConfigError(f"{flag}={value}: the file with the secret is empty. Write it there.")
     return secret
+
+
+def is_key(name: str) -> bool:
+    """Whether a flag of ours, by its name with _, is an API key."""
+    return name.endswith("_api_key")
 
 
 def is_secret(argument: str) -> bool:

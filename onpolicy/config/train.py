@@ -115,6 +115,11 @@ class TrainConfig:
         """Groups that are drawn at a time."""
         return self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size
 
+    @cached_property
+    def eval_sets(self) -> dict[str, groups.EvalSet]:
+        """The evaluation sets by their names; the name of a single path is empty."""
+        return groups.sets_of(self.eval, self.rollout, self.data)
+
     @property
     def takes_steps(self) -> bool:
         """Whether the trainer is to change weights, or to score alone."""
@@ -131,7 +136,7 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """The values under their flags' names, for the run directory; secrets are left out."""
         values = flag_values(self)
-        values |= {name: secrets.HIDDEN for name in secrets.FLAGS if values[name]}
+        values |= {name: secrets.HIDDEN for name, x in values.items() if x and secrets.is_key(name)}
         return {**values, SGLANG_ARGS: secrets.hide(self.sglang_args)}
 
 

@@ -31,6 +31,7 @@ class Scorer:
         self.config, self.sources = config, config.sources
         self._workers: Workers | None = None
         self._remotes: dict[str, RemoteReward | Judge] = {}
+        self._imported: set[str] = set()
         self._reported: set[str] = set()
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
@@ -102,9 +103,7 @@ class Scorer:
                 )
         theirs = {sample.prompt.rule for sample in samples} - {"", *self.sources}
         sources = [*self.sources, *sorted(theirs)]
-        local = [source for source in sources if source not in REMOTE]
-        if self._workers is None and local:
-            self._workers = Workers(self.config, local)
+        self._import([source for source in sources if source not in REMOTE])
         asked = {
             source: [[s for s in group if source in self._sources_of(s)] for group in groups]
             for source in sources
@@ -133,6 +132,13 @@ class Scorer:
         if source not in self._remotes:
             self._remotes[source] = (Judge if source == "judge" else RemoteReward)(self.config)
         return self._remotes[source]
+
+    def _import(self, local: Sequence[str]) -> None:
+        """Have processes that have imported all these, since no sample's time is for that."""
+        if not self._imported.issuperset(local):
+            self.close()
+            self._imported |= {*local}
+            self._workers = Workers(self.config, sorted(self._imported))
 
     def _sources_of(self, sample: Sample) -> Collection[str]:
         """What scores it: the rule that its prompt names, or else those of the run."""
