@@ -20,7 +20,7 @@ NO_CHECKPOINT = Together(
 )
 
 
-@also(hf_checkpoint=[NO_CHECKPOINT])
+@also(hf_checkpoint=[NO_CHECKPOINT], save_best_metric=[groups.NEVER_BEST])
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Reinforcement learning of a language model, bit for bit on-policy."""
