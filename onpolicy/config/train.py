@@ -136,7 +136,7 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """The values under their flags' names, for the run directory; secrets are left out."""
         values = flag_values(self)
-        values["rollout_api_key"] = secrets.HIDDEN if values["rollout_api_key"] else ""
+        values |= {name: secrets.HIDDEN for name, x in values.items() if x and secrets.is_key(name)}
         return {**values, SGLANG_ARGS: secrets.hide(self.sglang_args)}
 
 
