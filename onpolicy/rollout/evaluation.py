@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import comb
 from statistics import fmean
 
+from onpolicy.config.groups.evaluation import ks_of
 from onpolicy.rollout.statistics import mean_response_length, truncated_ratio
 from onpolicy.types import SampleGroup
 
@@ -32,7 +33,7 @@ def _of_episodes(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
     """The metrics of prompts that have an episode each."""
     passed = [[reward > 0 for reward in group.rewards] for group in groups]
     found = {f"avg@{count}": fmean(reward for group in groups for reward in group.rewards)}
-    for k in _ks(count):
+    for k in ks_of(count):
         if enough := [each for each in passed if len(each) >= k]:
             found[f"pass@{k}"] = fmean(pass_at_k(len(each), sum(each), k) for each in enough)
     answers = [[episode[-1].answer for episode in group.episodes] for group in groups]
@@ -41,11 +42,6 @@ def _of_episodes(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
     found["truncated_ratio"] = truncated_ratio(groups)
     found["response_length"] = mean_response_length(groups)
     return found
-
-
-def _ks(count: int) -> list[int]:
-    """1, 2, 4, 8 ... below `count`, and `count`."""
-    return [*(1 << i for i in range((count - 1).bit_length())), count]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
