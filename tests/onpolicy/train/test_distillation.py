@@ -134,9 +134,14 @@ def test_it_is_the_same_on_any_number_of_ranks(student, tmp_path, backend):
     assert found[0][1][0][LOSS] > found[0][2][0][LOSS] > 0
 
 
+def together(job):
+    """With all samples in one micro-batch."""
+    return job.under({}, trainer={"max_tokens_per_gpu": 100})
+
+
 def routed(samples):
-    """The samples of the first prompt are for "math", those of the second for "code"."""
-    names = ("math", "code")
+    """The samples of the first prompt are for "code", those of the second for "math"."""
+    names = ("code", "math")
     prompts = {
         i: replace(samples[0].sample.prompt, index=i, metadata={"by": names[i]}) for i in (0, 1)
     }
@@ -155,7 +160,7 @@ def test_each_sample_learns_from_the_teacher_that_its_row_names(student, tmp_pat
     def learnt(math, code, **more):
         both = (f"math={math}", f"code={code}")
         flags = {"teacher_checkpoint": both, "teacher_key": "by", "opd_reward_coef": 0.0, **more}
-        trainer = make(job(student, student, **flags, **form))
+        trainer = make(together(job(student, student, **flags, **form)))
         return trainer.train(routed(branched_samples(trainer)), 0, [1e-3]).metrics
 
     same, first, second, none = (
@@ -165,7 +170,7 @@ def test_each_sample_learns_from_the_teacher_that_its_row_names(student, tmp_pat
     assert (same[KL], same[DIFFERENCE], same["train/grad_norm"]) == (0.0, 0.0, 0.0)
     assert first[DIFFERENCE] > 0 < second[DIFFERENCE] and first["train/grad_norm"] > 0
     assert first[DIFFERENCE] + second[DIFFERENCE] == pytest.approx(none[DIFFERENCE])
-    alone = make(job(student, other, opd_reward_coef=0.0, **form))
+    alone = make(together(job(student, other, opd_reward_coef=0.0, **form)))
     metrics = alone.train(branched_samples(alone), 0, [1e-3]).metrics
     for name in {KL, DIFFERENCE, "train/grad_norm", LOSS} & metrics.keys():
         assert metrics[name] == none[name]
