@@ -14,6 +14,7 @@ from torch import Tensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
+from onpolicy.models.grammars import Grammars
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
@@ -49,7 +50,12 @@ class Learner:
     """Policy-gradient steps on one rank's share of a rollout; every method is collective."""
 
     def __init__(
-        self, config: TrainConfig, models: Models, estimator: Estimator, device: torch.device
+        self,
+        config: TrainConfig,
+        models: Models,
+        estimator: Estimator,
+        grammars: Grammars,
+        device: torch.device,
     ):
         self.config, self.models, self.device = config, models, device
         self.estimator = estimator
@@ -57,6 +63,7 @@ class Learner:
         self.corrections = Corrections(config)
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
+        self.grammars = grammars
         self.penalties = Penalties(config)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
 
@@ -139,7 +146,7 @@ class Learner:
         log-probabilities of each micro-batch that the policy's loss was of."""
         check = gate.check if number == 0 else None
         if check is not None and gate.on_mismatch in ("fail", "fall back"):
-            micro_batches = [batch.with_own_cut(self.cut) for batch in micro_batches]
+            micro_batches = [batch.with_own_cut(self.cut, self.grammars) for batch in micro_batches]
         if self.critic is None:
             return self._optimizer_step(micro_batches, rate, check)
         if self.critic.learns_alone(gate.step):
