@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onpolicy.contract import OUTSIDE, NumericsContract
 from onpolicy.errors import in_one_line
 from onpolicy.models.json_schemas import require_enforced
 from onpolicy.models.tokenizer import load_tokenizer
@@ -22,6 +23,16 @@ from onpolicy.trajectory import Grammar, Trajectory
 
 if TYPE_CHECKING:  # its import takes seconds
     import xgrammar
+
+
+def require_held(grammar: Grammar, contract: NumericsContract) -> None:
+    """Raise ValueError unless engines under the contract hold an answer to the grammar."""
+    if not contract.aligns("log_probs", OUTSIDE):
+        raise ValueError(
+            f"{grammar.kind}: needs --true-on-policy-mode, where engines say what a token was drawn "
+            "from. Leave it out, or turn the mode on."
+        )
+    require_grammar(grammar)
 
 
 def require_grammar(grammar: Grammar) -> None:

@@ -3,16 +3,21 @@
 import dataclasses
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from onpolicy.errors import ContractError, ParityError
-from onpolicy.models.grammars import Matcher
+from onpolicy.models.grammars import Matcher, require_held
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.kept_tokens import packed, unpacked
-from onpolicy.rollout.sampling import trajectories_of
+from onpolicy.rollout.episode_rules import EpisodeRules
+from onpolicy.rollout.episodes import Episode, Rollouter
+from onpolicy.rollout.rounds import Round
+from onpolicy.rollout.sampling import open_group, trajectories_of
 from onpolicy.trajectory import Grammar
+from onpolicy.types import Prompt, Request, SamplingParams
 from tests.e2e.test_filters import FILTERS, VOCABULARY, train, with_filters
 from tests.support.engines_fixture import make_requests
 from tests.support.tiny import make_tokenizer
@@ -166,3 +171,41 @@ def test_greedy_requests_take_the_likeliest_token_that_is_allowed(engines, reque
             assert re.fullmatch(WORDS.text, text)
         kept = unpacked(answer.kept_tokens, VOCABULARY)
         assert kept.gather(1, torch.tensor(answer.response_ids)[:, None]).all()
+
+
+class Agent(Rollouter):
+    """Two turns within grammars, the first of them in two calls."""
+
+    async def roll_out(self, prompt, turns):
+        await turns.sample(regex=WORDS.text, max_tokens=7)
+        if not turns.has_stopped:
+            await turns.sample(regex=WORDS.text, max_tokens=20)
+        turns.append([70, 71])
+        await turns.sample(json_schema=ANSWER, temperature=0.8)
+        return Episode()
+
+
+def test_turns_within_grammars_are_the_same_in_segments_and_trained_bit_for_bit(engines):
+    params = SamplingParams(temperature=1.0, max_new_tokens=60, stop_token_ids=(1,))
+    rules = EpisodeRules(require_grammar=partial(require_held, contract=engines.contract))
+
+    def roll_out(most):
+        prompt = Prompt(index=0, prompt_ids=[9, 8, 7], label="", text="")
+        requests = [
+            Request(prompt_ids=prompt.prompt_ids, sampling_seed=seed, params=params)
+            for seed in range(4)
+        ]
+        group = open_group(0, prompt, requests, Agent(), rules)
+        while not all(each.is_complete for each in group.episodes):
+            engines.work(Round(group.episodes, most, 0))
+        return [each.trajectories[0] for each in group.episodes]
+
+    whole = roll_out(None)
+    for ours, theirs in zip(roll_out(3), whole, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.rollout_log_probs == theirs.rollout_log_probs
+        assert ours.kept_tokens == theirs.kept_tokens and ours.grammars == theirs.grammars
+    assert train(engines, whole)["parity/num_mismatched_tokens"] == 0
+    first = dataclasses.replace(whole[0], grammars=whole[0].grammars[:1])
+    with pytest.raises(ParityError, match="keeps other"):
+        train(engines, [first, *whole[1:]])
