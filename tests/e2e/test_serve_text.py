@@ -17,6 +17,7 @@ from onpolicy.outputs.trajectories import read
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.types import Request, SamplingParams
+from tests.support.clients import client_of
 from tests.support.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -69,7 +70,7 @@ def server(started):
 @pytest.fixture(scope="module")
 def client(server):
     url, key = server
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    return client_of(f"{url}/v1", key)
 
 
 def a_runs_requests(prompts, temperature=1.0):
@@ -312,7 +313,7 @@ def test_what_a_client_had_sampled_in_a_session_has_the_trainers_log_probabiliti
     _, key, url = started
     headers = {"Authorization": f"Bearer {key}"}
     session = requests.post(url, headers=headers, timeout=60).json()
-    with openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
+    with client_of(session["base_url"], session["api_key"]) as client:
         messages = [{"role": "user", "content": "12+34"}]
         for _ in range(2):
             (choice,) = client.chat.completions.create(

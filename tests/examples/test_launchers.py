@@ -143,6 +143,17 @@ def test_the_calculator_agent_is_a_valid_run(launch, inputs, tmp_path):
     assert 'calculator_agent/environment.py:Calculator"' in done.stdout
 
 
+def test_the_market_is_a_valid_run(launch, inputs, tmp_path):
+    inputs()
+    (tmp_path / "inputs").mkdir()
+    for name in ("model", "data.jsonl"):
+        (tmp_path / name).rename(tmp_path / "inputs" / name)
+    done = launch("mid_episode_rewards/run.sh", "gae", "--dry-run", WORK_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert '"advantage_estimator": "gae"' in done.stdout
+    assert '"environment_rewards": "turn"' in done.stdout
+
+
 @pytest.mark.parametrize("agent", ["search", "code"])
 def test_the_agents_on_8_gpus_are_valid_runs(launch, inputs, agent):
     given = {**inputs(chats=True), "SEARCH_URL": "http://127.0.0.1:1/retrieve"}

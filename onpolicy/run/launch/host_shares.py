@@ -94,12 +94,21 @@ def require_reach(config: TrainConfig, placement: Placement) -> None:
     if placement.is_here:
         return
     _require_addresses_of_hosts(config.engine.rollout_host, placement)
-    home = placement.trainer[0].host
-    far = [i for i, slot in enumerate(placement.engines) if slot.host != home]
-    if far and config.sync.weight_sync == "ipc":
+    if config.sync.weight_sync == "ipc":
+        _require_gpu_memory_in_reach(config.plan.may_lag, placement)
+
+
+def _require_gpu_memory_in_reach(may_lag: bool, placement: Placement) -> None:
+    """Raise ConfigError for an engine on a host without a rank that has weights for it: every rank in a
+    push, but rank 0 alone what a run that may lag keeps for a server that starts again."""
+    senders = [slot.host for slot in placement.trainer[: 1 if may_lag else None]]
+    far = (i for i, slot in enumerate(placement.engines) if slot.host not in senders)
+    if (engine := next(far, None)) is not None:
+        ranks = "rank 0 of the trainer, which keeps the weights," if may_lag else "a rank"
         raise ConfigError(
-            f"--weight-sync=ipc: a GPU's memory can be opened on its own host, {home}, and engine "
-            f"{far[0]} is on {placement.engines[far[0]].host}. Choose --weight-sync tensor."
+            f"--weight-sync=ipc: a GPU's memory can be opened on its own host, and engine {engine} is "
+            f"on {placement.engines[engine].host}, without {ranks} beside it. Choose --weight-sync "
+            "tensor."
         )
 
 

@@ -5,7 +5,6 @@ import itertools
 import shutil
 from functools import partial
 
-import httpx
 import openai
 import pytest
 import requests
@@ -18,6 +17,7 @@ from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
+from tests.support.clients import client_of
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import (
     Interrupted,
@@ -39,12 +39,6 @@ TEMPLATE = (
 )
 
 
-def client_of(base_url, api_key, **more):
-    """One that reads no certificates, which takes longer than all that it is asked."""
-    http = httpx.Client(verify=False, timeout=more.get("timeout"))
-    return openai.OpenAI(base_url=base_url, api_key=api_key, http_client=http, **more)
-
-
 def agent(base_url, api_key, prompt):
     """A chat of two turns, of which the second is begun twice at once."""
     says(base_url, api_key, "#$%&"[: 1 + prompt.index % 4])
@@ -61,7 +55,7 @@ def says(base_url, api_key, text):
 
 def leaves(base_url, api_key, prompt, patience=0.01):
     """Asks for something that it does not wait for, and then acts."""
-    client = client_of(base_url, api_key, timeout=patience, max_retries=0)
+    client = client_of(base_url, api_key, timeout=patience)
     with client, contextlib.suppress(openai.APITimeoutError):
         messages = [{"role": "user", "content": "("}]
         client.chat.completions.create(model="policy", messages=messages)

@@ -5,7 +5,7 @@ import random
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import BadRequestError
 
 from onpolicy.agents.chat import ChatDriftError
 from onpolicy.agents.gateway.errors import RefusedError
@@ -18,6 +18,7 @@ from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode
 from tests.support.acting import Draws, Says, SpelledOut, begin, decode, roll_out
+from tests.support.clients import async_client_of
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -249,7 +250,7 @@ def agent_that_samples_nothing(base_url, api_key, prompt):
 
 
 async def agent_that_asks(base_url, api_key, prompt):
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    client = async_client_of(base_url, api_key)
     answer = (await client.chat.completions.create(**HI)).model_dump()
     return float(len(answer["choices"][0]["message"]["content"]))
 
@@ -305,7 +306,7 @@ class Refuses(SpelledOut):
 
 def test_an_episode_whose_chat_drifts_fails_though_its_client_goes_on():
     async def agent(base_url, api_key, prompt):
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        async with async_client_of(base_url, api_key) as client:
             answer = await client.chat.completions.create(**HI)
             said = answer.choices[0].message.model_dump(exclude_none=True)
             more = [*HI["messages"], said, {"role": "user", "content": "more"}]

@@ -12,6 +12,7 @@ from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode
 from tests.support.acting import Says, SpelledOut, decode, roll_out
+from tests.support.clients import async_client_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -36,9 +37,10 @@ def through(act, words=("yes",), most_at_once=64, parser=PARSER, draws=None, **m
         )
         gateway = Gateway(rules)
         opened = await gateway.open(turns)
-        given = {"api_key": opened.api_key, "max_retries": 0}
-        ours = openai.AsyncOpenAI(base_url=opened.base_url, **given)
-        theirs = anthropic.AsyncAnthropic(base_url=opened.base_url.removesuffix("/v1"), **given)
+        ours = async_client_of(opened.base_url, opened.api_key)
+        theirs = anthropic.AsyncAnthropic(
+            base_url=opened.base_url.removesuffix("/v1"), api_key=opened.api_key, max_retries=0
+        )
         async with ours, theirs:
             try:
                 found.append(await act(ours, theirs, opened))

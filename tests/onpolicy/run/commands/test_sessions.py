@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import requests
-from openai import InternalServerError, OpenAI
+from openai import InternalServerError
 
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.server import Gateway
@@ -16,6 +16,7 @@ from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.run.commands.sessions import ServedSessions
 from onpolicy.trajectory import Completion, FinishReason
 from tests.support.acting import PARAMS, STOP, SpelledOut, decode
+from tests.support.clients import client_of
 
 KEY = {"Authorization": "Bearer the servers' own"}
 HI = {"role": "user", "content": "hi"}
@@ -69,14 +70,14 @@ def ended(url, session):
     return requests.delete(f"{url}/{session['id']}", headers=KEY, timeout=10)
 
 
-def client_of(session):
-    return OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
+def client_to(session):
+    return client_of(session["base_url"], session["api_key"])
 
 
 def test_a_client_acts_in_a_session_and_its_trajectories_are_returned_when_it_ends():
     with served() as url:
         session = opened(url)
-        with client_of(session) as client:
+        with client_to(session) as client:
             ask = client.chat.completions.create
             said = ask(model="policy", messages=[HI]).choices[0].message.model_dump()
             ask(model="policy", messages=[HI, said, {"role": "user", "content": "more"}], n=2)
@@ -118,7 +119,7 @@ def test_sessions_are_opened_and_ended_with_the_key_of_the_servers_alone():
 def test_a_session_that_nobody_ends_ends_by_itself_and_is_forgotten_later():
     with served(time_limit=0.5) as url:
         session = opened(url)
-        with client_of(session) as client:
+        with client_to(session) as client:
             client.completions.create(model="policy", prompt="abc")
             models = f"{session['base_url']}/models"
             key = {"Authorization": f"Bearer {session['api_key']}"}
@@ -143,10 +144,10 @@ def test_a_client_is_told_that_its_engine_is_gone_and_sessions_take_turns():
     with served(Engine(), lost) as url:
         first, second, third = (opened(url) for _ in range(3))
         for session in (first, third):
-            with client_of(session) as client:
+            with client_to(session) as client:
                 client.chat.completions.create(model="policy", messages=[HI])
         gone = pytest.raises(InternalServerError, match="the engine is gone")
-        with client_of(second) as client, gone:
+        with client_to(second) as client, gone:
             client.chat.completions.create(model="policy", messages=[HI])
         found = ended(url, second).json()
         assert found["trajectories"] == [] and "anything sampled" in found["failures"][0]

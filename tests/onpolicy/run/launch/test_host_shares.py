@@ -54,6 +54,24 @@ def test_what_cannot_be_on_several_hosts_is_refused(checkpoint, changes, message
         placement_of(*on("cpu", checkpoint, **changes), hosts)
 
 
+def test_cuda_ipc_is_for_engines_beside_a_rank_that_has_their_weights(checkpoint):
+    """Every rank has them in a push, and rank 0 alone what a run that may lag keeps."""
+    here, there = (Host(n, n, f"10.0.0.{n}", 4, 0, is_here=n == "1") for n in "12")
+    two = {
+        "sync": groups.WeightSyncConfig(weight_sync="ipc"),
+        "engine": groups.EngineConfig(rollout_num_engines=2),
+    }
+    ranks = groups.ClusterConfig(actor_num_nodes=2, actor_num_ranks_per_node=1)
+    placement = placement_of(*on("cpu", checkpoint, cluster=ranks, **two), [here, there])
+    assert {slot.host for slot in placement.engines} == {here, there}
+    one = groups.ClusterConfig(actor_num_ranks_per_node=1)
+    with pytest.raises(ConfigError, match=r"engine \d is on 2 .*without a rank beside it"):
+        placement_of(*on("cpu", checkpoint, cluster=one, **two), [here, there])
+    lags = groups.RolloutConfig(rollout_lag=1)
+    with pytest.raises(ConfigError, match=r"engine \d is on 2 .*without rank 0 .* beside it"):
+        placement_of(*on("cpu", checkpoint, cluster=ranks, rollout=lags, **two), [here, there])
+
+
 @pytest.mark.parametrize(
     "changes",
     [
