@@ -16,7 +16,7 @@ from fallback_correction.importance_weights import (
     mean_weight,
 )
 from fallback_correction.ratios import log_ratios, without_nonfinite
-from fallback_correction.rejection import apply_rule, apply_veto
+from fallback_correction.rejection import apply_rule, apply_veto, beyond_second_moment
 from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum, global_token_mean
 
 Metrics = dict[str, float]
@@ -72,7 +72,7 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
 def _reject(
     batch: TokenBatch, r: Tensor, config: CorrectionConfig, gather: Gather
 ) -> tuple[Tensor, Metrics]:
-    """The tokens that all rules and the veto keep; every rule looks at the whole batch."""
+    """The tokens that all rules, the veto and M2PO keep; each looks at the whole batch."""
     kept, metrics = batch.mask, {}
     low, high = torch.zeros_like(kept), torch.zeros_like(kept)
     for rule in config.rules:
@@ -87,6 +87,10 @@ def _reject(
         kept = kept & ~sequences
         metrics["correction/veto_token_fraction"] = _fraction(batch, tokens, gather)
         metrics["correction/veto_sequence_fraction"] = _sequence_fraction(batch, sequences, gather)
+    if config.second_moment is not None:
+        beyond = beyond_second_moment(batch, r, config.second_moment, gather)
+        kept = kept & ~beyond
+        metrics["correction/m2po_fraction"] = _fraction(batch, beyond, gather)
     return kept, metrics
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fallback_correction.choices import require_choice
 from fallback_correction.config import RejectionRule, Veto
 from fallback_correction.ratios import clamped
-from fallback_correction.tokens import TokenBatch
+from fallback_correction.tokens import Gather, TokenBatch, alone
 
 Divergence = Literal["k1", "k2", "k3"]
 
@@ -60,6 +60,25 @@ def _aggregate(batch: TokenBatch, values: Tensor, rule: RejectionRule) -> Tensor
         return values
     of_sequences = {"sum": batch.sums, "mean": batch.means, "max": batch.maxima}
     return batch.spread(of_sequences[rule.aggregation](values).float())
+
+
+def beyond_second_moment(
+    batch: TokenBatch, r: Tensor, limit: float, gather: Gather = alone
+) -> Tensor:
+    """M2PO's mask (arXiv 2510.01161): the tokens of the largest r^2 of all ranks, so many that the mean
+    r^2 of the others is below `limit`: bool [N].
+
+    As AReaL's `_apply_m2po_masking`, but tokens of equal r^2 are kept or rejected together, and where no
+    mean is below the limit those of the smallest are kept.
+    """
+    squares = r.double().square()
+    ascending = gather(squares[batch.mask]).sort().values
+    counts = torch.arange(1, len(ascending) + 1, device=ascending.device)
+    kept = int((ascending.cumsum(0) / counts < limit).sum())
+    if kept == len(ascending):
+        return torch.zeros_like(batch.mask)
+    smallest, first = ascending[0].item(), ascending[kept].item()
+    return batch.mask & (squares >= first) & (squares > smallest)
 
 
 def apply_veto(batch: TokenBatch, r: Tensor, veto: Veto) -> tuple[Tensor, Tensor]:

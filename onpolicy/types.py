@@ -114,6 +114,10 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers a reward function returned; logged under their names."""
 
+    answer: str | None = None
+    """What the reward function read of the response, to vote by; empty if it found nothing, None if it
+    does not say."""
+
     is_rewarded: bool = False
     """Whether the episode said its reward itself, so that no reward function is asked."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ class ForcedLengths(Rollouter):
 class EvenTokens(Scorer):
     """The share of even tokens, without processes of its own: a signal that random weights have."""
 
-    def score(self, samples: Sequence[Sample]) -> dict[str, float]:
-        for sample in samples:
+    def score(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+        for sample in chain.from_iterable(groups):
             evens = [token % 2 == 0 for token in sample.response_ids]
             sample.reward = sum(evens) / len(evens)
         return {}

@@ -114,7 +114,7 @@ def record(run: Run, directory: Path) -> dict[str, Any]:
         "command": " ".join(run.command),
         "run_hash": run_hash,
         "mismatched_tokens": sum(r.get(name, 0) for r in records for name in MISMATCHED),
-        "evaluation": records[-1]["eval/avg@k"],
+        "evaluation": records[-1]["eval/avg@1"],
         "curves": read_curves(directory),
     }
 

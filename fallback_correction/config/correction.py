@@ -84,6 +84,10 @@ class CorrectionConfig:
 
     veto: Veto | None = None
 
+    second_moment: Annotated[float | None, above(0)] = None
+    """M2PO (arXiv 2510.01161): reject the tokens of the largest r^2, until the mean of the others over
+    the global batch is below this; None: none. They need no weights."""
+
     self_normalize: bool = False
     """Divide the weights of the tokens K that rules, veto and mode mask keep by their mean m over the
     global batch (self-normalised importance sampling), so that it is 1: m = sum_K w / |K| at level
@@ -112,7 +116,11 @@ class CorrectionConfig:
     @property
     def needs_whole_batch(self) -> bool:
         """Whether a token's weight depends on more of the global batch than its own sequence."""
-        return self.self_normalize or not self.rejected_in_denominator
+        return (
+            self.self_normalize
+            or not self.rejected_in_denominator
+            or self.second_moment is not None
+        )
 
     @property
     def looks_at_sequences(self) -> bool:

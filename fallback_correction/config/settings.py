@@ -18,6 +18,7 @@ from fallback_correction.config.correction import (
     VetoBy,
     WeightLevel,
 )
+from fallback_correction.config.rejection_rules import rejection_rules
 from fallback_correction.ranges import (
     MAY_BE_INFINITE,
     FieldError,
@@ -32,7 +33,10 @@ WEIGHTS = ReadBy("{use_tis}", lambda it: it.use_tis)
 REJECTION = ReadBy("{use_rs}", lambda it: it.use_rs)
 VETO = ReadBy("{rs_veto_threshold}", lambda it: it.rs_veto_threshold is not None)
 EITHER = ReadBy(
-    "{use_tis} or {use_rs}", lambda it: it.use_tis or it.use_rs or it.rs_veto_threshold is not None
+    "{use_tis}, {use_rs}, {rs_veto_threshold} or {m2po_threshold}",
+    lambda it: (
+        it.use_tis or it.use_rs or it.rs_veto_threshold is not None or it.m2po_threshold is not None
+    ),
 )
 LOWER_BOUND = ReadBy(
     "{tis_mode} clip or mask, or {use_rs}",
@@ -89,6 +93,14 @@ class CorrectionSettings:
     rs_upper_bound: Annotated[float | None, at_least(0), MAY_BE_INFINITE, REJECTION] = None
     """--tis-upper-bound if not given."""
 
+    rs_rules: Annotated[tuple[str, ...], REJECTION] = ()
+    """Reject by several metrics instead, each by verl's name with bounds of its own, all of which a
+    token has to keep: token_k1=0.5_2 seq_mean_k3=0.01. Bounds of k1 are of pi_train / pi_rollout."""
+
+    m2po_threshold: Annotated[float | None, above(0)] = None
+    """M2PO: reject the tokens of the largest squared log-ratio, until the mean of the others over the
+    global batch is below this."""
+
     rs_veto_threshold: Annotated[float | None, at_least(0)] = None
     """Reject a whole sequence for one token below it."""
 
@@ -110,6 +122,7 @@ class CorrectionSettings:
     def __post_init__(self) -> None:
         require_choices(self)
         require_ranges(self)
+        rejection_rules("rs_rules", self.rs_rules)
 
     @property
     def weight_bounds(self) -> tuple[float, float]:
@@ -135,7 +148,8 @@ class CorrectionSettings:
             mode=self.tis_mode,
             lower=lower,
             upper=upper,
-            rules=(self._rejection_rule(),) if self.use_rs else (),
+            rules=self._rejection_rules() if self.use_rs else (),
+            second_moment=self.m2po_threshold,
             veto=None if threshold is None else Veto(by=self.rs_veto_by, lower=threshold),
             self_normalize=self.tis_batch_normalize,
             rejected_in_denominator=self.rejected_in_denominator,
@@ -143,18 +157,21 @@ class CorrectionSettings:
             nonfinite=self.tis_nonfinite,
         )
 
-    def _rejection_rule(self) -> RejectionRule:
+    def _rejection_rules(self) -> tuple[RejectionRule, ...]:
+        if self.rs_rules:
+            return rejection_rules("rs_rules", self.rs_rules)
         if self.rs_statistic != "ratio" and self.rs_upper_bound is None:
             raise FieldError(
                 "rs_upper_bound", None, f"rs_statistic={self.rs_statistic} needs one. Give 0.01."
             )
         lower, upper = self.rejection_bounds
-        return RejectionRule(
+        rule = RejectionRule(
             statistic=self.rs_statistic,
             aggregation=AGGREGATIONS[self.rs_level],
             lower=lower,
             upper=upper,
         )
+        return (rule,)
 
 
 def _or(value: float | None, fallback: float) -> float:

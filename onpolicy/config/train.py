@@ -9,6 +9,7 @@ import tyro
 from onpolicy.algorithm.registry import OBJECTIVES
 from onpolicy.config import groups, secrets
 from onpolicy.config.flags import SGLANG_ARGS, also, flag_values
+from onpolicy.config.groups.reward import name_of
 from onpolicy.config.kinds import Seed
 from onpolicy.config.plan import OnMismatch, RunPlan
 from onpolicy.config.rules import NO_RESULT, Together
@@ -97,6 +98,16 @@ class TrainConfig:
     def has_critic(self) -> bool:
         """Whether a second model is trained, on what is still to come."""
         return self.algorithm.advantage_estimator == "gae"
+
+    @property
+    def gdpo_rewards(self) -> dict[str, float]:
+        """The named rewards that gdpo learns from, and the weight of each: those of --rewards, if it is
+        not told others."""
+        keys, weights = self.algorithm.gdpo_reward_keys, self.algorithm.gdpo_reward_weights
+        if not keys:
+            sources = self.reward.sources if self.reward.rewards else {}
+            return {name_of(source): weight for source, weight in sources.items()}
+        return dict(zip(keys, weights or (1.0,) * len(keys), strict=True))
 
     @property
     def open_groups(self) -> int:

@@ -245,15 +245,25 @@ class Operators(ABC):
         return chosen, -(self.elementwise(torch.exp, log_probs) * log_probs).sum(-1)
 
     def grad_logits(
-        self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        targets: Tensor,
+        grad: Tensor,
+        grad_entropy: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of `(grad * gather_log_probs(logits, temperature, targets)[0]).sum()`.
-
-        Shapes as there; grad: float32 [M] -> [M, V] in the dtype of `logits`.
+        """The gradient of `(grad * log_probs + grad_entropy * entropy).sum()`, of what
+        `gather_log_probs` returns, or of the former alone: [M, V] in the dtype of `logits`.
         """
+        log_probs = self.log_softmax(logits, temperature)
+        probabilities = self.elementwise(torch.exp, log_probs)
         scale = grad[:, None] / temperature
-        probabilities = self.elementwise(torch.exp, self.log_softmax(logits, temperature))
-        out = probabilities.mul_(-scale)
+        if grad_entropy is None:
+            out = probabilities.mul_(-scale)
+        else:
+            entropy = -(probabilities * log_probs).sum(-1, keepdim=True)
+            slope = log_probs.add_(entropy).mul_(grad_entropy[:, None] / temperature)
+            out = probabilities.mul_(slope.add_(scale).neg_())
         return out.scatter_add_(1, targets[:, None], scale).to(logits.dtype)
 
     def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:

@@ -23,7 +23,8 @@ class Scores(NamedTuple):
     """float32 [R]."""
 
     entropy: Tensor
-    """float32 [R], in nats, of the distribution that each token is drawn from; without gradient."""
+    """float32 [R], in nats, of the distribution that each token is drawn from; its gradient is computed
+    where a loss has it, and only there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +130,18 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.operators, ctx.vocabulary = operators, vocabulary  # type: ignore[attr-defined]
         ctx.finish, ctx.kept = finish, kept  # type: ignore[attr-defined]
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)  # type: ignore[arg-type]
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: FunctionCtx, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature = ctx.saved_tensors  # type: ignore[attr-defined]
         operators: Operators = ctx.operators  # type: ignore[attr-defined]
         vocabulary: VocabParallel = ctx.vocabulary  # type: ignore[attr-defined]
+        grad = torch.zeros_like(temperature) if grad is None else grad
         grad_hidden = torch.empty_like(hidden)
         head = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
         grad_head = [torch.zeros_like(t, dtype=torch.float32) for t in head]
@@ -150,7 +154,11 @@ class _TokenLogProbs(torch.autograd.Function):
             if ctx.kept is not None:  # type: ignore[attr-defined]
                 logits = ctx.kept.cut_to(logits, rows)  # type: ignore[attr-defined]
             grad_logits = operators.grad_logits(
-                logits, temperature[rows, None], targets[rows], grad[rows]
+                logits,
+                temperature[rows, None],
+                targets[rows],
+                grad[rows],
+                None if grad_entropy is None else grad_entropy[rows],
             )
             grad_logits = vocabulary.take(grad_logits, weight.shape[0])
             if mine is not product:

@@ -2,14 +2,17 @@
 
 A reward function of the user's may add `rollout/reward/<name>`, a function that rolls out
 `episodes/<name>`, a correction of the user's `tis/<name>`. Evaluation sets that have names log
-`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`.
+`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A number
+stands for the k of `avg@k`, `pass@k` and `maj@k`.
 """
+
+import re
 
 MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's episodes",
     "rollout/reward_std": "standard deviation of those rewards",
-    "rollout/reward_timeouts": "samples that the reward rule did not finish in time; they score 0",
-    "rollout/reward_errors": "samples that the reward rule failed on, by error or crash; they score 0",
+    "rollout/reward_timeouts": "samples that a reward rule did not finish in time; they score 0",
+    "rollout/reward_errors": "samples that a reward rule failed on, by error or crash; they score 0",
     "rollout/response_length": "mean number of tokens that were sampled in an episode",
     "rollout/response_length_max": "the largest such number",
     "rollout/truncated_ratio": "share of episodes of which an answer reached the length limit",
@@ -54,6 +57,7 @@ MEANINGS = {
     "lag/ess": "effective sample size of their weights, as a share of their number",
     "lag/clip_share": "share of them whose ratio is above --tis-upper-bound",
     "lag/rejected_share": "share of them that rejection drops",
+    "train/learnt_fraction": "share of tokens that --top-entropy-quantile and --clip-cov-ratio leave",
     "train/opsm_fraction": "share of tokens that off-policy sequence masking dropped",
     "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
     "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",
@@ -90,6 +94,7 @@ MEANINGS = {
     "correction/rejected_high_fraction": "the same, ratio too large",
     "correction/veto_token_fraction": "share of tokens beyond the veto",
     "correction/veto_sequence_fraction": "share of sequences that the veto drops",
+    "correction/m2po_fraction": "share of tokens that --m2po-threshold drops",
     "correction/rejected_fraction": "share of tokens that the policy loss does not see, in all",
     "correction/nonfinite_fraction": "share of tokens rejected as not finite",
     "correction/batch_norm_factor": "mean weight that weights were divided by, rejected ones left out",
@@ -116,6 +121,9 @@ MEANINGS = {
     "train/kl_coef": "what that KL was multiplied by in the rewards",
     "train/kl_loss": "KL penalty towards the reference model, before its coefficient",
     "train/entropy": "entropy of the policy at the sampled tokens, in nats",
+    "train/entropy_coef": "what that entropy was multiplied by and taken off the loss",
+    "train/squared_log_ratio": "mean (log pi - log pi_old)^2, before its coefficient",
+    "train/positive_nll": "mean -log pi of samples of high reward, before its coefficient",
     "train/grad_norm": "norm of the gradient before clipping",
     "train/lr": "learning rate",
     "critic/vf_loss": "loss of the critic's values: half their squared distance from the returns",
@@ -136,7 +144,8 @@ MEANINGS = {
     "perf/rollout_idle_share": "share of the step in which the engines neither sampled nor took weights",
     "perf/trainer_idle_share": "share of the step in which the trainer neither trained nor sent weights",
     "eval/avg@k": "mean reward over evaluation prompts and their k samples",
-    "eval/pass@k": "share of evaluation prompts with a sample of positive reward",
+    "eval/pass@k": "chance that one of k samples has a positive reward, mean over evaluation prompts",
+    "eval/maj@k": "share of evaluation prompts whose most frequent answer in k samples is rewarded",
     "eval/loss": "onpolicy sft: mean -log pi of the evaluation rows' answers, in nats per token",
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",
@@ -152,6 +161,7 @@ for _estimator in (
 
 def meaning(metric: str) -> str:
     """What a metric says; empty if it is not one of the above."""
+    metric = re.sub(r"@\d+$", "@k", metric)
     kind, _, rest = metric.partition("/")
     eval_set, _, name = rest.partition("/")
     if kind == "eval" and name:

@@ -28,7 +28,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("mean reward", ("rollout/raw_reward", "eval/avg@k", "eval/*/avg@k")),
+    Panel("mean reward", ("rollout/raw_reward", "eval/avg@*", "eval/*/avg@*")),
     Panel("mean response length (tokens)", ("rollout/response_length",), include=(0,)),
     Panel("mismatched of {compared:,.0f} tokens", ("parity/num_mismatched_tokens",), (0, 1)),
 )

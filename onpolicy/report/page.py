@@ -24,8 +24,8 @@ class Panel:
 
 PANELS = (
     Panel("Reward", ("rollout/raw_reward",)),
-    Panel("Evaluation reward", ("eval/avg@k", "eval/*/avg@k")),
-    Panel("Evaluation prompts with a rewarded sample (share)", ("eval/pass@k", "eval/*/pass@k")),
+    Panel("Evaluation reward", ("eval/avg@*", "eval/*/avg@*")),
+    Panel("Evaluation prompts with a rewarded sample (share)", ("eval/pass@*", "eval/*/pass@*")),
     Panel("k3 between the engines", ("mismatch/k3", "train/k3_kl")),
     Panel("Effective sample size", ("mismatch/ess*",)),
     Panel(

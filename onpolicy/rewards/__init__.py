@@ -1,18 +1,40 @@
 """Rules that score responses: one file per rule.
 
 A rule is a function `score(response: str, label: str) -> float | dict[str, float]`; a dict holds
-the reward under "score" and further numbers to log. `check_label(label)` raises ValueError for a
-label the rule cannot read.
+the reward under "score" and further numbers to log. `answer(response: str) -> str` is what it compares
+with the label, empty if there is nothing. `check_label(label)` raises ValueError for a label the rule
+cannot read.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-RULES = ("math", "dapo", "exact")
+ANSWER = "answer"
+
+Numbers = dict[str, Any]
+"""The reward under "score", further numbers, and maybe under ANSWER the text that was compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why there is no reward."""
+
+    reason: str
+    """One line."""
+
+    traceback: str = ""
+
+    in_loading: bool = False
+    """Whether the rule itself cannot be used, and not just this sample."""
+
+    is_late: bool = False
+    """Whether there was no time left."""
 
 
 def load_rule(name: str) -> ModuleType:
-    """The module of the rule `name`, one of RULES."""
+    """The module of the rule `name`, one of those of --rm-type or `reasoning_gym`."""
     return importlib.import_module(f"onpolicy.rewards.{name}")

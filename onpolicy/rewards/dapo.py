@@ -19,9 +19,19 @@ _UNITS = re.compile(
 
 def score(response: str, label: str) -> dict[str, float]:
     """`score` 1.0 or -1.0, and `answered`: whether there was an answer to compare."""
-    answers = _ANSWER.findall(response[-_TAIL:])
+    answers = _answers(response)
     correct = bool(answers) and normalize(answers[-1]) == normalize(label)
     return {"score": 1.0 if correct else -1.0, "answered": float(bool(answers))}
+
+
+def answer(response: str) -> str:
+    """The last answer, normalised; empty if there is none."""
+    answers = _answers(response)
+    return normalize(answers[-1]) if answers else ""
+
+
+def _answers(response: str) -> list[str]:
+    return _ANSWER.findall(response[-_TAIL:])
 
 
 def check_label(label: str) -> None:

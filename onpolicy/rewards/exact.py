@@ -6,6 +6,11 @@ def score(response: str, label: str) -> float:
     return float(response.strip() == label.strip())
 
 
+def answer(response: str) -> str:
+    """What is compared."""
+    return response.strip()
+
+
 def check_label(label: str) -> None:
     """Any label but an empty one can be matched."""
     if not label.strip():

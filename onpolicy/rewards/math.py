@@ -4,7 +4,7 @@ Understands LaTeX and plain expressions. If there is a \boxed{}, the last one is
 """
 
 import logging
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from math_verify import parse, verify
@@ -12,9 +12,16 @@ from math_verify import parse, verify
 
 def score(response: str, label: str) -> float:
     """1.0 if the answer is equal to the label, else 0.0."""
-    answer = response[max(response.rfind(r"\boxed"), 0) :]
-    found = _parse(answer)
-    return float(verify(_parse_label(label), found, timeout_seconds=None))
+    return float(verify(_parse_label(label), _parse(_tail(response)), timeout_seconds=None))
+
+
+def answer(response: str) -> str:
+    r"""The answer as SymPy writes it, so that 0.5 and \frac{1}{2} are one; empty if there is none."""
+    found = _parse(_tail(response))
+    try:
+        return str(found[0]) if found else ""
+    except ValueError:  # a number with more digits than Python writes
+        return str(found[-1])
 
 
 def check_label(label: str) -> None:
@@ -23,10 +30,15 @@ def check_label(label: str) -> None:
         raise ValueError("math-verify finds no mathematical expression in it")
 
 
+def _tail(response: str) -> str:
+    return response[max(response.rfind(r"\boxed"), 0) :]
+
+
 def _parse_label(label: str) -> list[Any]:
     return _parse(label) or _parse(f"${label}$")
 
 
+@lru_cache(maxsize=4)
 def _parse(text: str) -> list[Any]:
     _be_quiet()
     expressions: list[Any] = parse(text, parsing_timeout=None)

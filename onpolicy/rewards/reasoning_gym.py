@@ -15,9 +15,13 @@ from reasoning_gym.utils import extract_answer
 def score(response: str, label: str) -> float:
     """What the dataset's `score_answer` says, mostly 0 to 1; `label` is a problem as JSON."""
     problem = json.loads(label)
-    answer = extract_answer(response)
-    answer = response.strip() if answer is None else answer
-    return float(_scorer(problem["name"])(answer, problem))
+    return float(_scorer(problem["name"])(answer(response), problem))
+
+
+def answer(response: str) -> str:
+    """The answer."""
+    found = extract_answer(response)
+    return response.strip() if found is None else str(found)
 
 
 def check_label(label: str) -> None:

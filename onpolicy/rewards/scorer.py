@@ -1,151 +1,171 @@
-"""Scores samples in worker processes, with a time limit for each that really ends it."""
+"""Gives samples their rewards: what scores is asked, its numbers become one, and its failures count."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import signal
-from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
-from typing import Any
-
-from pebble import ProcessExpired, ProcessPool
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 from onpolicy.config.groups import RewardConfig
+from onpolicy.config.groups.reward import is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
-from onpolicy.rewards import load_rule, worker
-from onpolicy.rewards.worker import Failure
-from onpolicy.system import private_directory
+from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
+from onpolicy.rewards.workers import START_SECONDS, Workers
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-FEWEST_WORKERS, MOST_WORKERS = 4, 32
-
-START_SECONDS = 120.0
-"""How long a worker may take to import a rule, besides the time limit of a sample."""
+Groups = Sequence[Sequence[Sample]]
 
 
 class Scorer:
-    """Fills in the rewards of samples by the configured rule.
+    """Fills in the rewards of samples by the configured rules.
 
     Rewards depend on the samples alone: neither on the number of workers nor on who ends first.
     """
 
     def __init__(self, config: RewardConfig):
-        self.config = config
-        self._pool: ProcessPool | None = None
-        self._has_reported = False
+        self.config, self.sources = config, config.sources
+        self._workers: Workers | None = None
+        self._reported: set[str] = set()
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
-        """Raise ConfigError for the first label that the rule cannot read; `name`: flag and file."""
+        """Raise ConfigError for the first label that a rule cannot read; `name`: flag and file."""
+        rules = [source for source in self.sources if not is_function(source)]
         for prompt in prompts:
-            rule = prompt.rule or self.config.rm_type
-            try:
-                if rule:
+            for rule in [prompt.rule] if prompt.rule else rules:
+                try:
                     load_rule(rule).check_label(prompt.label)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{name}: prompt {prompt.index}, label={prompt.label!r}: --rm-type {rule} cannot "
-                    f"read it: {error}. Correct the row, or choose another rule."
-                ) from error
+                except ValueError as error:
+                    raise ConfigError(
+                        f"{name}: prompt {prompt.index}, label={prompt.label!r}: {self._name(rule)} "
+                        f"cannot read it: {error}. Correct the row, or choose another rule."
+                    ) from error
 
     def try_out(self, prompt: Prompt) -> None:
-        """Score a made-up response to `prompt`, its label, once. Raises ConfigError if that fails."""
-        if prompt.rule or not self.config.custom_rm_path:
-            return
-        pool = _pool(self.config, workers=1)
-        job = self._submit(pool, _made_up(prompt))
-        try:
-            result = _result(job, START_SECONDS + self.config.rm_time_limit)
-        finally:
-            pool.stop()
-            pool.join()
-        if result is None:
-            limit = f"--rm-time-limit={self.config.rm_time_limit:g} seconds"
-            result = Failure(reason=f"gave no result within {limit}")
-        if isinstance(result, Failure):
-            raise ConfigError(result.reason if result.in_loading else self._refusal(result.reason))
+        """Score a made-up response to `prompt`, its label, once by each function of the user's own.
 
-    def _refusal(self, reason: str) -> str:
+        Raises ConfigError if that fails. A function that takes groups is given two of them.
+        """
+        functions = [] if prompt.rule else list(filter(is_function, self.sources))
+        if not functions:
+            return
+        made_up = [[_made_up(prompt, i) for i in range(2 if self.config.group_rm else 1)]]
+        workers = Workers(self.config, functions, count=1)
+        try:
+            for path in functions:
+                answers = workers.ask(path, made_up, START_SECONDS + self.config.rm_time_limit)
+                for answer in answers():
+                    if isinstance(answer, Failure):
+                        reason = answer.reason
+                        raise ConfigError(
+                            reason if answer.in_loading else self._refusal(path, reason)
+                        )
+        finally:
+            workers.close()
+
+    def _refusal(self, path: str, reason: str) -> str:
+        takes = "one Sample and return a number, or a dict with one under"
+        if self.config.group_rm:
+            takes = (
+                "a list of Samples and return a list: for each a number, or a dict with one under"
+            )
         return (
-            f"{self._name}: tried on the first prompt with its label as the response, it {reason}. It "
-            'must take one Sample and return a number, or a dict with one under "score"; see '
-            "docs/rewards.md."
+            f"{self._name(path)}: tried on the first prompt with its label as the response, it {reason}"
+            f'. It must take {takes} "score"; see docs/rewards.md.'
         )
 
-    def score(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Set every sample's reward and return metrics.
+    def score(self, groups: Groups) -> dict[str, float]:
+        """Set the reward of every sample, which stand by the prompts they answer; return metrics.
 
-        A sample whose scoring takes too long or fails gets the reward 0 and is counted. Raises
-        RewardError if more of them fail than --rm-max-error-rate lets pass, or if there is no rule.
+        A sample whose scoring takes too long or fails gets the reward 0 and is counted, and of several
+        named rewards that one is 0. Raises RewardError if more fail than --rm-max-error-rate lets pass,
+        or if there is no rule.
         """
-        has_rule = self.config.rm_type or self.config.custom_rm_path
-        if unscored := [s for s in samples if not (s.prompt.rule or has_rule)]:
-            raise RewardError(
-                f"{unscored[0].name}: its episode said no reward, and no rule would. Say one, or give "
-                "--rm-type or --custom-rm-path."
-            )
-        if self._pool is None:
-            rules = sorted({sample.prompt.rule for sample in samples} - {""})
-            self._pool = _pool(self.config, self.config.rm_workers or default_workers(), rules)
-        jobs = [self._submit(self._pool, sample) for sample in samples]
-        timeouts, failed = 0, list[tuple[Sample, Failure]]()
-        for sample, job in zip(samples, jobs, strict=True):
-            result = _result(job)
-            if isinstance(result, Failure):
-                failed.append((sample, result))
-            timeouts += result is None
-            parts = result if isinstance(result, dict) else {"score": 0.0}
-            sample.reward = parts.pop("score")
-            sample.reward_parts = parts
-        self._judge(failed, len(samples))
-        return {
-            "rollout/reward_timeouts": float(timeouts),
-            "rollout/reward_errors": float(len(failed)),
+        samples = list(chain.from_iterable(groups))
+        for sample in samples:
+            if not self._sources_of(sample):
+                raise RewardError(
+                    f"{sample.name}: its episode said no reward, and no rule would. Say one, or give "
+                    "--rm-type, --custom-rm-path or --rewards."
+                )
+        theirs = {sample.prompt.rule for sample in samples} - {"", *self.sources}
+        sources = [*self.sources, *sorted(theirs)]
+        if self._workers is None:
+            self._workers = Workers(self.config, sources)
+        asked = {
+            source: [[s for s in group if source in self._sources_of(s)] for group in groups]
+            for source in sources
         }
+        answers = {source: self._workers.ask(source, those) for source, those in asked.items()}
+        given: dict[int, dict[str, Numbers]] = {id(sample): {} for sample in samples}
+        metrics = {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+        for source, wait in answers.items():
+            those = list(chain.from_iterable(asked[source]))
+            for sample, answer in zip(
+                those, self._counted(source, those, wait(), metrics), strict=True
+            ):
+                given[id(sample)][source] = answer
+        for sample in samples:
+            self._reward(sample, given[id(sample)])
+        return metrics
 
-    def close(self) -> None:
-        """End the worker processes."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
+    def _sources_of(self, sample: Sample) -> Collection[str]:
+        """What scores it: the rule that its prompt names, or else those of the run."""
+        return (sample.prompt.rule,) if sample.prompt.rule else self.sources
 
-    @property
-    def _name(self) -> str:
-        config = self.config
-        own = f"{worker.FLAG}={config.custom_rm_path}"
-        return own if config.custom_rm_path else f"--rm-type={config.rm_type}"
+    def _reward(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
+        """One number of what each source has said, and the first answer."""
+        answers = [numbers.pop(ANSWER) for numbers in given.values() if ANSWER in numbers]
+        sample.answer = answers[0] if answers else None
+        if sample.prompt.rule or not self.config.rewards:
+            (numbers,) = given.values()
+            sample.reward_parts = {name: x for name, x in numbers.items() if name != "score"}
+            sample.reward = numbers["score"]
+            return
+        sample.reward_parts = {
+            name_of(source) if name == "score" else f"{name_of(source)}/{name}": x
+            for source, numbers in given.items()
+            for name, x in numbers.items()
+        }
+        sample.reward = sum(self.sources[source] * x["score"] for source, x in given.items())
 
-    def _submit(self, pool: ProcessPool, sample: Sample) -> Any:
-        arguments: list[Any] = [sample.response, sample.prompt.label]
-        if sample.prompt.rule:
-            arguments.append(sample.prompt.rule)
-        elif self.config.custom_rm_path:
-            # Megabytes that no rule looks at.
-            trajectory = replace(sample.trajectory, routed_experts=None, kept_tokens=[])
-            arguments = [replace(sample, trajectory=trajectory)]
-        call = worker.score_by if sample.prompt.rule else worker.score
-        return pool.schedule(call, args=arguments, timeout=self.config.rm_time_limit)
+    def _counted(
+        self,
+        source: str,
+        samples: Sequence[Sample],
+        answers: Sequence[Numbers | Failure],
+        metrics: dict[str, float],
+    ) -> list[Numbers]:
+        """The numbers of a source, 0 where it failed, which is counted.
 
-    def _judge(self, failed: Sequence[tuple[Sample, Failure]], num_samples: int) -> None:
+        Raises RewardError if it failed too often.
+        """
+        pairs = list(zip(samples, answers, strict=True))
+        failed = [(s, answer) for s, answer in pairs if isinstance(answer, Failure)]
+        broken = [(sample, failure) for sample, failure in failed if not failure.is_late]
+        metrics["rollout/reward_timeouts"] += len(failed) - len(broken)
+        metrics["rollout/reward_errors"] += len(broken)
+        self._judge(source, broken, len(samples))
+        return [{"score": 0.0} if isinstance(answer, Failure) else answer for answer in answers]
+
+    def _judge(
+        self, source: str, failed: Sequence[tuple[Sample, Failure]], num_samples: int
+    ) -> None:
         """Say what failed; raise RewardError if it is too much."""
         if not failed:
             return
-        sample, failure = failed[0]
-        count = f"{self._name}: {len(failed)} of {num_samples} samples could not be scored"
+        name, (sample, failure) = self._name(source), failed[0]
+        count = f"{name}: {len(failed)} of {num_samples} samples could not be scored"
         logger.warning(
             "%s; they get the reward 0. The first, %s, %s", count, sample.name, failure.reason
         )
-        if not self._has_reported:
-            self._has_reported = True
+        if source not in self._reported:
+            self._reported.add(source)
             logger.error(
                 "The first failure of %s: %s, label %r, response %.500r\n%s",
-                self._name, sample.name, sample.prompt.label, sample.response, failure.traceback,
+                name, sample.name, sample.prompt.label, sample.response, failure.traceback,
             )  # fmt: skip
         if len(failed) > self.config.rm_max_error_rate * num_samples:
             raise RewardError(
@@ -154,28 +174,20 @@ class Scorer:
                 "checkpoint with --load, or raise the limit."
             )
 
+    def _name(self, source: str) -> str:
+        """The flag that asks for it, for messages."""
+        return f"{self.config.flag}={source}" if source in self.sources else f"the rule {source}"
 
-def default_workers() -> int:
-    """As many as there are cores, within limits: scoring alternates with work that uses them all."""
-    return min(max(len(os.sched_getaffinity(0)), FEWEST_WORKERS), MOST_WORKERS)
-
-
-def _pool(config: RewardConfig, workers: int, rules: Sequence[str] = ()) -> ProcessPool:
-    """Processes that have imported the run's rule, and those that samples name."""
-    private_directory.of_this_process()  # its semaphores outlive all of us being killed at once
-    return ProcessPool(
-        max_workers=workers,
-        initializer=worker.load,
-        initargs=(config.rm_type, config.custom_rm_path, rules),
-        # A fork of a process with threads, or with a GPU, may hang.
-        context=multiprocessing.get_context("spawn"),
-    )
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._workers is not None:
+            self._workers.close()
 
 
-def _made_up(prompt: Prompt) -> Sample:
+def _made_up(prompt: Prompt, sample_index: int) -> Sample:
     return Sample(
         prompt=prompt,
-        sample_index=0,
+        sample_index=sample_index,
         trajectory=Trajectory.begin(prompt.prompt_ids).plus(
             Completion(
                 response_ids=prompt.prompt_ids[-1:],
@@ -188,19 +200,3 @@ def _made_up(prompt: Prompt) -> Sample:
         ),
         response=prompt.label,
     )
-
-
-def _result(job: Any, seconds: float | None = None) -> dict[str, float] | Failure | None:
-    """What the worker says of a sample; None if the sample's time ran out."""
-    try:
-        outcome: dict[str, float] | Failure | None = job.result(seconds)
-        return outcome
-    except FutureTimeout:
-        late = Failure(reason=f"was not imported after {seconds} seconds")
-        return None if job.done() else late
-    except BrokenProcessPool:
-        return Failure(reason="ends the process that imports it")
-    except ProcessExpired as error:
-        code = error.exitcode
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return Failure(reason=f"ended its process ({how})")

@@ -1,4 +1,4 @@
-"""What runs in a scoring process: one rule, loaded once, whose results become numbers or a failure.
+"""What runs in a scoring process: rules, loaded once, whose results become numbers or a failure.
 
 Whatever a rule of the user's own does here (raise, exit, crash, return nonsense) ends this process at
 worst. It imports nothing heavy, since every process that was ended is replaced by a new one.
@@ -10,79 +10,93 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from onpolicy.errors import ConfigError
-from onpolicy.rewards import load_rule
+from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
 from onpolicy.system.user_functions import describe, load_function
 
-FLAG = "--custom-rm-path"
+_rules: dict[str, Callable[..., Any] | Failure] = {}
+"""Rules by name, and functions by path."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why there is no reward."""
-
-    reason: str
-    """One line."""
-
-    traceback: str = ""
-
-    in_loading: bool = False
-    """Whether the rule itself cannot be used, and not just this sample."""
+def load(names: Sequence[str], paths: Sequence[str], flag: str) -> None:
+    """Keep rules and functions for what is to come; `flag`: what names the functions, for messages."""
+    for name in names:
+        _rules[name] = _with_answer(name)
+    for path in paths:
+        try:
+            _rules[path] = _load_own(path, flag)
+        except ConfigError as error:
+            _rules[path] = Failure(reason=str(error), in_loading=True)
 
 
-_rule: Callable[..., Any] | Failure = Failure(reason="no rule was loaded", in_loading=True)
-
-
-def load(rm_type: str, custom_rm_path: str, others: Sequence[str] = ()) -> None:
-    """Keep the rule for the samples to come, if the run has one, and import `others`."""
-    global _rule
-    for name in others:
-        load_rule(name)
-    try:
-        if custom_rm_path:
-            _rule = _load_own(custom_rm_path)
-        elif rm_type:
-            _rule = load_rule(rm_type).score
-    except ConfigError as error:
-        _rule = Failure(reason=str(error), in_loading=True)
-
-
-def _load_own(path: str) -> Callable[..., Any]:
-    function = load_function(path, FLAG)
+def _load_own(path: str, flag: str) -> Callable[..., Any]:
+    function = load_function(path, flag)
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
-            f"{FLAG}={path}: is async. It is called for one sample at a time in a worker process; make "
-            "it a plain function."
+            f"{flag}={path}: is async. It is called in a worker process, for one sample at a time or "
+            "for one group; make it a plain function."
         )
     return function
 
 
-def score(*arguments: Any) -> dict[str, float] | Failure:
-    """What the rule says: the reward under "score", and further numbers."""
-    return _rule if isinstance(_rule, Failure) else _scored(_rule, *arguments)
+def _with_answer(name: str) -> Callable[[str, str], Numbers]:
+    """A rule that also says under "answer" what it compares."""
+    rule = load_rule(name)
+
+    def score(response: str, label: str) -> Numbers:
+        result = rule.score(response, label)
+        parts = result if isinstance(result, dict) else {"score": result}
+        return {**parts, ANSWER: rule.answer(response)}
+
+    return score
 
 
-def score_by(response: str, label: str, rule: str) -> dict[str, float] | Failure:
-    """What another rule than the one that was loaded says."""
-    return _scored(load_rule(rule).score, response, label)
+def score(rule: str, *arguments: Any) -> Numbers | Failure:
+    """What a rule says: the reward under "score", and further numbers."""
+    result = _result(rule, *arguments)
+    return result if isinstance(result, Failure) else _numbers_or_failure(result)
 
 
-def _scored(rule: Callable[..., Any], *arguments: Any) -> dict[str, float] | Failure:
+def score_group(rule: str, samples: Sequence[Any]) -> list[Numbers | Failure] | Failure:
+    """What a rule says of all samples of a prompt, one by one, in their order."""
+    results = _result(rule, samples)
+    if isinstance(results, Failure):
+        return results
     try:
-        result = rule(*arguments)
+        listed = [] if isinstance(results, (str, bytes, dict)) else list(results)
+    except Exception:  # a number, or its own __iter__ raises anything
+        listed = []
+    if len(listed) == len(samples):
+        return [_numbers_or_failure(result) for result in listed]
+    rule_of_lists = f"it must be a list with one result for each of the {len(samples)} samples"
+    return Failure(reason=f"returned {_shown(results)}: {rule_of_lists}")
+
+
+def _result(name: str, *arguments: Any) -> Any:
+    """What the rule itself returns, or a Failure."""
+    if name not in _rules:
+        load([name], [], "")
+    rule = _rules[name]
+    if isinstance(rule, Failure):
+        return rule
+    try:
+        return rule(*arguments)
     except BaseException as error:  # SystemExit too
         return Failure(reason=f"raised {describe(error)}", traceback=traceback.format_exc())
+
+
+def _numbers_or_failure(result: Any) -> Numbers | Failure:
     try:
         return _numbers(result)
     except Exception as error:  # its own __float__ may raise anything
         return Failure(reason=f"returned {_shown(result)}: {error}")
 
 
-def _numbers(result: Any) -> dict[str, float]:
-    parts = result if isinstance(result, dict) else {"score": result}
+def _numbers(result: Any) -> Numbers:
+    parts = {**result} if isinstance(result, dict) else {"score": result}
+    answer = {ANSWER: parts.pop(ANSWER)} if isinstance(parts.get(ANSWER), str) else {}
     if "score" not in parts:
         raise ValueError('a dict must hold the reward under "score"')
     if not all(isinstance(name, str) for name in parts):
@@ -95,7 +109,7 @@ def _numbers(result: Any) -> dict[str, float]:
     numbers = {name: float(value) for name, value in parts.items()}
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError("a reward must be finite")
-    return numbers
+    return numbers | answer
 
 
 def _shown(result: Any) -> str:

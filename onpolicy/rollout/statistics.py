@@ -75,24 +75,6 @@ def _means(prefix: str, each: Sequence[Mapping[str, float]]) -> dict[str, float]
     return {slash + name: fmean(one[name] for one in each if name in one) for name in names}
 
 
-def eval_metrics(groups: Sequence[SampleGroup], eval_set: str = "") -> dict[str, float]:
-    """avg@k and pass@k of an evaluation; an episode passes if its reward is positive.
-
-    The names are `eval/avg@k` and so on; those of a set with a name are `eval/NAME/avg@k`. A prompt
-    without an episode counts in none of them, and where no prompt has one, there are none.
-    """
-    prefix = f"eval/{eval_set}/" if eval_set else "eval/"
-    rewards = [group.rewards for group in groups if group.samples]
-    if not rewards:
-        return {}
-    return {
-        f"{prefix}avg@k": fmean(reward for each in rewards for reward in each),
-        f"{prefix}pass@k": fmean(any(reward > 0 for reward in each) for each in rewards),
-        f"{prefix}truncated_ratio": truncated_ratio(groups),
-        f"{prefix}response_length": mean_response_length(groups),
-    }
-
-
 def mean_response_length(groups: Sequence[SampleGroup]) -> float:
     """Mean sampled tokens of all episodes, cut off or not; there must be one."""
     return fmean(map(_length, _episodes(groups)))

@@ -55,7 +55,8 @@ class Ladder:
         """The corrections in force now.
 
         With a governor: on stock none; from tis on weights, the discrepancy penalty, and the user's
-        own; from mis on rejection and the veto. Samples of earlier weights are weighed on stock too.
+        own; from mis on rejection, the veto and M2PO. Samples of earlier weights are weighed on stock
+        too.
         """
         flags = self.config.fallback
         weighs_lag = self.config.plan.weighs_lag
@@ -66,7 +67,9 @@ class Ladder:
         flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
             flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")
-        return flags if height >= 2 else replace(flags, rs_veto_threshold=None)
+        if height >= 2:
+            return flags
+        return replace(flags, rs_veto_threshold=None, m2po_threshold=None)
 
     @property
     def lr_scale(self) -> float:
@@ -117,6 +120,6 @@ def first_rung(config: TrainConfig) -> Rung:
     plan = config.plan
     if plan.starts_aligned:
         return "aligned"
-    if {"use_rs", "rs_veto_threshold"}.intersection(plan.corrections):
+    if {"use_rs", "rs_veto_threshold", "m2po_threshold"}.intersection(plan.corrections):
         return "mis"
     return "tis" if plan.corrections else "stock"

@@ -21,11 +21,12 @@ from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.curriculum import Curriculum
 from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Rollouter, SingleTurn
+from onpolicy.rollout.evaluation import eval_metrics
 from onpolicy.rollout.observations import Observations
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup, OpenGroups, Staleness
 from onpolicy.rollout.rounds import Round
 from onpolicy.rollout.sampling import make_group, open_group, sample_groups
-from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
+from onpolicy.rollout.statistics import rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.trajectory import Trajectory
@@ -108,8 +109,7 @@ class Sampler:
             raise ValueError(
                 "append: chat messages come after an answer, all at once; append text or token ids here"
             )
-        inputs = self.inputs
-        template = ChatTemplate(inputs.tokenizer, inputs.stop_token_ids)
+        template = ChatTemplate(self.inputs.tokenizer, self.inputs.stop_token_ids)
         return template.after_answer(so_far.token_ids, more)
 
     def _open_groups(self) -> OpenGroups:
@@ -173,8 +173,8 @@ class Sampler:
     def _scored(self, complete: Sequence[OpenGroup]) -> tuple[list[SampleGroup], Metrics]:
         decode = partial(self.inputs.tokenizer.batch_decode, skip_special_tokens=True)
         groups = sample_groups(complete, decode)
-        samples = [sample for group in groups for sample in group.samples]
-        metrics = self._scorer.score([sample for sample in samples if not sample.is_rewarded])
+        unrewarded = [[s for s in group.samples if not s.is_rewarded] for group in groups]
+        metrics = self._scorer.score(unrewarded)
         for group in groups:
             if group.samples:
                 self._rollouter.finish_group(group)
@@ -234,7 +234,7 @@ class Sampler:
         finally:
             _end(drawn)
         groups, _ = self._scored(drawn)
-        return groups, eval_metrics(groups, name)
+        return groups, eval_metrics(groups, count, name)
 
     def close(self) -> None:
         """End the episodes that are under way, and who rolls them out."""

@@ -20,7 +20,6 @@ from onpolicy.algorithm.advantages import (
     whitening,
 )
 from onpolicy.algorithm.registry import ESTIMATORS, AdvantageEstimator
-from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import gather_vectors
 from onpolicy.train.engine import Role
@@ -107,13 +106,6 @@ class RewardEstimator(Estimator):
     ):
         """gamma: the worth of a reward a token later. named_weights: those of gdpo's rewards."""
         self.kind, self.gamma, self.named_weights = kind, gamma, named_weights or {}
-
-    @staticmethod
-    def of(algorithm: AlgorithmConfig) -> RewardEstimator:
-        """The estimator that a run's flags ask for."""
-        keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-        named = dict(zip(keys, weights or (1.0,) * len(keys), strict=True))
-        return RewardEstimator(algorithm.advantage_estimator, algorithm.gamma, named)
 
     def advantages(
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]

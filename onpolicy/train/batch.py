@@ -119,6 +119,9 @@ class ScoredBatch(PackedBatch):
     ref_log_probs: Tensor | None = None
     """What the reference model gives them; None without a KL penalty in the loss."""
 
+    entropy: Tensor | None = None
+    """The policy's before the first step, in nats; None where no token is told apart by it."""
+
     old_values: Tensor | None = None
     """What the critic says of them before its first step; None without a critic."""
 
@@ -138,6 +141,15 @@ class WeighedBatch(ScoredBatch):
 
     importance_weights: Tensor
     """Factors of each token's policy loss: 1 without a correction."""
+
+    positive_shares: Tensor | None = None
+    """Each token's share of the mean over those of samples that are to be imitated (`marks.py`)."""
+
+    learnt: Tensor | None = None
+    """bool: the tokens that the objective is learnt from; None: all."""
+
+    restrained: Tensor | None = None
+    """bool: the tokens that are held to the old policy by their log-ratio (KL-Cov)."""
 
     correction: CorrectionConfig | None = None
     """The weights and the rejection that the loss takes from its own log-probabilities, where nobody

@@ -173,13 +173,7 @@ class Corrections:
             tokens, metrics = replace(tokens, mask=correction.counted), correction.metrics
             kept = correction.mask
             weights = weights if correction.weights is None else correction.weights
-        shares = token_shares(
-            tokens,
-            self.config.loss_aggregation,
-            gather_vectors,
-            scale_length=self.config.rollout.rollout_max_response_len,
-            episodes=torch.tensor([n for b in step for n in b.episodes], device=kept.device),
-        )
+        shares = step_shares(tokens, step, self.config)
         lens = [len(batch.mask) for batch in step]
         parts = zip(step, shares.split(lens), kept.split(lens), weights.split(lens), strict=True)
         weighed = [
@@ -194,6 +188,17 @@ class Corrections:
             for batch, share, keep, weight in parts
         ]
         return weighed, metrics
+
+
+def step_shares(tokens: TokenBatch, step: Sequence[PackedBatch], config: TrainConfig) -> Tensor:
+    """Each token's share of the mean over all that count in an optimizer step; collective."""
+    return token_shares(
+        tokens,
+        config.loss_aggregation,
+        gather_vectors,
+        scale_length=config.rollout.rollout_max_response_len,
+        episodes=torch.tensor([n for b in step for n in b.episodes], device=tokens.mask.device),
+    )
 
 
 def _rollout(steps: Steps) -> list[ScoredBatch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -33,8 +34,10 @@ from onpolicy.train.batch import (
 from onpolicy.train.correction import Corrections
 from onpolicy.train.critic import Critic, known_variance
 from onpolicy.train.engine import Check, Role, ShardedModel
+from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
+from onpolicy.train.marks import marked
 from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.penalties import Penalties
@@ -65,17 +68,19 @@ class Learner:
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
         self.grammars = grammars
         self.penalties = Penalties(config)
+        self.bonus = EntropyBonus(config.algorithm)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, by what holds it."""
-        penalties = self.penalties.state_dict()
-        carried = {"penalties": penalties} if penalties else {}
-        return {"corrections": self.corrections.state_dict(), **carried}
+        carried = {"penalties": self.penalties.state_dict(), "bonus": self.bonus.state_dict()}
+        moved = {name: state for name, state in carried.items() if state}
+        return {"corrections": self.corrections.state_dict(), **moved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.corrections.load_state_dict(state["corrections"])
         self.penalties.load_state_dict(state.get("penalties", {}))
+        self.bonus.load_state_dict(state.get("bonus", {}))
 
     def learn(
         self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
@@ -84,6 +89,7 @@ class Learner:
 
         What the parity check found is also in a ParityError.
         """
+        self.loss_settings = replace(self.loss_settings, entropy_coef=self.bonus.coef)
         steps = [
             [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
             for number in range(len(rates))
@@ -107,6 +113,7 @@ class Learner:
             metrics, learnt = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
         self.penalties.step()
+        metrics |= self.bonus.step(metrics["train/entropy"])
         findings = gate.findings(share.outcomes.num_samples, apart)
         return TrainOutcome(metrics=metrics | perf, findings=findings, learnt=learnt)
 
@@ -125,6 +132,7 @@ class Learner:
         """
         metrics = self._own_routing(steps[0])
         weighed, found = self.corrections.weigh(steps, active=corrected)
+        weighed = [marked(step, self.config, gate.step) for step in weighed]
         updates = [
             self._optimizer_steps(micro_batches, rate, gate, number)
             for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))
@@ -183,8 +191,7 @@ class Learner:
 
     def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss and of the metrics of the global batch."""
-        loss, metrics = policy_loss(scores.log_probs, batch, self.loss_settings)
-        return loss, metrics | {"train/entropy": (scores.entropy * batch.shares).sum()}
+        return policy_loss(scores.log_probs, batch, self.loss_settings, scores.entropy)
 
     def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""
@@ -221,12 +228,15 @@ class Learner:
             token_advantages(self.estimator, outcomes, batches, scores, paid),
             old,
             reference if self.config.algorithm.use_kl_loss else [None] * len(batches),
+            self._entropies(batches, scores),
             self._values_and_returns(batches, scores, paid),
             strict=True,
         )
         scored = [
-            ScoredBatch.after(batch, advantages=a, old_log_probs=old, ref_log_probs=ref, **critics)
-            for batch, a, old, ref, critics in parts
+            ScoredBatch.after(
+                batch, advantages=a, old_log_probs=old, ref_log_probs=ref, entropy=h, **critics
+            )
+            for batch, a, old, ref, h, critics in parts
         ]
         metrics |= self.estimator.metrics()
         if self.critic is not None:
@@ -240,8 +250,10 @@ class Learner:
         asked, penalised = set(self.estimator.roles), self.penalties.reads_reference
         if self.config.algorithm.use_kl_loss or penalised:
             asked.add("reference")
+        algorithm = self.config.algorithm
         early = penalised or self.corrections.needs_scores(num_steps)
-        if corrected and not self.corrections.bypass and early:
+        early |= algorithm.compares_covariances
+        if (corrected and not self.corrections.bypass and early) or algorithm.compares_entropies:
             asked.add("policy")
         return [role for role in self.models if role in asked]
 
@@ -261,6 +273,13 @@ class Learner:
         if "policy" not in scores:
             return [None] * len(batches)
         return [each.log_probs for each in scores["policy"]]
+
+    def _entropies(
+        self, batches: Sequence[PackedBatch], scores: ScoresByRole
+    ) -> Sequence[Tensor | None]:
+        if not self.config.algorithm.compares_entropies:
+            return [None] * len(batches)
+        return [each.entropy for each in scores["policy"]]
 
     def _reference_log_probs(
         self, batches: Sequence[PackedBatch], scores: ScoresByRole

@@ -24,7 +24,10 @@ def _of_batch(batch: WeighedBatch, log_probs: Tensor) -> Iterator[tuple[int, Lea
     if batch.is_filler or not any(shown):
         return
     weighed = completed(batch, log_probs)
-    weights = weighed.importance_weights * (weighed.kept & weighed.mask)
+    is_learnt = weighed.kept & weighed.mask
+    if weighed.learnt is not None:
+        is_learnt = is_learnt & weighed.learnt
+    weights = weighed.importance_weights * is_learnt
     columns = [x.detach().cpu().split(batch.response_lens) for x in (weighed.advantages, weights)]
     for number, is_shown, advantages, factors in zip(batch.numbers, shown, *columns, strict=True):
         if is_shown:

@@ -30,8 +30,20 @@ class LossSettings:
     kl_loss_type: KlType = "low_var_kl"
     use_unbiased_kl: bool = False
 
+    entropy_coef: float = 0.0
+    """What the entropy is multiplied by and taken off the loss."""
+
+    log_ratio_coef: float = 0.0
+    """What the squared log-ratio to the old policy is multiplied by."""
+
+    positive_nll_coef: float = 0.0
+    """What -log pi of the samples that are to be imitated is multiplied by."""
+
     rejected_in_kl: bool = False
     """Whether tokens that a correction rejected keep their KL penalty."""
+
+    kl_cov_coef: float = 1.0
+    """What the magnitude of a restrained token's log-ratio is multiplied by."""
 
     opsm_delta: float | None = None
     """Off-policy sequence masking, if any."""
@@ -61,18 +73,26 @@ class LossSettings:
             kl_loss_coef=algorithm.kl_loss_coef,
             kl_loss_type=algorithm.kl_loss_type,
             use_unbiased_kl=algorithm.use_unbiased_kl,
+            entropy_coef=algorithm.entropy_coef,
+            log_ratio_coef=algorithm.log_ratio_coef,
+            positive_nll_coef=algorithm.positive_nll_coef,
+            kl_cov_coef=algorithm.kl_cov_coef,
             rejected_in_kl=config.fallback.rejected_in_kl,
             opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
         )
 
 
 def policy_loss(
-    log_probs: Tensor, batch: WeighedBatch, settings: LossSettings
+    log_probs: Tensor,
+    batch: WeighedBatch,
+    settings: LossSettings,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The objective with its corrections, and a KL penalty if the batch has a reference.
+    """The objective with its corrections, and the terms beside it that are asked for.
 
-    log_probs: float32 [R], with gradient. Returns (loss, sums of metrics weighted like the loss), all
-    scalars to be summed over the global batch. Raises NonfiniteError as `batch.correction` has it.
+    log_probs: float32 [R], with gradient. entropy: the same of the policy's, in nats; without it there
+    is no bonus. Returns (loss, sums of metrics weighted like the loss), all scalars to be summed over
+    the global batch. Raises NonfiniteError as `batch.correction` has it.
     """
     batch = completed(batch, log_probs)
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
@@ -81,6 +101,18 @@ def policy_loss(
         kl_loss = _kl_loss(log_probs, batch, batch.ref_log_probs, settings, kl_shares)
         total = total + settings.kl_loss_coef * kl_loss
         metrics["train/kl_loss"] = kl_loss.detach()
+    if entropy is not None:
+        if settings.entropy_coef:
+            total = total - settings.entropy_coef * weighted_sum(entropy, kept)
+        metrics["train/entropy"] = weighted_sum(entropy.detach(), batch.shares)
+    if settings.log_ratio_coef:
+        squares = _squared_log_ratio(log_probs, batch, kept)
+        total = total + settings.log_ratio_coef * squares
+        metrics["train/squared_log_ratio"] = squares.detach()
+    if batch.positive_shares is not None:
+        nll = weighted_sum(-log_probs, torch.where(kept != 0, batch.positive_shares, 0))
+        total = total + settings.positive_nll_coef * nll
+        metrics["train/positive_nll"] = nll.detach()
     metrics["train/loss"] = total.detach()
     return total, metrics
 
@@ -102,6 +134,12 @@ def _policy_term(
         )
         metrics["train/opsm_fraction"] = (drifted * shares).sum()
         factors = factors * ~drifted
+    if batch.learnt is not None:
+        metrics["train/learnt_fraction"] = (batch.learnt * shares).sum()
+        factors = factors * batch.learnt
+    if batch.restrained is not None:
+        r = torch.where(batch.restrained & batch.mask, log_probs - old, 0)
+        loss = loss + settings.kl_cov_coef * r.abs()
     if batch.custom is not None:
         loss, mask, found = batch.custom(loss, log_probs.detach(), batch)
         kept, factors, metrics = kept * mask, factors * mask, metrics | found
@@ -111,6 +149,13 @@ def _policy_term(
         metrics["train/pg_clipfrac"] = weighted_sum(objective.clipped.float(), shares)
         metrics["train/ppo_kl"] = weighted_sum(old - log_probs, shares)
     return total, shares, kept, metrics
+
+
+def _squared_log_ratio(log_probs: Tensor, batch: WeighedBatch, kept: Tensor) -> Tensor:
+    """prime-rl's penalty, and that of verl's dro: (log pi - log pi_old)^2."""
+    assert batch.old_log_probs is not None  # the batch is completed
+    log_probs, old = (torch.where(kept != 0, x, 0) for x in (log_probs, batch.old_log_probs))
+    return weighted_sum((log_probs - old).square(), kept)
 
 
 def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def _estimator(config: TrainConfig) -> Estimator:
     algorithm = config.algorithm
     if algorithm.advantage_estimator == "gae":
         return GaeEstimator(config.critic, algorithm.gamma)
-    return RewardEstimator.of(algorithm)
+    return RewardEstimator(algorithm.advantage_estimator, algorithm.gamma, config.gdpo_rewards)
 
 
 def checked_operators(

@@ -78,7 +78,7 @@ def negative_log_likelihood(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's part of the mean over the global batch's tokens, and of the metrics."""
     loss = weighted_sum(-scores.log_probs, batch.shares)
-    entropy = weighted_sum(scores.entropy, batch.shares)
+    entropy = weighted_sum(scores.entropy.detach(), batch.shares)
     return loss, {"train/loss": loss.detach(), "train/entropy": entropy}
 
 

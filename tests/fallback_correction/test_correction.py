@@ -42,6 +42,7 @@ def configs(draw):
         upper=draw(st.sampled_from([2.0, INF])),
         rules=tuple(RejectionRule(statistic=s, aggregation=a, upper=1.1) for s, a in rules),
         veto=draw(st.sampled_from([None, Veto(lower=1e-4, upper=1e4)])),
+        second_moment=draw(st.sampled_from([None, 0.04, 1.0])),
         self_normalize=True,
     )
 

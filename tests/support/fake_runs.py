@@ -90,7 +90,7 @@ def _training(seed: int, num_rollouts: int, ceiling: float) -> list[dict[str, An
 
 def _evaluations(num_rollouts: int, ceiling: float) -> list[dict[str, Any]]:
     return [
-        {"step": step, "eval/avg@k": _learned(ceiling, step), "eval/pass@k": 0.9}
+        {"step": step, "eval/avg@1": _learned(ceiling, step), "eval/pass@1": 0.9}
         for step in range(0, num_rollouts, 10)
     ]
 

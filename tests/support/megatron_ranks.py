@@ -174,9 +174,11 @@ def random_sequences(*lens, seed=0):
     return [torch.randint(2, 137, (n,), generator=generator).tolist() for n in lens]
 
 
-def loss_of(log_probs):
-    """Some loss in which every token has another share."""
-    return (log_probs * torch.arange(1, len(log_probs) + 1).cos()).sum()
+def loss_of(log_probs, entropy=None):
+    """Some loss in which every token has another share, of either."""
+    numbers = torch.arange(1, len(log_probs) + 1)
+    loss = (log_probs * numbers.cos()).sum()
+    return loss if entropy is None else loss + (entropy * numbers.sin()).sum()
 
 
 def reference(job, micro_batches=1):
@@ -190,10 +192,10 @@ def reference(job, micro_batches=1):
     results = []
     for data_rank in range(len(job.batches)):
         scores = [policy(batch) for batch in job.micro_batches(data_rank, micro_batches)]
-        for log_probs, _ in scores:
-            loss_of(log_probs).backward()
+        for each in scores:
+            loss_of(*each).backward()
         log_probs, entropy = map(torch.cat, zip(*scores, strict=True))
-        results.append((log_probs.detach(), entropy))
+        results.append((log_probs.detach(), entropy.detach()))
     gradients = {}
     for name, parameter in policy.causal_lm.named_parameters():
         gradients |= stored_tensors(policy.causal_lm, name, parameter.grad)
@@ -263,9 +265,9 @@ def differentiate(job):
 
     model = make_model(job)
     log_probs, entropy = packed_forward(model, job.packed(data_rank()))
-    loss_of(log_probs).backward()
+    loss_of(log_probs, entropy).backward()
     sum_gradients(model)
-    return data_rank(), log_probs.detach(), entropy, export_gradients(model)
+    return data_rank(), log_probs.detach(), entropy.detach(), export_gradients(model)
 
 
 def train(job, micro_batches=1):
@@ -300,7 +302,7 @@ def accumulate(wrapped, batches):
     from onpolicy.train.megatron.schedule import accumulate_gradients
 
     wrapped.zero_grad_buffer()
-    accumulate_gradients(wrapped, batches, lambda number, scores: loss_of(scores.log_probs))
+    accumulate_gradients(wrapped, batches, lambda number, scores: loss_of(*scores))
 
 
 def step_and_reload(job, directory, distributed_optimizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ class ScorerInMemory:
     def __init__(self, reward: Reward):
         self.reward = reward
 
-    def score(self, samples: Sequence[Sample]) -> dict[str, float]:
-        for sample in samples:
+    def score(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+        for sample in chain.from_iterable(groups):
             sample.reward = self.reward(sample)
         return {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
 

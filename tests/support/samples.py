@@ -28,6 +28,13 @@ def answered(prompt: Prompt, completion: Completion) -> Trajectory:
     return Trajectory.begin(prompt.prompt_ids).plus(completion, temperature=1.0)
 
 
+def to_score(response: str, label: str = "42", **metadata: Any) -> Sample:
+    """A sample as reward functions get it."""
+    prompt = Prompt(index=0, prompt_ids=[1], label=label, text="", metadata=metadata)
+    trajectory = answered(prompt, make_completion([2], [-1.0]))
+    return Sample(prompt=prompt, sample_index=0, trajectory=trajectory, response=response)
+
+
 def make_train_sample(
     token_ids: Sequence[int],
     prompt_len: int,

@@ -126,7 +126,7 @@ class AgentConfig(GatewayConfig):
         str,
         Against(lambda run: run.custom_generate_function_path or run.custom_agent_function_path,
             "each of it and {found} rolls all prompts out", "Give one of them."),
-        Against(lambda run: run.rm_type or run.custom_rm_path,
+        Against(lambda run: " and ".join(run.config.reward.sources),
             "the environment says the rewards, and {found} would", "Leave out the latter."),
         Against(lambda run: is_of_verifiers(run) and (run.prompt_data or run.eval_prompt_data),
             "the prompts are those of its dataset, and not those of {found}",

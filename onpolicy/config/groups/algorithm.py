@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import ReadBy, above, at_least, at_most
+from fallback_correction.ranges import NotAbove, ReadBy, above, at_least, at_most
 from onpolicy.algorithm.registry import (
     ESTIMATORS,
     OBJECTIVES,
@@ -29,6 +29,14 @@ KL_LOSS = ReadBy("--use-kl-loss", lambda run: run.use_kl_loss)
 KL_REWARD = ReadBy("--kl-coef", lambda run: run.kl_coef > 0)
 REFERENCE = ReadBy("--use-kl-loss or --kl-coef", lambda run: run.use_kl_loss or run.kl_coef > 0)
 ADAPTIVE = ReadBy("--kl-ctrl adaptive", lambda run: run.kl_ctrl == "adaptive")
+TO_ENTROPY = ReadBy("--entropy-ctrl adaptive", lambda run: run.entropy_ctrl == "adaptive")
+CLIP_COV = ReadBy("--clip-cov-ratio", lambda run: run.clip_cov_ratio > 0)
+KL_COV = ReadBy("--kl-cov-ratio", lambda run: run.kl_cov_ratio > 0)
+TOO_LARGE_A_BONUS = Together(
+    lambda run: run.entropy_ctrl == "adaptive" and run.entropy_coef > run.entropy_coef_max,
+    "--entropy-coef={run.entropy_coef:g}: must not exceed --entropy-coef-max {run.entropy_coef_max:g}. "
+    "Change one of them.",
+)
 OVERLONG = ReadBy("--overlong-buffer-len", lambda run: run.overlong_buffer_len)
 GDPO = ReadBy("--advantage-estimator gdpo", lambda run: run.advantage_estimator == "gdpo")
 UNCORRECTED = Against(
@@ -60,6 +68,15 @@ SEVERAL_STEPS = Against(
     "a rollout has {run.config.steps_per_rollout} optimizer steps, and a later one has another ratio",
     "Let --global-batch-size be a whole rollout, or leave it out.",
 )
+NO_LOG_RATIO = Against(
+    lambda run: (
+        run.config.steps_per_rollout == 1
+        and (run.plan.is_always_on_policy or not run.use_rollout_logprobs)
+    ),
+    "in the only optimizer step of a rollout pi_old is pi itself, so that it would do nothing",
+    "Let --global-batch-size be a part of a rollout, or give --use-rollout-logprobs without "
+    "--true-on-policy-mode: then pi_old is the rollout's.",
+)
 BYPASSED = Against(
     lambda run: run.use_rollout_logprobs,
     "with --use-rollout-logprobs the ratio is what corrects the rollout",
@@ -70,9 +87,9 @@ OF_NAMED_REWARDS = Against(
     "sum would do nothing",
 )
 NO_PARTS = Together(
-    lambda run: run.advantage_estimator == "gdpo" and not run.gdpo_reward_keys,
+    lambda run: run.advantage_estimator == "gdpo" and not (run.gdpo_reward_keys or run.rewards),
     "--gdpo-reward-keys=(): --advantage-estimator gdpo normalises named rewards one by one. "
-    "Give the names of two or more that the reward function returns.",
+    "Give two or more as --rewards NAME=WEIGHT, or the names of what the reward function returns.",
 )
 WEIGHTS_OF_PARTS = Against(
     lambda run: len(run.gdpo_reward_weights) != len(run.gdpo_reward_keys),
@@ -102,7 +119,8 @@ class AlgorithmConfig:
     """Discount of a reward with every sampled token that comes before it."""
 
     gdpo_reward_keys: Annotated[tuple[str, ...], GDPO] = ()
-    """gdpo: the named numbers of a reward that are normalised one by one."""
+    """gdpo: the named numbers of a reward that are normalised one by one; those of --rewards, with their
+    weights, if not given."""
 
     gdpo_reward_weights: Annotated[tuple[float, ...], GDPO, WEIGHTS_OF_PARTS] = ()
     """gdpo: the weight of each; 1 if not given."""
@@ -151,6 +169,26 @@ class AlgorithmConfig:
     opsm_delta: Annotated[NonNegative, ReadBy("--use-opsm", lambda run: run.use_opsm)] = 1e-4
     """Largest mean log-ratio, rollout over current, of a sequence that is kept."""
 
+    top_entropy_quantile: Annotated[float, above(0), at_most(1)] = 1.0
+    """Learn the objective from this share of the tokens alone, those of the largest entropy."""
+
+    clip_cov_ratio: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Clip-Cov: learn nothing from so many tokens, as a share of all, by chance among those whose
+    covariance of log-probability and advantage lies between the two bounds; 0: it is off."""
+
+    clip_cov_lb: Annotated[float, NotAbove("clip_cov_ub"), CLIP_COV] = 1.0
+    """The lower bound."""
+
+    clip_cov_ub: Annotated[float, CLIP_COV] = 5.0
+    """The upper bound."""
+
+    kl_cov_ratio: Annotated[float, at_least(0), at_most(1), NO_LOG_RATIO] = 0.0
+    """KL-Cov: hold so many tokens, as a share of all, to the old policy, those of the largest such
+    covariance; 0: it is off."""
+
+    kl_cov_coef: Annotated[NonNegative, KL_COV] = 1.0
+    """Add this times |log pi - log pi_old| to their loss."""
+
     loss_aggregation: LossAggregation | None = None
     """Mean over all tokens of the global batch, or over its sequences of their token means or sums
     (-norm: over --rollout-max-response-len). Default: the objective's own (docs/losses.md)."""
@@ -193,6 +231,33 @@ class AlgorithmConfig:
     use_unbiased_kl: Annotated[bool, KL_LOSS] = False
     """Multiply that estimate by the ratio to the rollout's policy, which makes its gradient unbiased."""
 
+    entropy_coef: Annotated[NonNegative, TOO_LARGE_A_BONUS] = 0.0
+    """Take this times the mean entropy of a token, in nats, off the loss."""
+
+    entropy_ctrl: Literal["fixed", "adaptive"] = "fixed"
+    """Keep --entropy-coef, or let it move after every rollout, and stand in the loss only while the
+    entropy is at most --entropy-target."""
+
+    entropy_target: Annotated[Positive, TO_ENTROPY] = 0.2
+    """adaptive: the mean entropy of a token that is aimed at, in nats."""
+
+    entropy_coef_delta: Annotated[Positive, TO_ENTROPY] = 0.005
+    """adaptive: what the coefficient rises or falls by."""
+
+    entropy_coef_max: Annotated[Positive, TO_ENTROPY] = 1.0
+    """adaptive: what it rises to at most."""
+
+    log_ratio_coef: Annotated[NonNegative, NO_LOG_RATIO] = 0.0
+    """Add this times the mean of (log pi - log pi_old)^2 to the loss."""
+
+    positive_nll_coef: NonNegative = 0.0
+    """Add this times the mean -log pi of the samples of high reward to the loss (VAPO)."""
+
+    positive_nll_above: Annotated[
+        float, ReadBy("--positive-nll-coef", lambda run: run.positive_nll_coef > 0)
+    ] = 0.0
+    """The reward that such a sample exceeds."""
+
     ref_checkpoint: Annotated[str, REFERENCE] = ""
     """Checkpoint of the reference model; --hf-checkpoint if not given."""
 
@@ -200,3 +265,13 @@ class AlgorithmConfig:
     def reads_reference(self) -> bool:
         """Whether a reference model takes part."""
         return self.use_kl_loss or self.kl_coef > 0
+
+    @property
+    def compares_covariances(self) -> bool:
+        """Whether tokens are told apart by log-probabilities of before the first optimizer step."""
+        return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
+
+    @property
+    def compares_entropies(self) -> bool:
+        """Whether they are by entropies of before it."""
+        return self.top_entropy_quantile < 1

@@ -30,10 +30,21 @@ def _crossed_weights(run: Facts) -> str | None:
 
 def _crossed_rejection(run: Facts) -> str | None:
     """The bounds of rejection, if they are in the wrong order and something may be rejected."""
-    may_reject = run.use_rs or run.plan.is_governed
+    may_reject = (run.use_rs or run.plan.is_governed) and not run.rs_rules
     low, high = run.config.fallback.rejection_bounds
     crossed = may_reject and not run.custom_tis_function_path and low > high
     return f"{low:g} to {high:g}" if crossed else None
+
+
+def _other_rejection(run: Facts) -> str | None:
+    """The first setting of the one metric that --rs-rules takes the place of, if it is given."""
+    given = {
+        "--rs-level": run.rs_level != "token",
+        "--rs-statistic": run.rs_statistic != "ratio",
+        "--rs-lower-bound": run.rs_lower_bound is not None,
+        "--rs-upper-bound": run.rs_upper_bound is not None,
+    }
+    return next((name for name, is_given in given.items() if is_given), None)
 
 
 IN_A_RUN: dict[str, list[object]] = {
@@ -47,6 +58,16 @@ IN_A_RUN: dict[str, list[object]] = {
     ],
     "use_rs": [NOTHING_TO_CORRECT],
     "rs_veto_threshold": [NOTHING_TO_CORRECT],
+    "m2po_threshold": [
+        NOTHING_TO_CORRECT,
+        Against(lambda run: run.use_rollout_logprobs and not run.custom_tis_function_path,
+            "with --use-rollout-logprobs tokens are rejected micro-batch by micro-batch, before those "
+            "of the global batch are known", NO_BYPASS),
+    ],
+    "rs_rules": [
+        Against(_other_rejection,
+            "it says all that is rejected by, and {found} would do nothing"),
+    ],
     "dc_mode": [
         NOTHING_TO_CORRECT,
         Against(lambda run: run.use_rollout_logprobs,
@@ -145,6 +166,7 @@ class FallbackConfig(CorrectionSettings):
             "use_tis": self.use_tis,
             "use_rs": self.use_rs,
             "rs_veto_threshold": self.rs_veto_threshold,
+            "m2po_threshold": self.m2po_threshold,
             "dc_mode": self.dc.mode,
             "custom_tis_function_path": self.custom_tis_function_path,
         }

@@ -72,7 +72,7 @@ class EvalConfig:
     """Evaluation prompts, read like --prompt-data: a path, or several sets as name path name path."""
 
     n_samples_per_eval_prompt: Annotated[Count, BY_EVAL] = 1
-    """Responses per evaluation prompt: avg@k and pass@k."""
+    """Responses per evaluation prompt, n: avg@n, pass@1, pass@2, pass@4 ..., maj@n (docs/outputs.md)."""
 
     eval_temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY, BY_EVAL] = 1.0
     """Temperature of evaluation samples; 0 is greedy."""

@@ -11,7 +11,7 @@ operands of bfloat16 may be multiplied as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,9 @@ from onpolicy.ops.row_parallel import WHOLE, RowParallel
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
 FEW_ROW_COUNTS = (1, 7, 64, 299)
 """For what has no matrix product, and for experts, of which these make products of many sizes."""
+
+FEW_ROWS = 16
+"""Rows of a vocabulary, for a gradient that few runs have."""
 
 
 def check_gradients(operators: Operators, contract: NumericsContract) -> None:
@@ -155,10 +158,17 @@ def _check_attention(operators: Operators, kind: AttentionShape) -> None:
 
 def _check_log_probs(operators: Operators, vocab_size: int) -> None:
     rows = min(ROWS, operators.rows_per_chunk(vocab_size))
-    logits, grad = 4 * probe(rows, vocab_size, seed=34), probe(rows, seed=35)
+    logits, grads = (
+        4 * probe(rows, vocab_size, seed=34),
+        [probe(rows, seed=35), probe(rows, seed=36)],
+    )
     temperature, targets = torch.full((rows, 1), 0.7), torch.arange(rows) % vocab_size
 
-    def of_rows(rows: Tensor) -> Tensor:
-        return operators.grad_logits(logits[rows], temperature[rows], targets[rows], grad[rows])
+    def gradient(rows: Tensor, given: Sequence[Tensor]) -> Tensor:
+        where = logits[rows], temperature[rows], targets[rows]
+        return operators.grad_logits(*where, *(grad[rows] for grad in given))
 
+    of_rows, few = partial(gradient, given=grads[:1]), min(rows, FEW_ROWS)
     _check_rows("log_softmax", (vocab_size,), of_rows, rows, FEW_ROW_COUNTS)
+    of_rows = partial(gradient, given=grads)
+    _check_rows("log_softmax and entropy", (vocab_size,), of_rows, few, FEW_ROW_COUNTS)

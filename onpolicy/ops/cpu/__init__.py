@@ -24,6 +24,7 @@ from onpolicy.ops.cpu.rows import (
     few_rows,
     few_rows_at_a_time,
     fill_grad_logits,
+    fill_grad_logits_of_entropy,
     fill_log_probs,
     log_softmax,
 )
@@ -162,12 +163,20 @@ class CpuOperators(Operators):
         return chosen, entropy
 
     def grad_logits(
-        self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        targets: Tensor,
+        grad: Tensor,
+        grad_entropy: Tensor | None = None,
     ) -> Tensor:
         logits = logits.contiguous()
         out = torch.empty_like(logits)
-        tensors = logits, temperature, targets, grad, out
-        few_rows_at_a_time(self.pool, partial(fill_grad_logits, self.log_softmax), *tensors)
+        tensors: tuple[Tensor, ...] = logits, temperature, targets, grad
+        fill: Callable[..., None] = fill_grad_logits
+        if grad_entropy is not None:
+            tensors, fill = (*tensors, grad_entropy), fill_grad_logits_of_entropy
+        few_rows_at_a_time(self.pool, partial(fill, self.log_softmax), *tensors, out)
         return out
 
     def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:

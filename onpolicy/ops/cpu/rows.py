@@ -85,3 +85,22 @@ def fill_grad_logits(
     scale = grad[:, None] / temperature
     result = exponentiate_(log_softmax(logits, temperature)).mul_(-scale)
     out.copy_(result.scatter_add_(1, targets[:, None], scale))
+
+
+def fill_grad_logits_of_entropy(
+    log_softmax: LogSoftmax,
+    logits: Tensor,
+    temperature: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    grad_entropy: Tensor,
+    out: Tensor,
+) -> None:
+    """`fill_grad_logits` with a gradient of the entropy H too, which is -p (log p + H) by a logit."""
+    scale = grad[:, None] / temperature
+    log_probs = log_softmax(logits, temperature)
+    probabilities = whole_vectors(torch.exp, log_probs)
+    entropy = -(probabilities * log_probs).sum(-1, keepdim=True)
+    slope = log_probs.add_(entropy).mul_(grad_entropy[:, None] / temperature)
+    result = probabilities.mul_(slope.add_(scale).neg_())
+    out.copy_(result.scatter_add_(1, targets[:, None], scale))

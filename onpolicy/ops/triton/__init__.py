@@ -158,9 +158,14 @@ class TritonOperators(Operators):
         return log_probs.gather_log_probs(logits, temperature, targets)
 
     def grad_logits(
-        self, logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        targets: Tensor,
+        grad: Tensor,
+        grad_entropy: Tensor | None = None,
     ) -> Tensor:
-        return log_probs.grad_logits(logits, temperature, targets, grad)
+        return log_probs.grad_logits(logits, temperature, targets, grad, grad_entropy)
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         return sample(log_probs, uniform)

@@ -91,17 +91,22 @@ def _gather_kernel(
 @triton.jit
 def _grad_logits_kernel(
     logits: tl.tensor, temperature: tl.tensor, targets: tl.tensor,
-    largest: tl.tensor, log_total: tl.tensor, grad: tl.tensor, out: tl.tensor,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    largest: tl.tensor, log_total: tl.tensor, entropy: tl.tensor,
+    grad: tl.tensor, grad_entropy: tl.tensor, out: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, OF_ENTROPY: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < SIZE
     t = tl.load(temperature + row)
     scaled = _scaled(logits + row * SIZE, columns, is_column, t)
-    weight = tl.exp(scaled - tl.load(largest + row) - tl.load(log_total + row))
+    log_prob = scaled - tl.load(largest + row) - tl.load(log_total + row)
+    weight = tl.exp(log_prob)
     is_target = (columns == tl.load(targets + row)).to(tl.float32)
     result = tl.load(grad + row) / t * (is_target - weight)
+    if OF_ENTROPY:
+        slope = tl.where(weight == 0.0, 0.0, weight * (log_prob + tl.load(entropy + row)))
+        result -= tl.load(grad_entropy + row) / t * slope
     tl.store(out + row * SIZE + columns, result.to(out.dtype.element_ty), mask=is_column)
 
 
@@ -155,17 +160,24 @@ def gather_log_probs(logits: Tensor, temperature: Tensor, targets: Tensor) -> tu
     return out, entropy
 
 
-def grad_logits(logits: Tensor, temperature: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+def grad_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    grad_entropy: Tensor | None = None,
+) -> Tensor:
     """See `Operators.grad_logits`."""
     logits, temperature = _prepare(logits, temperature)
     rows, size = logits.shape
-    out = torch.empty_like(logits)
-    largest, log_total, _ = _statistics(logits, temperature)
+    out, grad = torch.empty_like(logits), grad.contiguous()
+    statistics = _statistics(logits, temperature)
+    of_entropy = grad if grad_entropy is None else grad_entropy.contiguous()
     options = _block(size)
     if rows:
         _grad_logits_kernel[rows, triton.cdiv(size, options["BLOCK"])](
-            logits, temperature, targets.contiguous(), largest, log_total, grad.contiguous(), out,
-            **options, **UNFUSED,
+            logits, temperature, targets.contiguous(), *statistics, grad, of_entropy, out,
+            OF_ENTROPY=grad_entropy is not None, **options, **UNFUSED,
         )  # fmt: skip
     return out
 

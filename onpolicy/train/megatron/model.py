@@ -127,8 +127,7 @@ class PolicyGptModel(GPTModel):
         )
         if local.order is None:
             return scores
-        log_probs, entropy = (share_rows(x, self.cp_group)[local.order] for x in scores)
-        return Scores(log_probs, entropy.detach())
+        return Scores(*(share_rows(x, self.cp_group)[local.order] for x in scores))
 
     def _values(self, hidden: Tensor, head: ValueHead, local: LocalTokens) -> Values:
         """Every tensor-parallel rank computes all of them, and all of their gradient."""

@@ -34,13 +34,32 @@ def test_values_and_gradients_are_close_to_autograd(tokens, vocabulary, has_bias
     got, entropy = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
     want, want_entropy = reference(hidden, weight, bias, targets, temperature)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(entropy, want_entropy.detach(), rtol=1e-4, atol=1e-5)
-    assert not entropy.requires_grad
-    grad = torch.randn(tokens)
-    for ours, theirs in zip(
-        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
+    torch.testing.assert_close(entropy, want_entropy, rtol=1e-4, atol=1e-5)
+    grad, of_entropy = torch.randn(2, tokens)
+    for ours, theirs in (
+        (grad * got, grad * want),
+        (of_entropy * entropy, of_entropy * want_entropy),
+        (grad * got + of_entropy * entropy, grad * want + of_entropy * want_entropy),
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        found = torch.autograd.grad(ours.sum(), leaves, retain_graph=True)
+        expected = torch.autograd.grad(theirs.sum(), leaves, retain_graph=True)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_the_gradient_of_an_entropy_that_no_loss_has_is_not_computed(monkeypatch):
+    asked, compute = [], OPERATORS.grad_logits
+
+    def grad_logits(logits, temperature, targets, grad, grad_entropy=None):
+        asked.append(grad_entropy is not None)
+        return compute(logits, temperature, targets, grad, grad_entropy)
+
+    monkeypatch.setattr(OPERATORS, "grad_logits", grad_logits)
+    hidden, *others = inputs(3, 7)
+    scores = token_log_probs(OPERATORS, hidden.requires_grad_(), *others)
+    scores.log_probs.sum().backward(retain_graph=True)
+    (scores.log_probs - scores.entropy).sum().backward()
+    assert asked == [False, True]
 
 
 @given(st.integers(1, 200), st.integers(2, 300), st.integers(1, 5000))

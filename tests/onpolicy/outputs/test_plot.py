@@ -34,7 +34,7 @@ def rollouts(*rewards):
 
 
 def evaluations(**values):
-    return [{"step": 7, f"eval/{name}/avg@k": value} for name, value in values.items()]
+    return [{"step": 7, f"eval/{name}/avg@4": value} for name, value in values.items()]
 
 
 def is_in_sight(axis, x, y):
@@ -52,7 +52,7 @@ def is_in_sight(axis, x, y):
         rollouts(0.25, NAN, 0.5, INF, -INF, 0.75),
         rollouts(-1.0, 1e9),
         rollouts(0.5, 0.75) + evaluations(aime=-0.75, math=3.0),
-        [{"step": 0, "eval/avg@k": 0.1}],
+        [{"step": 0, "eval/avg@4": 0.1}],
     ],
 )
 def test_every_reward_is_in_sight(drawn, records):
@@ -78,4 +78,4 @@ def test_where_there_is_nothing_to_see_it_says_so(drawn, records):
 def test_the_evaluations_are_named_beside_the_training_reward(drawn):
     axis = drawn(rollouts(0.5) + evaluations(aime=0.25, math=0.75))[0]
     names = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert names == ["rollout/raw_reward", "eval/aime/avg@k", "eval/math/avg@k"]
+    assert names == ["rollout/raw_reward", "eval/aime/avg@4", "eval/math/avg@4"]

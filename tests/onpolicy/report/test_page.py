@@ -165,7 +165,7 @@ def test_the_table_has_rewards_tokens_and_moves(tmp_path):
     records = rewards(0.25, 0.5)
     for record in records:
         record |= {"parity/num_compared_tokens": 10, "parity/num_mismatched_tokens": 1}
-    records.append({"step": 2, "eval/avg@k": 1.0})
+    records.append({"step": 2, "eval/avg@4": 1.0})
     path = write_run(tmp_path / "run", records, [{"step": 1}], seed=5)
     (row,) = page_data(read_runs([path]))["runs"]
     assert row["moves"] == [{"step": 1, "source": "", "target": "", "reason": ""}]
@@ -185,10 +185,10 @@ def test_a_run_with_the_values_of_an_earlier_one_is_named(tmp_path):
 
 
 def test_evaluation_sets_share_a_panel_and_say_which_they_are(tmp_path):
-    record = {"step": 0, "eval/aime/avg@k": 0.1, "eval/math/avg@k": 0.5, "eval/aime/pass@k": 0.2}
+    record = {"step": 0, "eval/aime/avg@4": 0.1, "eval/math/avg@4": 0.5, "eval/aime/pass@4": 0.2}
     data = page_data(read_runs([write_run(tmp_path / "run", [record])]))
     metrics = panel(data, "Evaluation reward")["metrics"]
-    assert [m["name"] for m in metrics] == ["eval/aime/avg@k", "eval/math/avg@k"]
+    assert [m["name"] for m in metrics] == ["eval/aime/avg@4", "eval/math/avg@4"]
     assert metrics[0]["meaning"].endswith("k samples (of the set aime)")
 
 

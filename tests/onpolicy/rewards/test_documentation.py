@@ -26,8 +26,12 @@ def sample(response, finish_reason):
     )
 
 
-def test_the_example_scores(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+def examples():
+    return re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def test_the_examples_score(tmp_path):
+    code = examples()[0]
     (tmp_path / "rewards.py").write_text(code)
     scorer = Scorer(RewardConfig(custom_rm_path=f"{tmp_path}/rewards.py:score", rm_workers=1))
     samples = [
@@ -36,10 +40,18 @@ def test_the_example_scores(tmp_path):
         sample("no idea", FinishReason.STOP),
     ]
     scorer.try_out(samples[0].prompt)
-    scorer.score(samples)
+    scorer.score([samples])
     scorer.close()
     assert [s.reward for s in samples] == [1.0, pytest.approx(0.9), 0.0]
-    assert samples[2].reward_parts == {"correct": 0.0, "has_number": 0.0}
+    assert samples[2].reward_parts == {"correct": 0.0}
+    assert [s.answer for s in samples] == ["82", "82", ""]
+
+    of_a_group = {}
+    exec(examples()[1], of_a_group)
+    groups = [sample("82", FinishReason.STOP), sample("no idea", FinishReason.STOP)]
+    longer = sample("It is 82.", FinishReason.STOP)
+    longer.trajectory = answered(longer.prompt, make_completion([2, 3], [-1.0, -1.0]))
+    assert of_a_group["score"]([*groups, longer]) == [1.0, 0.0, 0.5]
 
 
 def test_the_table_names_all_fields():
@@ -48,7 +60,7 @@ def test_the_table_names_all_fields():
     of_sample = {field.name for field in dataclasses.fields(Sample)} | read
     of_prompt = {f"prompt.{f.name}" for f in dataclasses.fields(Prompt)}
     not_read = {"prompt", "prompt.rule", "name"}
-    later = {"reward", "reward_parts", "mismatched_tokens", "learnt", "is_shown"}
+    later = {"reward", "reward_parts", "answer", "mismatched_tokens", "learnt", "is_shown"}
     later |= {"is_rewarded", "token_rewards", "metrics", "info"}  # said by those it is not asked of
     assert named == (of_prompt | of_sample) - later - not_read
 

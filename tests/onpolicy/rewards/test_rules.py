@@ -1,6 +1,7 @@
 import pytest
 
-from onpolicy.rewards import RULES, dapo, exact, load_rule, math
+from onpolicy.config.groups.reward import RULES
+from onpolicy.rewards import dapo, exact, load_rule, math
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,24 @@ def test_math(response, label, score):
 )
 def test_dapo(response, label, score, answered):
     assert dapo.score(response, label) == {"score": score, "answered": answered}
+
+
+@pytest.mark.parametrize(
+    ("rule", "response", "answer"),
+    [
+        ("exact", " 42\n", "42"),
+        ("math", r"\boxed{1}, no: \boxed{0.5}", "1/2"),
+        ("math", r"so it is $\frac{2}{4}$", "1/2"),
+        ("math", "I do not know", ""),
+        ("math", r"\boxed{10^{5000}\%}", r"10^{5000}\%"),
+        ("dapo", "Answer: 1\nAnswer: $1,234$ dollars", "1234"),
+        ("dapo", "1234", ""),
+        ("reasoning_gym", "<answer> 3 </answer>", "3"),
+        ("reasoning_gym", " 3 ", "3"),
+    ],
+)
+def test_what_a_rule_reads_of_a_response(rule, response, answer):
+    assert load_rule(rule).answer(response) == answer
 
 
 @pytest.mark.parametrize(("rule", "label"), [("exact", "  "), ("math", "?!"), ("dapo", "$")])

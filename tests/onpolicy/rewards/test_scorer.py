@@ -8,23 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import scorer as scorer_module
-from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.reasoning_gym import rows_of
-from onpolicy.types import Prompt, Sample
-from tests.support.samples import answered, make_completion
-
-
-def sample(response, label="42", **metadata):
-    prompt = Prompt(index=0, prompt_ids=[1], label=label, text="", metadata=metadata)
-    return Sample(
-        prompt=prompt,
-        sample_index=0,
-        trajectory=answered(prompt, make_completion([2], [-1.0])),
-        response=response,
-    )
+from tests.support.samples import to_score as sample
 
 
 def length_or_hang(sample):
@@ -82,27 +69,11 @@ async def asynchronous(sample):
 a_lambda = lambda sample: 2.0  # noqa: E731
 
 
-@pytest.fixture
-def scorer(monkeypatch, request):
-    """A scorer whose worker processes can import this file."""
-    monkeypatch.syspath_prepend(str(request.path.parent))
-    made = []
-
-    def make(**config):
-        if "function" in config:
-            config["custom_rm_path"] = f"test_scorer.{config.pop('function')}"
-        made.append(Scorer(RewardConfig(**config)))
-        return made[-1]
-
-    yield make
-    for scorer in made:
-        scorer.close()
-
-
 def test_a_rule_scores_samples_in_order(scorer):
     samples = [sample("42"), sample("41"), sample("42")]
-    metrics = scorer(rm_type="exact", rm_workers=2).score(samples)
+    metrics = scorer(rm_type="exact", rm_workers=2).score([samples])
     assert [s.reward for s in samples] == [1.0, 0.0, 1.0]
+    assert [s.answer for s in samples] == ["42", "41", "42"]
     assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
 
 
@@ -111,16 +82,16 @@ def test_a_prompt_may_name_its_rule_in_place_of_the_runs(scorer):
     made = sample(json.loads(problem["label"])["answer"], problem["label"])
     made.prompt = replace(made.prompt, rule="reasoning_gym")
     samples = [sample("42"), made, sample("41")]
-    scorer(rm_type="exact", rm_workers=1).score(samples)
+    scorer(rm_type="exact", rm_workers=1).score([samples])
     assert [s.reward for s in samples] == [1.0, 1.0, 0.0]
-    scorer(rm_workers=1).score([made])
+    scorer(rm_workers=1).score([[made]])
     with pytest.raises(RewardError, match="no rule would"):
-        scorer(rm_workers=1).score([made, sample("42")])
+        scorer(rm_workers=1).score([[made, sample("42")]])
 
 
 def test_a_function_of_ones_own_may_return_parts_and_a_hanging_one_is_ended(scorer):
     samples = [sample("abc"), sample("hang"), sample("abcd")]
-    metrics = scorer(function="length_or_hang", rm_time_limit=5.0, rm_workers=2).score(samples)
+    metrics = scorer(function="length_or_hang", rm_time_limit=5.0, rm_workers=2).score([samples])
     assert [s.reward for s in samples] == [3.0, 0.0, 4.0]
     assert samples[2].reward_parts == {"half": 2.0}
     assert metrics["rollout/reward_timeouts"] == 1
@@ -128,7 +99,7 @@ def test_a_function_of_ones_own_may_return_parts_and_a_hanging_one_is_ended(scor
 
 def test_four_samples_are_scored_at_the_same_time_by_default(scorer, tmp_path):
     samples = [sample(str(i), directory=str(tmp_path), count=4) for i in range(4)]
-    metrics = scorer(function="meets_others", rm_time_limit=60.0).score(samples)
+    metrics = scorer(function="meets_others", rm_time_limit=60.0).score([samples])
     assert [s.reward for s in samples] == [1.0] * 4
     assert metrics["rollout/reward_timeouts"] == 0
 
@@ -136,7 +107,7 @@ def test_four_samples_are_scored_at_the_same_time_by_default(scorer, tmp_path):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_rewards_do_not_depend_on_the_number_of_workers(scorer, workers):
     samples = [sample("x" * n) for n in range(9)]
-    scorer(function="slow_for_some", rm_workers=workers).score(samples)
+    scorer(function="slow_for_some", rm_workers=workers).score([samples])
     assert [s.reward for s in samples] == [float(n) for n in range(9)]
 
 
@@ -144,7 +115,7 @@ def test_what_fails_scores_0_is_counted_and_ends_no_worker_for_good(scorer, capl
     rule = scorer(function="misbehaves", rm_workers=2, rm_max_error_rate=0.9)
     samples = [sample(name) for name in MISDEEDS] + [sample("good"), sample("good")]
     for _ in range(2):
-        metrics = rule.score(samples)
+        metrics = rule.score([samples])
         assert [s.reward for s in samples] == [0.0] * len(MISDEEDS) + [1.0, 1.0]
         assert metrics == {
             "rollout/reward_timeouts": 0.0, "rollout/reward_errors": float(len(MISDEEDS)),
@@ -156,17 +127,17 @@ def test_what_fails_scores_0_is_counted_and_ends_no_worker_for_good(scorer, capl
 
 def test_more_failures_than_are_let_pass_end_the_run(scorer):
     samples = [sample("raises"), *[sample("good") for _ in range(9)]]
-    scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.1).score(samples)
+    scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.1).score([samples])
     message = r"1 of 10 samples .* more than --rm-max-error-rate=0.09 .* raised ZeroDivisionError"
     with pytest.raises(RewardError, match=message):
-        scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.09).score(samples)
+        scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.09).score([samples])
 
 
 def test_a_share_of_0_lets_nothing_pass(scorer):
     rule = scorer(function="misbehaves", rm_workers=1, rm_max_error_rate=0.0)
-    rule.score([sample("good")])
+    rule.score([[sample("good")]])
     with pytest.raises(RewardError, match="1 of 1 samples"):
-        rule.score([sample("nan")])
+        rule.score([[sample("nan")]])
 
 
 REFUSED = [
@@ -206,7 +177,6 @@ def test_a_function_that_works_is_tried_and_nothing_is_said(scorer):
         ("test_scorer.__name__", "is a str, not a function"),
         ("test_scorer.asynchronous", "is async"),
         ("test_scorer.takes_two", r"takes_two\(\) missing 1 required positional argument"),
-        ("score", "names no function. Give package.module.function or path/to/file.py:function"),
     ],
 )
 def test_a_path_that_is_no_function_is_refused_before_the_first_step(scorer, path, message):
@@ -230,10 +200,10 @@ def test_a_module_that_hangs_is_found(scorer, tmp_path, monkeypatch):
 def test_a_sample_without_a_reward_needs_a_rule(scorer):
     assert scorer().score([])["rollout/reward_errors"] == 0.0
     with pytest.raises(RewardError, match="its episode said no reward, and no rule would"):
-        scorer().score([sample("")])
+        scorer().score([[sample("")]])
 
 
 def test_a_label_that_the_rule_cannot_read_is_named(scorer):
     prompts = [sample("", "42").prompt, sample("", " ").prompt]
-    with pytest.raises(ConfigError, match=r"data.jsonl: prompt 0, label=' ': --rm-type exact"):
+    with pytest.raises(ConfigError, match=r"data.jsonl: prompt 0, label=' ': --rm-type=exact"):
         scorer(rm_type="exact").check_labels(prompts, "data.jsonl")

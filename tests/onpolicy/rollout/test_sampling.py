@@ -14,7 +14,7 @@ from onpolicy.rollout.sampling import (
     sample_groups,
 )
 from onpolicy.rollout.seeds import sampling_seed
-from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
+from onpolicy.rollout.statistics import rollout_metrics
 from onpolicy.trajectory import Completion, FinishReason, Span, Trajectory
 from onpolicy.types import Prompt, SamplingParams
 
@@ -108,20 +108,6 @@ def test_metrics_of_a_rollout():
     assert metrics["rollout/num_cached_tokens"] == 15
     assert metrics["rollout/log_probs"] == -0.5
     assert metrics["rollout/reward/answered"] == 1
-
-
-def test_avg_and_pass_at_k():
-    groups = groups_of("abcdef")
-    for sample, reward in zip(
-        (s for g in groups for s in g.samples), [1, -1, -1, -1, 1, 1], strict=True
-    ):
-        sample.reward = reward
-    metrics = eval_metrics(groups)
-    assert metrics["eval/avg@k"] == 0
-    assert metrics["eval/pass@k"] == 2 / 3
-    assert metrics["eval/truncated_ratio"] == 0.5
-    named = eval_metrics(groups, "aime")
-    assert named == {f"eval/aime/{name[5:]}": value for name, value in metrics.items()}
 
 
 keys = st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99), st.integers(0, 9))

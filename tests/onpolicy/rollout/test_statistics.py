@@ -2,8 +2,8 @@
 
 import pytest
 
+from onpolicy.rollout.evaluation import eval_metrics
 from onpolicy.rollout.statistics import (
-    eval_metrics,
     idle_shares,
     mean_response_length,
     rollout_metrics,
@@ -61,9 +61,9 @@ def test_an_episode_counts_once_however_often_it_branched():
 def test_a_prompt_without_an_episode_is_not_one_that_failed():
     groups = branched()
     groups[0].samples[:3] = []
-    assert eval_metrics(groups)["eval/pass@k"] == 1.0
-    assert eval_metrics(branched())["eval/avg@k"] == 1.5
-    assert eval_metrics(groups[1:]) == {}
+    assert eval_metrics(groups, 1)["eval/pass@1"] == 1.0
+    assert eval_metrics(branched(), 4)["eval/avg@4"] == 1.5
+    assert eval_metrics(groups[1:], 1) == {}
 
 
 def test_of_a_rollout_without_an_episode_there_is_nothing_to_say_but_that():

@@ -186,9 +186,9 @@ def test_evaluation_comes_before_the_first_and_after_each_kth_rollout_and_change
 ):
     run_in_memory(tmp_path, eval_interval=interval)
     records = records_of(tmp_path)
-    evaluated = [record["step"] for record in records if "eval/avg@k" in record]
+    evaluated = [record["step"] for record in records if "eval/avg@1" in record]
     assert evaluated == list(range(0, ROLLOUTS + 1, interval))
-    assert evaluated == [record["step"] for record in records if "eval/hard/avg@k" in record]
+    assert evaluated == [record["step"] for record in records if "eval/hard/avg@1" in record]
     assert [r for r in records if "rollout/raw_reward" in r] == records_of(plain[0])
     for step in evaluated:
         assert {line["step"] for line in samples_of(tmp_path, f"eval_hard_{step:06d}")} == {step}

@@ -70,6 +70,18 @@ def test_the_kl_penalty_is_added_with_its_coefficient():
     assert loss.item() == pytest.approx(-1 + 0.1 * k3)
 
 
+def test_the_entropy_of_kept_tokens_is_taken_off_with_its_coefficient():
+    log_probs, batch = make_batch([1.0, 1.0], [0.0, 0.0], kept=torch.tensor([True, False]))
+    entropy = torch.tensor([0.5, 2.0], requires_grad=True)
+    loss, metrics = policy_loss(log_probs, batch, LossSettings(entropy_coef=0.1), entropy)
+    assert loss.item() == pytest.approx(-0.1 * 0.25) and metrics["train/entropy"] == 1.25
+    loss.backward()
+    assert entropy.grad.tolist() == pytest.approx([-0.05, 0])
+    loss, metrics = policy_loss(log_probs, batch, LossSettings(), entropy)
+    assert metrics["train/entropy"] == 1.25 and not metrics["train/entropy"].requires_grad
+    assert torch.autograd.grad(loss, entropy, allow_unused=True) == (None,)
+
+
 def test_the_unbiased_kl_is_weighted_by_the_ratio():
     case = make_batch([2.0], [0.0], ref_log_probs=torch.tensor([0.0]))
     for unbiased, factor in ((False, 1.0), (True, 2.0)):

@@ -18,7 +18,14 @@ CLIPPED = {"dtype": "bfloat16", "changes": {"trainer": {"clip_grad": 0.1}}}
 NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel_blocks": 0}}
 """But operators of an aligned contract, so that nothing but the order of sums is in question."""
 
-ASKED = {**NO_MODE, "trainer": {"rank_invariant": True}}
+TERMS = {
+    "advantage_estimator": "reinforce", "entropy_coef": 0.1, "log_ratio_coef": 0.1,
+    "positive_nll_coef": 0.1, "top_entropy_quantile": 0.7, "clip_cov_ratio": 0.1, "clip_cov_lb": 0.01,
+    "kl_cov_ratio": 0.1,
+}  # fmt: skip
+"""Of the loss, beside the objective, and what is decided over the whole of an optimizer step."""
+
+ASKED = {**NO_MODE, "trainer": {"rank_invariant": True}, "algorithm": TERMS}
 
 
 @pytest.fixture(scope="module")

@@ -30,16 +30,20 @@ def calls(dtype):
         "log_softmax": (logits, temperature),
         "gather_log_probs": (logits, temperature, targets),
         "grad_logits": (logits, temperature, targets, grad),
+        "grad_logits of entropy": (logits, temperature, targets, grad, grad.flip(0)),
         "sample": (log_probs, uniform),
     }
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gather_log_probs", "grad_logits", "sample"])
+@pytest.mark.parametrize(
+    "name", ["gather_log_probs", "grad_logits", "grad_logits of entropy", "sample"]
+)
 def test_pieces_have_the_bits_of_the_whole(name, dtype, threads):
     operators, inputs = CpuOperators(threads), calls(dtype)[name]
-    got, want = getattr(operators, name)(*inputs), getattr(Operators, name)(operators, *inputs)
+    method = name.split()[0]
+    got, want = getattr(operators, method)(*inputs), getattr(Operators, method)(operators, *inputs)
     got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in (got, want))
     assert all(map(torch.equal, got, want))
 
@@ -66,12 +70,12 @@ class Made(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["log_softmax", "gather_log_probs", "grad_logits", "sample"])
+@pytest.mark.parametrize("name", [*calls(torch.bfloat16)])
 def test_only_the_result_is_as_large_as_the_logits(name):
     inputs = calls(torch.bfloat16)[name]
     with torch.no_grad(), Made() as made:
-        getattr(CpuOperators(), name)(*inputs)
-    results = {"log_softmax": 1, "grad_logits": 1}.get(name, 0)
+        getattr(CpuOperators(), name.split()[0])(*inputs)
+    results = int(name not in ("gather_log_probs", "sample"))
     assert sum(size > NUMBERS for size in made.sizes) == results
 
 

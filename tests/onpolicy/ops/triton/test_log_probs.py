@@ -53,6 +53,13 @@ def test_gradients_of_logits_are_close_to_float64(rows, columns, dtype):
         got = operators.grad_logits(logits, temperature, targets, grad)
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), want, **tolerance)
+    of_entropy = torch.randn(rows)
+    entropy = -(everything.exp() * everything).sum(-1)
+    loss = (grad * chosen + of_entropy * entropy).sum()
+    (want,) = torch.autograd.grad(loss, exact, retain_graph=True)
+    for operators in (OPERATORS, CpuOperators()):
+        got = operators.grad_logits(logits, temperature, targets, grad, of_entropy)
+        torch.testing.assert_close(got.double(), want, rtol=tolerance["rtol"], atol=1e-5)
     grads = torch.randn(rows, columns)
     (want,) = torch.autograd.grad(everything, exact, grads.double())
     leaf = logits.requires_grad_()

@@ -1,0 +1,68 @@
+"""What an evaluation of a set says: avg@n, pass@k and maj@n."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import comb
+from statistics import fmean
+
+from onpolicy.rollout.statistics import mean_response_length, truncated_ratio
+from onpolicy.types import SampleGroup
+
+
+def eval_metrics(groups: Sequence[SampleGroup], count: int, name: str = "") -> dict[str, float]:
+    """The metrics of `count` episodes a prompt; an episode passes if its reward is positive.
+
+    They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name. A prompt without an
+    episode counts in none of them, one with fewer than k in no pass@k; what no prompt counts in is not
+    there, and neither is maj@n where no episode has an answer.
+    """
+    groups = [group for group in groups if group.samples]
+    if not groups:
+        return {}
+    passed = [[reward > 0 for reward in group.rewards] for group in groups]
+    found = {f"avg@{count}": fmean(reward for group in groups for reward in group.rewards)}
+    for k in _ks(count):
+        if enough := [each for each in passed if len(each) >= k]:
+            found[f"pass@{k}"] = fmean(pass_at_k(len(each), sum(each), k) for each in enough)
+    answers = [[episode[-1].answer for episode in group.episodes] for group in groups]
+    if count > 1 and any(answer is not None for each in answers for answer in each):
+        found[f"maj@{count}"] = fmean(map(majority_passes, answers, passed))
+    found["truncated_ratio"] = truncated_ratio(groups)
+    found["response_length"] = mean_response_length(groups)
+    prefix = f"eval/{name}/" if name else "eval/"
+    return {prefix + metric: value for metric, value in found.items()}
+
+
+def _ks(count: int) -> list[int]:
+    """1, 2, 4, 8 ... below `count`, and `count`."""
+    return [*(1 << i for i in range((count - 1).bit_length())), count]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that k of n episodes, drawn without replacement, hold one of the c that passed.
+
+    It is the unbiased estimate of the chance for k new episodes: 1 - C(n - c, k) / C(n, k), k <= n
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1), here of whole numbers and rounded once.
+    """
+    return (comb(n, k) - comb(n - c, k)) / comb(n, k)
+
+
+def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
+    """The chance that the most frequent answer to a prompt passes; 0 if there is no answer.
+
+    Among answers that are equally frequent one is drawn, so the order of the episodes does not count:
+    verl's maj@N, a mean over 1,000 drawings with replacement, takes the first of them. Should equal
+    answers differ in passing, an episode of the answer is drawn too.
+    """
+    votes = Counter(filter(None, answers))
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    first = [
+        passes
+        for answer, passes in zip(answers, passed, strict=True)
+        if votes[answer or ""] == most
+    ]
+    return fmean(first)

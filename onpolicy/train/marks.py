@@ -1,0 +1,93 @@
+"""What is decided of an optimizer step's tokens over its whole global batch, before its loss.
+
+By what the policy was before the first step of the rollout, so that it is the same however a batch is
+cut into ranks and micro-batches. (Peers decide by the loss's own forward pass, within what that holds.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fallback_correction.tokens import TokenBatch
+from onpolicy.algorithm.selection import clip_cov, covariances, kl_cov, top_entropy
+from onpolicy.config import TrainConfig
+from onpolicy.ops.uniform_numbers import splitmix64, uniform_numbers
+from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.correction import step_shares
+from onpolicy.train.distributed import gather_vectors
+
+
+def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> list[WeighedBatch]:
+    """The micro-batches of an optimizer step of this rollout, with the marks that the flags ask for;
+    collective."""
+    algorithm = config.algorithm
+    columns: dict[str, Tensor] = {}
+    if algorithm.positive_nll_coef:
+        columns["positive_shares"] = _positive_shares(step, config)
+    if algorithm.compares_entropies:
+        entropy = _joined(step, "entropy")
+        columns["learnt"] = top_entropy(
+            _tokens(step), entropy, algorithm.top_entropy_quantile, gather_vectors
+        )
+    if algorithm.compares_covariances:
+        columns |= _by_covariance(step, config, rollout, columns)
+    if not columns:
+        return list(step)
+    lengths = [len(batch.mask) for batch in step]
+    parts = {name: column.split(lengths) for name, column in columns.items()}
+    return [
+        replace(batch, **{name: part[i] for name, part in parts.items()})
+        for i, batch in enumerate(step)
+    ]
+
+
+def _positive_shares(step: Sequence[WeighedBatch], config: TrainConfig) -> Tensor:
+    above = config.algorithm.positive_nll_above
+    is_positive = [s.sample.reward > above for batch in step for s in batch.samples]
+    tokens = _tokens(step)
+    positive = tokens.spread(torch.tensor(is_positive, device=tokens.mask.device))
+    return step_shares(replace(tokens, mask=tokens.mask & positive), step, config)
+
+
+def _by_covariance(
+    step: Sequence[WeighedBatch], config: TrainConfig, rollout: int, found: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    algorithm, tokens = config.algorithm, _tokens(step)
+    old = _joined(step, "old_log_probs")
+    values = covariances(tokens, old, _joined(step, "advantages"), gather_vectors)
+    draws = _draws(step, config.seed, rollout)
+    columns = {}
+    if share := algorithm.clip_cov_ratio:
+        bounds = algorithm.clip_cov_lb, algorithm.clip_cov_ub
+        left_out = clip_cov(tokens, values, draws, share, bounds, gather_vectors)
+        columns["learnt"] = found.get("learnt", tokens.mask) & ~left_out
+    if share := algorithm.kl_cov_ratio:
+        columns["restrained"] = kl_cov(tokens, values, draws, share, gather_vectors)
+    return columns
+
+
+def _draws(step: Sequence[WeighedBatch], seed: int, rollout: int) -> Tensor:
+    """A number in [0, 1) for each token, by its sample's number in the rollout and its place there."""
+    numbers = [n for batch in step for n in (batch.numbers or [-1])]
+    lengths = torch.tensor([n for batch in step for n in batch.response_lens])
+    keys = torch.tensor(numbers) + (rollout << 32)
+    seeds = splitmix64(splitmix64(torch.tensor(seed)) + keys).repeat_interleave(lengths)
+    places = torch.cat([torch.arange(int(n)) for n in lengths])
+    return uniform_numbers(seeds, places).to(step[0].mask.device)
+
+
+def _tokens(step: Sequence[WeighedBatch]) -> TokenBatch:
+    """All tokens of this rank's part of a step."""
+    rollout = _joined(step, "rollout_log_probs")
+    lengths = [n for batch in step for n in batch.response_lens]
+    return TokenBatch.packed(rollout, rollout, lengths, _joined(step, "mask"))
+
+
+def _joined(step: Sequence[WeighedBatch], name: str) -> Tensor:
+    columns: list[Any] = [getattr(batch, name) for batch in step]
+    return torch.cat(columns)

@@ -1,0 +1,62 @@
+"""What scores: one rule, one function, or several with weights."""
+
+import pytest
+
+from onpolicy.config.groups import RewardConfig
+from onpolicy.config.rules import validate
+from onpolicy.errors import ConfigError
+from tests.support.run_in_memory import make_config
+
+DATA = {"prompt_data": ("p.jsonl",)}
+
+
+def test_the_weights_of_what_scores():
+    assert RewardConfig(rm_type="exact").sources == {"exact": 1.0}
+    assert RewardConfig(custom_rm_path="a.b").sources == {"a.b": 1.0}
+    given = ("math=0.5", "rewards=new.py:brief=-1e-1", "pack.age.f")
+    assert RewardConfig(rewards=given).sources == {
+        "math": 0.5, "rewards=new.py:brief": -0.1, "pack.age.f": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        (
+            ("maths=1",),
+            "--rewards=maths=1: 'maths' is no rule. Give NAME=WEIGHT with one of math, dapo",
+        ),
+        (("",), "--rewards=: '' is no rule"),
+        (("math=much",), "--rewards=math=much: 'much' is no number"),
+        (("math=nan",), "--rewards=math=nan: 'nan' is no number"),
+        (("math", "math=2"), "--rewards=math math=2: two of them have one name"),
+        (("a.py:f", "b.py:f"), "two of them have one name, under which each is logged"),
+    ],
+)
+def test_what_is_no_named_reward_is_refused(tmp_path, rewards, says):
+    with pytest.raises(ConfigError, match=says):
+        validate(make_config(tmp_path, rewards=rewards, **DATA))
+
+
+def test_one_of_the_three_says_what_scores(tmp_path):
+    validate(make_config(tmp_path, rewards=("exact", "a.f=2"), group_rm=True, **DATA))
+    with pytest.raises(
+        ConfigError, match="--rewards=exact: they stand beside math, and a run needs"
+    ):
+        validate(make_config(tmp_path, rewards=("exact",), rm_type="math", **DATA))
+    with pytest.raises(ConfigError, match="--custom-rm-path='score': names no function"):
+        validate(make_config(tmp_path, custom_rm_path="score", **DATA))
+    with pytest.raises(ConfigError, match="--group-rm=True: only a function of one's own"):
+        validate(make_config(tmp_path, rewards=("exact",), group_rm=True, **DATA))
+
+
+def test_gdpo_learns_from_the_named_rewards_unless_told_others(tmp_path):
+    flags = {"advantage_estimator": "gdpo", "rewards": ("exact=2", "a.f=0.5"), **DATA}
+    config = make_config(tmp_path, **flags)
+    validate(config)
+    assert config.gdpo_rewards == {"exact": 2.0, "f": 0.5}
+    config = make_config(tmp_path, **flags, gdpo_reward_keys=("f", "f/x"))
+    validate(config)
+    assert config.gdpo_rewards == {"f": 1.0, "f/x": 1.0}
+    with pytest.raises(ConfigError, match="Give two or more as --rewards NAME=WEIGHT"):
+        validate(make_config(tmp_path, **{**flags, "rewards": (), "rm_type": "exact"}))

@@ -1,0 +1,98 @@
+"""Functions of all samples of a prompt (--group-rm), and weighted sums of named rewards (--rewards)."""
+
+import pytest
+
+from onpolicy.errors import ConfigError, RewardError
+from tests.support.samples import to_score as sample
+
+ALONE = "test_groups_and_sums.half_the_length"
+
+
+def ranks(samples):
+    """The place of each by its length, and a misdeed if the first response asks for it."""
+    lengths = [len(sample.response) for sample in samples]
+    places = [float(sum(other < length for other in lengths)) for length in lengths]
+    misdeeds = {
+        "raises": lambda: 1 / 0,
+        "number": lambda: 1.0,
+        "none": lambda: None,
+        "short": lambda: places[1:],
+        "dict": lambda: dict.fromkeys("ab", 1.0),
+        "nan": lambda: [float("nan"), *places[1:]],
+    }
+    says = misdeeds.get(
+        samples[0].response, lambda: [{"score": x, "of": len(samples)} for x in places]
+    )
+    return says()
+
+
+def half_the_length(sample):
+    if sample.response == "raises":
+        raise LookupError("gone")
+    return {"score": len(sample.response) / 2, "is_short": len(sample.response) < 3}
+
+
+def test_a_function_is_given_all_samples_of_a_prompt_and_of_no_other(scorer):
+    groups = [[sample("ab"), sample("a"), sample("abc")], [], [sample("abcd")]]
+    metrics = scorer(function="ranks", group_rm=True, rm_workers=2).score(groups)
+    assert [s.reward for s in groups[0]] == [1.0, 0.0, 2.0]
+    assert [s.reward_parts for s in groups[0]] == [{"of": 3.0}] * 3
+    assert (groups[2][0].reward, groups[2][0].reward_parts) == (0.0, {"of": 1.0})
+    assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+
+
+def test_a_group_that_a_function_fails_on_has_failed_whole_and_one_bad_number_alone(scorer, caplog):
+    names = ["raises", "number", "none", "short", "dict", "nan"]
+    groups = [[sample(name), sample("much longer")] for name in names]
+    rule = scorer(function="ranks", group_rm=True, rm_workers=1, rm_max_error_rate=0.95)
+    metrics = rule.score(groups)
+    assert [[s.reward for s in group] for group in groups] == [[0.0, 0.0]] * 5 + [[0.0, 1.0]]
+    assert metrics["rollout/reward_errors"] == 11.0
+    assert "11 of 12 samples could not be scored" in caplog.text
+    rule = scorer(function="ranks", group_rm=True, rm_workers=1, rm_max_error_rate=0.5)
+    rule.score([groups[5], [sample("x")]])
+    with pytest.raises(RewardError, match=r"2 of 3 samples .* raised ZeroDivisionError"):
+        rule.score([groups[0], [sample("x")]])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("ranks", "returned 1.0: it must be a list with one result for each of the 2 .*a list of"),
+        ("half_the_length", "raised AttributeError: 'list' object has no attribute 'response'"),
+    ],
+)  # fmt: skip
+def test_a_function_that_takes_no_group_is_found_before_the_first_step(scorer, function, message):
+    with pytest.raises(ConfigError, match=message):
+        scorer(function=function, group_rm=True).try_out(sample("", "number").prompt)
+
+
+def test_a_sum_of_named_rewards(scorer):
+    samples = [sample("42"), sample("Answer: 42")]
+    rule = scorer(rewards=("exact=0.5", f"{ALONE}=-0.25", "dapo=0"), rm_workers=1)
+    rule.try_out(samples[0].prompt)
+    rule.score([samples])
+    assert [s.reward for s in samples] == [0.5 - 0.25, -0.25 * 5]
+    assert [s.reward_parts for s in samples] == [
+        {
+            "exact": 1.0, "half_the_length": 1.0, "half_the_length/is_short": 1.0,
+            "dapo": -1.0, "dapo/answered": 0.0,
+        },
+        {
+            "exact": 0.0, "half_the_length": 5.0, "half_the_length/is_short": 0.0,
+            "dapo": 1.0, "dapo/answered": 1.0,
+        },
+    ]  # fmt: skip
+
+
+def test_what_one_of_them_fails_on_is_0_of_that_one_and_counted_for_it_alone(scorer):
+    rewards = ("exact", f"{ALONE}=2")
+    samples = [sample("raises", "raises"), sample("abc")]
+    metrics = scorer(rewards=rewards, rm_workers=1, rm_max_error_rate=0.5).score([samples])
+    assert [s.reward for s in samples] == [1.0, 3.0]
+    assert samples[0].reward_parts == {"exact": 1.0, "half_the_length": 0.0}
+    assert metrics["rollout/reward_errors"] == 1.0
+    with pytest.raises(
+        RewardError, match=rf"--rewards={ALONE}: 1 of 2 samples .*LookupError: gone"
+    ):
+        scorer(rewards=rewards, rm_workers=1, rm_max_error_rate=0.4).score([samples])
