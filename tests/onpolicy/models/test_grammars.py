@@ -53,14 +53,16 @@ def test_a_complete_answer_ends_with_the_stop_tokens_of_its_grammar(grammars):
 
 
 def test_it_goes_on_in_the_same_grammar_and_begins_after_what_is_given(grammars):
-    trajectory = walked(regex("a[b-d]+e"), "be", begun="a")
-    assert texts(grammars.sets(trajectory)) == ["bcd", "bcde"]
-    more = trajectory.given(ids("??")).plus(make_completion(ids("m"), [-1.0]), 1.0)
-    assert grammars.sets(more)[2] == WHOLE
-    assert (
-        texts(grammars.sets(more.plus(make_completion(ids("q"), [-1.0]), 1.0, regex("[pq]"))))[3]
-        == "pq"
-    )
+    grammar = regex("a[b-d]+e")
+    trajectory = walked(grammar, "be", begun="a")
+    assert [(span.start, span.end) for span in trajectory.grammars] == [(3, 6)]
+    assert texts(grammars.sets(trajectory)) == ["a", "bcd", "bcde"]
+    again = trajectory.given(ids("?")).plus(make_completion(ids("a"), [-1.0]), 1.0, grammar)
+    assert texts(grammars.sets(again)) == ["a", "bcd", "bcde", "a"]
+    free = trajectory.plus(make_completion(ids("m"), [-1.0]), 1.0)
+    assert grammars.sets(free)[3] == WHOLE
+    other = free.plus(make_completion(ids("q"), [-1.0]), 1.0, regex("[pq]"))
+    assert texts(grammars.sets(other))[4] == "pq"
 
 
 def test_after_a_token_that_is_not_allowed_nothing_is_said(grammars):
