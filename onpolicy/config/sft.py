@@ -137,8 +137,8 @@ class SftConfig:
         return ()
 
     @property
-    def has_critic(self) -> bool:
-        return False
+    def critic_checkpoint(self) -> str:
+        return ""
 
     @property
     def samples_per_rollout(self) -> int:

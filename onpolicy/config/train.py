@@ -95,9 +95,10 @@ class TrainConfig:
         return self.algorithm.loss_aggregation or own
 
     @property
-    def has_critic(self) -> bool:
-        """Whether a second model is trained, on what is still to come."""
-        return self.algorithm.advantage_estimator == "gae"
+    def critic_checkpoint(self) -> str:
+        """What the second model begins with that learns what is still to come; "" without one."""
+        own = self.critic.critic_load or self.model.hf_checkpoint
+        return own if self.algorithm.advantage_estimator == "gae" else ""
 
     @property
     def gdpo_rewards(self) -> dict[str, float]:

@@ -1,20 +1,32 @@
-"""Writes a policy as a Hugging Face checkpoint, one file per bucket of weights."""
+"""Writes a policy or a critic as a Hugging Face checkpoint, one file per bucket of weights."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from onpolicy.models.weight_files import INDEX
 from onpolicy.weights.digest import WeightBucket, write_weights
 
 
 def export_checkpoint(
-    buckets: Iterable[WeightBucket], directory: Path, source: Path, dtype: str
+    buckets: Iterable[WeightBucket],
+    directory: Path,
+    source: Path,
+    dtype: str,
+    *,
+    has_values: bool = False,
 ) -> None:
-    """Write safetensors and their index; configuration and tokenizer come from `source`."""
+    """Write safetensors and their index; configuration and tokenizer come from `source`.
+
+    One that `has_values` is transformers' token classifier with one label, where it has such a class for
+    the architecture.
+    """
     directory.mkdir()
     weight_map: dict[str, str] = {}
     total_size = 0
@@ -30,4 +42,16 @@ def export_checkpoint(
             shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
+    if has_values:
+        config |= _as_token_classifier(config)
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
+
+
+def _as_token_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of a model that gives every token one number."""
+    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(str(config["model_type"]))
+    return {
+        "architectures": [known] if known else config.get("architectures"),
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+    }

@@ -36,7 +36,7 @@ from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
 from onpolicy.train.shares import Share, make_shares, pack
 from onpolicy.train.state import load_state, save_state
-from onpolicy.train.weight_outlet import WeightOutlet
+from onpolicy.train.weight_outlet import WeightOutlet, bucket_bytes, export
 from onpolicy.types import TrainOutcome, TrainSample
 from onpolicy.weights.push import Engine
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CRITIC = "critic"
-"""Where a checkpoint has the critic's state."""
+"""Where a checkpoint has the critic: its state, and `hf`, a token classifier of transformers."""
 
 
 class PolicyTrainer(Trainer):
@@ -73,7 +73,7 @@ class PolicyTrainer(Trainer):
             reference = algorithm.ref_checkpoint or source
             self.models["reference"] = load_model(reference, self.operators, trained=False)
         if "critic" in estimator.roles:
-            path = config.critic.critic_load or source
+            path = config.critic_checkpoint
             self.models["critic"] = load_model(path, self.operators, trained=True, has_values=True)
         if "teacher" in estimator.roles:
             teacher = config.distillation.teacher_checkpoint
@@ -190,6 +190,9 @@ class PolicyTrainer(Trainer):
         if critic := self.models.get("critic"):
             distributed.run_on_rank_zero((directory / CRITIC).mkdir)
             save_state(directory / CRITIC, {}, critic.write_tensors)
+            made_from, dtype = self.config.critic_checkpoint, self.contract.dtype
+            to, most = directory / CRITIC / "hf", bucket_bytes(self.config)
+            export(critic, made_from, to, dtype, most, has_values=True)
 
     def load(self, directory: Path) -> None:
         self._bring_back("weights", "state")

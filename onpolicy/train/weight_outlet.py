@@ -44,6 +44,7 @@ class WeightOutlet:
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, source: WeightSource):
         self.config, self._source = config, source
+        self._max_bytes = bucket_bytes(config)
         directory = Path(config.output.run_dir)
         on_gpus = shares_gpus(config, contract.device)
         self.transport = make_transport(config.sync.weight_sync, directory, on_gpus=on_gpus)
@@ -66,7 +67,8 @@ class WeightOutlet:
         known = self._pushed if has_frozen and not carries else WeightDigest()
 
         def push_ours() -> dict[str, str]:
-            with self._gathered(*which, ranks=self._keepers | {*senders}) as parts:
+            ranks = self._keepers | {*senders}
+            with _gathered(self._source, self._max_bytes, *which, ranks=ranks) as parts:
                 outgoing = (self._outgoing(part, x, version, contract) for part, x in parts.items())
                 sent = chain.from_iterable(outgoing)
                 if ours:
@@ -145,10 +147,8 @@ class WeightOutlet:
 
     def export(self, directory: Path, dtype: str) -> None:
         """`Trainer.export`, in a dtype."""
-        with self._gathered("all", ranks={0}) as parts:
-            if distributed.rank() == 0:
-                source = Path(self.config.model.hf_checkpoint)
-                export_checkpoint(parts["all"], directory, source, dtype)
+        made_from = self.config.model.hf_checkpoint
+        export(self._source, made_from, directory, dtype, self._max_bytes)
 
     def close(self) -> None:
         """End what the transport keeps with engines."""
@@ -160,19 +160,41 @@ class WeightOutlet:
         by_sglang = contract.device == "cuda" and asked == "fp8_e4m3"
         return "" if by_sglang or contract.is_aligned else asked
 
-    @contextmanager
-    def _gathered(
-        self, *parts: WeightPart, ranks: Collection[int]
-    ) -> Iterator[dict[WeightPart, Iterator[WeightBucket]]]:
-        """The buckets of each part, to be taken in this order; what nobody has taken is gathered in the
-        end, since the other ranks take part."""
-        max_bytes = self.config.sync.update_weight_buffer_size * MIB
-        gathered = {part: self._source.weight_buckets(max_bytes, part, ranks) for part in parts}
-        try:
-            yield gathered
-        finally:
-            for _ in chain(*gathered.values()):
-                pass
+
+def bucket_bytes(config: TrainConfig) -> int:
+    """The most that is gathered at a time, but for a tensor that is larger."""
+    return config.sync.update_weight_buffer_size * MIB
+
+
+def export(
+    source: WeightSource,
+    made_from: str,
+    directory: Path,
+    dtype: str,
+    max_bytes: int,
+    *,
+    has_values: bool = False,
+) -> None:
+    """Write a model as a Hugging Face checkpoint, with what is beside the weights of the one that it was
+    made from; collective. `has_values`: it is a critic."""
+    with _gathered(source, max_bytes, "all", ranks={0}) as parts:
+        if distributed.rank() == 0:
+            origin = Path(made_from)
+            export_checkpoint(parts["all"], directory, origin, dtype, has_values=has_values)
+
+
+@contextmanager
+def _gathered(
+    source: WeightSource, max_bytes: int, *parts: WeightPart, ranks: Collection[int]
+) -> Iterator[dict[WeightPart, Iterator[WeightBucket]]]:
+    """The buckets of each part, to be taken in this order; what nobody has taken is gathered in the
+    end, since the other ranks take part."""
+    gathered = {part: source.weight_buckets(max_bytes, part, ranks) for part in parts}
+    try:
+        yield gathered
+    finally:
+        for _ in chain(*gathered.values()):
+            pass
 
 
 def _the_same(proved: Sequence[dict[str, str]], engines: Sequence[Engine]) -> str:

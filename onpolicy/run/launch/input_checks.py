@@ -79,7 +79,8 @@ def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
 
 
 def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError if the policy's weights, or another model's, are not of its own sizes."""
+    """Raise ConfigError if the policy's weights, or another model's, are not of its own sizes, or if
+    another model cannot be computed, or laid out over the ranks, as the policy is."""
     model = config.model
     require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
     others = {
@@ -97,3 +98,9 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             )
         of_critic = flag == "--critic-load"
         require_fit(path, own, model.trust_remote_code, flag, of_critic=of_critic)
+        try:
+            contract = contract_for(config, own, aligned=config.plan.may_align)
+            if config.trainer.train_backend == "megatron":
+                megatron.check(config, own, contract)
+        except ConfigError as error:
+            raise ConfigError(f"{flag}={path}: {error}") from error

@@ -17,6 +17,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
 from onpolicy.contract import NumericsContract
+from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
@@ -87,6 +88,14 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
     }
 
 
+def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
+    """The critic's, if there is one, with an output projection that it has not."""
+    path, trust = config.critic.critic_load, config.model.trust_remote_code
+    if path:
+        return [ModelSize.of(load_config(path, trust, "--critic-load"), trust)]
+    return [policy] * bool(config.critic_checkpoint)
+
+
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
     """The tokens of a micro-batch, or of all samples if they are fewer; episodes may have any number."""
     total, most = config.samples_per_rollout * longest_sequence, config.trainer.max_tokens_per_gpu
@@ -153,13 +162,16 @@ class RunMemory:
         recomputes = recomputes_activations(config.trainer, self.hf_config)
         logits = GPU_LOGITS if backend_of(spec.contract.backend).needs_gpu else CPU_LOGITS
         states = _megatron_states if config.trainer.train_backend == "megatron" else _fsdp_states
-        own = states(config, size, itemsize)
-        critic = own["weights"] + own["gradients"] + own["AdamW"]
+        trained = [size, *_critic_size(config, size)]
+        own, *others = (states(config, each, itemsize) for each in trained)
+        # One model computes at a time.
+        gathered = {k: max(s[k] for s in (own, *others)) for k in own.keys() & {"gathered layers"}}
         parts = {
             **own,
-            "critic": critic * config.has_critic,
+            **gathered,
+            "critic": sum(s["weights"] + s["gradients"] + s["AdamW"] for s in others),
             "teacher": teacher_bytes(config),
-            "activations": _activations(recomputes, size, batch, itemsize),
+            "activations": max(_activations(recomputes, x, batch, itemsize) for x in trained),
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
             "libraries": LIBRARIES,
         }

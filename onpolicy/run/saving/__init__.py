@@ -11,6 +11,7 @@ complete one usable.
       rollouts.json what was drawn and not trained on yet, and the position in the prompts
       sharded/      torch DCP: weights, AdamW moments, random state; numbers.json beside it
       hf/           the policy as a Hugging Face checkpoint
+      critic/       with --advantage-estimator gae: sharded/, and hf/, a token classifier of transformers
 
 Only directories of exactly such a name are looked at. Nothing is loaded from one before all its
 files have been found to be the bytes that were written.

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from onpolicy.config.sft import AnyRun
 from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.hf_config import load_config
 from onpolicy.system.memory import gib
 
 MASTER = 3 * 4
@@ -19,18 +20,22 @@ MASTER = 3 * 4
 
 def require_room(config: AnyRun, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError, with the sum, if a checkpoint of the model does not fit under --save."""
-    model = empty_causal_lm(hf_config, config.model.trust_remote_code)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trust = config.model.trust_remote_code
+    configs = [hf_config]
+    if critic := config.critic_checkpoint:
+        configs.append(load_config(critic, trust, "--critic-load"))
+    models = [empty_causal_lm(each, trust) for each in configs]
+    parameters = sum(x.numel() for model in models for x in model.parameters())
     computed = getattr(torch, config.model.dtype).itemsize
     trained = MASTER + (computed if _saves_computed_weights(config) else 0)
-    needed = parameters * (trained * (1 + config.has_critic) + computed)
+    needed = parameters * (trained + computed)
     free = free_bytes(Path(config.output.save))
     if needed > free:
         raise ConfigError(
-            f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters x ({trained} "
-            f"bytes of training state{', twice with a critic,' * config.has_critic} + {computed} of "
-            f"exported weights) = {gib(needed)} GiB, and {gib(free)} GiB are free there. Make room, or "
-            "choose another directory."
+            f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters"
+            f"{' of policy and critic' * bool(critic)} x ({trained} bytes of training state + "
+            f"{computed} of exported weights) = {gib(needed)} GiB, and {gib(free)} GiB are free there. "
+            "Make room, or choose another directory."
         )
 
 

@@ -30,6 +30,7 @@ from onpolicy.train import distributed
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
 _PREFIX = "causal_lm."
+_VALUE_HEAD = "value_head."
 
 
 def load_sharded_policy(
@@ -116,6 +117,9 @@ def _checkpoint_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     names: set[str] = set()
     for name, tensor in _whole_tensors(model, dtype, part):
+        if name.startswith(_VALUE_HEAD):
+            yield VALUE_HEAD + name.removeprefix(_VALUE_HEAD), tensor
+            continue
         stored = stored_tensors(model.causal_lm, name.removeprefix(_PREFIX), tensor)
         if twice := sorted(names & stored.keys()):
             raise ConfigError(

@@ -92,6 +92,8 @@ def family_of(config: Any) -> Family:
     """The family of a Hugging Face configuration. Raises ConfigError for one that is not in the
     table."""
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
+    # A critic's checkpoint may be a token classifier, of the same family.
+    architecture = architecture.replace("ForTokenClassification", "ForCausalLM")
     if architecture not in FAMILIES:
         raise ConfigError(
             f"architecture={architecture}: --train-backend megatron knows "

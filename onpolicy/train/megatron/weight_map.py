@@ -13,6 +13,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
+from onpolicy.models.weight_files import VALUE_HEAD
 from onpolicy.train.megatron.family import (
     Family,
     expert_size,
@@ -45,6 +46,8 @@ class WeightMap:
 
     config: PretrainedConfig
     layout: MegatronLayout
+    has_values: bool = False
+    """Whether a critic's head is in the place of the output projection."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every Hugging Face tensor of the model, in the order in which they are exported."""
@@ -53,7 +56,9 @@ class WeightMap:
         for layer in range(c.num_hidden_layers):
             shapes |= {self._stored(layer, leaf): s for leaf, s in self._layer_shapes(layer)}
         shapes[_FINAL_NORM] = (c.hidden_size,)
-        if not c.tie_word_embeddings:
+        if self.has_values:
+            shapes |= {f"{VALUE_HEAD}weight": (1, c.hidden_size), f"{VALUE_HEAD}bias": (1,)}
+        elif not c.tie_word_embeddings:
             shapes[HEAD] = (c.vocab_size, c.hidden_size)
         for layer in filter(partial(is_sparse, c), range(c.num_hidden_layers)):
             for name in self.family.router_buffers:
@@ -111,7 +116,9 @@ class WeightMap:
             names += [f"decoder.layers.{layer}.{leaf}" for leaf in self._leaves(layer)]
         if stage == stages - 1:
             names.append("decoder.final_layernorm.weight")
-            if not self.config.tie_word_embeddings or stage > 0:
+            if self.has_values:
+                names += [f"{_VALUE_HEAD}weight", f"{_VALUE_HEAD}bias"]
+            elif not self.config.tie_word_embeddings or stage > 0:
                 names.append("output_layer.weight")
         return names
 
@@ -148,6 +155,9 @@ class WeightMap:
             return
         if parameter == "decoder.final_layernorm.weight":
             yield Part(_FINAL_NORM, (), ())
+            return
+        if parameter.startswith(_VALUE_HEAD):
+            yield Part(VALUE_HEAD + parameter.removeprefix(_VALUE_HEAD), (), ())
             return
         _, _, number, *rest = parameter.split(".")
         layer, leaf = int(number), ".".join(rest)
@@ -242,6 +252,7 @@ def is_expert(parameter: str) -> bool:
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+_VALUE_HEAD = "value_head."
 
 _LAST_LINEARS = ("self_attention.linear_proj", "mlp.linear_fc2")
 

@@ -47,35 +47,24 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     weight_map = _weight_map(policy)
     reader = CheckpointReader(path)
     parameters, place = _global_parameters(policy), _Place.mine()
-    shapes, expected = weight_map.shapes(), set(weight_map.parameters(place.stage))
+    shapes, unread = weight_map.shapes(), policy.config.unread
+    assert parameters.keys() == set(weight_map.parameters(place.stage))
     if policy.has_values:
-        shapes.pop(HEAD, None)
-        expected.discard("output_layer.weight")
-        reader.require(shapes, (*policy.config.unread, re.escape(HEAD), re.escape(VALUE_HEAD)))
-        _load_value_head(policy, reader)
-        parameters = {n: x for n, x in parameters.items() if not n.startswith("value_head.")}
-    else:
-        reader.require(shapes, policy.config.unread)
-    assert parameters.keys() == expected
+        # A head that is not there begins with zeros, and a projection is not read.
+        shapes = {n: s for n, s in shapes.items() if n in reader or not n.startswith(VALUE_HEAD)}
+        unread = (*unread, re.escape(HEAD))
+    reader.require(shapes, unread)
     with torch.no_grad():
         for name, parameter in parameters.items():
             filled = 0
             parameter.zero_()  # what no token stands for in a vocabulary that does not divide
             for part in weight_map.parts(name, place.tp_rank, place.ep_rank):
-                block = reader.read(part.name, part.source)
-                parameter[part.target].copy_(block)
-                filled += block.numel()
-            vocabulary = name.startswith(("embedding.", "output_layer."))
-            assert vocabulary or filled == parameter.numel(), name
-
-
-@torch.no_grad()
-def _load_value_head(policy: PolicyGptModel, reader: CheckpointReader) -> None:
-    """The head that a checkpoint has; zeros in the place of what it lacks."""
-    if policy.value_head is not None:
-        for name, parameter in policy.value_head.named_parameters():
-            stored = VALUE_HEAD + name
-            parameter.copy_(reader.read(stored, ())) if stored in reader else parameter.zero_()
+                if part.name in shapes:
+                    block = reader.read(part.name, part.source)
+                    parameter[part.target].copy_(block)
+                    filled += block.numel()
+            may_lack = name.startswith(("embedding.", "output_layer.", "value_head."))
+            assert may_lack or filled == parameter.numel(), name
 
 
 def export_buckets(
@@ -212,7 +201,7 @@ def _weight_map(policy: PolicyGptModel) -> WeightMap:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
     )
-    return WeightMap(config.hf_config, layout)
+    return WeightMap(config.hf_config, layout, policy.has_values)
 
 
 def _global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
