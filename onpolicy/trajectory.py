@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Literal
 
 import numpy as np
@@ -107,6 +107,10 @@ class Completion:
         )
 
 
+Forks = tuple[tuple[str, int], ...]
+"""How a branch of an episode came to be, as `Trajectory.forks` says."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trajectory:
     """What a policy was given and what it sampled, in one sequence. T: tokens; R: sampled ones."""
@@ -143,7 +147,7 @@ class Trajectory:
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache, by all requests together."""
 
-    forks: tuple[tuple[str, int], ...] = ()
+    forks: Forks = ()
     """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
     before), from the first branch on. Example: (("0", 12), ("2", 40))"""
 
@@ -254,6 +258,15 @@ class Trajectory:
         last, length = self.grammars[-1:], len(self.token_ids)
         goes_on = last and last[0].end == length and last[0].grammar == grammar
         return last[0].start if goes_on else length
+
+    @property
+    def stretches(self) -> list[tuple[Forks, int, int]]:
+        """(branch, start, end) of the tokens that it has from each branch of its episode, in order: a
+        branch and a position are one token, which was sampled once."""
+        ends = [*(length for _, length in self.forks), len(self.token_ids)]
+        edges = [0, *(min(ends[i:]) for i in range(len(ends)))]
+        found = [(self.forks[:i], *edge) for i, edge in enumerate(pairwise(edges))]
+        return [(branch, start, end) for branch, start, end in found if end > start]
 
     @property
     def num_sampled(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ def session(cluster: HostsConfig) -> Iterator[tuple[Host, ...]]:
 def _join(address: str) -> None:
     import ray
 
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address, namespace=uuid.uuid4().hex, log_to_driver=True, logging_level=logging.WARNING
@@ -57,6 +59,8 @@ def _join(address: str) -> None:
             "cluster on this host (`ray start`), with the same versions of Ray and Python and the same "
             "token (RAY_AUTH_TOKEN), or leave the flag out for a cluster of this host alone."
         ) from error
+    # Ray leaves a handler that writes a stack of addresses (RayLog::InstallFailureSignalHandler).
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _leave() -> None:

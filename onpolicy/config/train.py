@@ -115,6 +115,11 @@ class TrainConfig:
         """Groups that are drawn at a time."""
         return self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size
 
+    @cached_property
+    def eval_sets(self) -> dict[str, groups.EvalSet]:
+        """The evaluation sets by their names; the name of a single path is empty."""
+        return groups.sets_of(self.eval, self.rollout, self.data)
+
     @property
     def takes_steps(self) -> bool:
         """Whether the trainer is to change weights, or to score alone."""

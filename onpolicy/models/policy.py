@@ -23,11 +23,13 @@ from onpolicy.models.facts import ModelFacts
 from onpolicy.models.layers import decoder_layers, follow_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
+from onpolicy.models.scoring import HiddenScores, TaughtScores, score_rows
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.kept_tokens import WHOLE, KeptTokens
-from onpolicy.ops.log_probs import Scores, token_log_probs
+from onpolicy.ops.log_probs import Head, Scores, VocabParallel
+from onpolicy.ops.reverse_kl import TeacherRows
 from onpolicy.ops.row_parallel import RowParallel
 
 
@@ -60,6 +62,12 @@ class PackedTokens:
 
     kept: KeptTokens | None = None
     """What the R tokens were drawn from; None: all from the whole vocabulary"""
+
+    wants_hidden: bool = False
+    """Whether `HiddenScores` are asked for"""
+
+    teacher: TeacherRows | None = None
+    """What a teacher says of the R tokens; then `TaughtScores` are asked for"""
 
     @staticmethod
     def pack(
@@ -193,19 +201,16 @@ class PolicyModel(nn.Module):
         """The decoder layers."""
         return decoder_layers(self.causal_lm)
 
-    def forward(self, batch: PackedTokens) -> Scores:
+    def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores:
         """Score the tokens asked for."""
-        head = self.causal_lm.get_output_embeddings()
-        return token_log_probs(
-            self.operators,
-            self.hidden_states(batch),
-            head.weight,
-            head.bias,
-            batch.targets,
-            batch.temperature,
-            finish=partial(self.logits_rule.apply, self.operators),
-            kept=batch.kept,
-        )
+        return score_rows(self.hidden_states(batch), self.head(), batch)
+
+    def head(self) -> Head:
+        """The output projection, its weights as they are held now."""
+        own = self.causal_lm.get_output_embeddings()
+        finish = partial(self.logits_rule.apply, self.operators)
+        vocabulary = VocabParallel(own.weight.shape[0])
+        return Head(self.operators, own.weight, own.bias, vocabulary, finish)
 
     def hidden_states(self, batch: PackedTokens) -> Tensor:
         """[R, H]: what the head gets of each token asked for, from the position before it."""

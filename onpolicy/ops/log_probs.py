@@ -64,6 +64,58 @@ class VocabParallel:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """An output projection: what becomes of hidden states [T, K] until they are logits [T, V]."""
+
+    operators: Operators
+
+    weight: Tensor
+    """[V, K], or this rank's rows of it"""
+
+    bias: Tensor | None
+    """[V], likewise"""
+
+    vocabulary: VocabParallel
+    finish: Callable[[Tensor], Tensor] = lambda logits: logits
+    """Maps every logit by itself, before anything else is done with it (`models/logits.py`)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, V] of hidden states [M, K]; no autograd."""
+        product = self.operators.linear(hidden, self.weight, self.bias)
+        return self.vocabulary.gather(self.finish(product))
+
+    def chunks(self, hidden: Tensor) -> list[slice]:
+        """The rows whose logits are alive at a time."""
+        rows = self.operators.rows_per_chunk(self.vocabulary.size)
+        return [slice(r, r + rows) for r in range(0, hidden.shape[0], rows)]
+
+    def gradients(
+        self, hidden: Tensor, grad_logits: Callable[[Tensor, slice], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of hidden states, weight and bias, from that of the logits, chunk by chunk.
+
+        grad_logits: (logits [M, V], which rows of `hidden` they are of) -> [M, V] in their dtype.
+        """
+        grad_hidden = torch.empty_like(hidden)
+        head = [t.detach().requires_grad_() for t in (self.weight, self.bias) if t is not None]
+        grad_head = [torch.zeros_like(t, dtype=torch.float32) for t in head]
+        for rows in self.chunks(hidden):
+            part = hidden[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                product = self.operators.linear(part, *head)
+                mine = self.finish(product)
+            grad = grad_logits(self.vocabulary.gather(mine.detach()), rows)
+            grad = self.vocabulary.take(grad, self.weight.shape[0])
+            if mine is not product:
+                (grad,) = torch.autograd.grad(mine, product, grad)
+            grad_hidden[rows] = self.operators.linear_gradients(
+                product, part, head, grad, grad_head
+            )
+        grad_weight, *grad_bias = (total.to(self.weight.dtype) for total in grad_head)
+        return grad_hidden, grad_weight, grad_bias[0] if grad_bias else None
+
+
 def token_log_probs(
     operators: Operators,
     hidden: Tensor,
@@ -95,11 +147,6 @@ def token_log_probs(
     return Scores(*scores)
 
 
-def _chunks(operators: Operators, hidden: Tensor, vocabulary: VocabParallel) -> list[slice]:
-    rows = operators.rows_per_chunk(vocabulary.size)
-    return [slice(r, r + rows) for r in range(0, hidden.shape[0], rows)]
-
-
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -116,8 +163,9 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(log_probs)
-        for rows in _chunks(operators, hidden, vocabulary):
-            logits = vocabulary.gather(finish(operators.linear(hidden[rows], weight, bias)))
+        head = Head(operators, weight, bias, vocabulary, finish)
+        for rows in head.chunks(hidden):
+            logits = head.logits(hidden[rows])
             differ = None
             if kept is not None:
                 differ = kept.differ(operators, logits, temperature[rows, None], rows)
@@ -140,38 +188,24 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature = ctx.saved_tensors  # type: ignore[attr-defined]
         operators: Operators = ctx.operators  # type: ignore[attr-defined]
-        vocabulary: VocabParallel = ctx.vocabulary  # type: ignore[attr-defined]
+        kept: KeptTokens | None = ctx.kept  # type: ignore[attr-defined]
         grad = torch.zeros_like(temperature) if grad is None else grad
-        grad_hidden = torch.empty_like(hidden)
-        head = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
-        grad_head = [torch.zeros_like(t, dtype=torch.float32) for t in head]
-        for rows in _chunks(operators, hidden, vocabulary):
-            part = hidden[rows].detach().requires_grad_()
-            with torch.enable_grad():
-                product = operators.linear(part, *head)
-                mine = ctx.finish(product)  # type: ignore[attr-defined]
-            logits = vocabulary.gather(mine.detach())
-            if ctx.kept is not None:  # type: ignore[attr-defined]
-                logits = ctx.kept.cut_to(logits, rows)  # type: ignore[attr-defined]
-            grad_logits = operators.grad_logits(
-                logits,
-                temperature[rows, None],
-                targets[rows],
-                grad[rows],
-                None if grad_entropy is None else grad_entropy[rows],
+
+        def grad_logits(logits: Tensor, rows: slice) -> Tensor:
+            if kept is not None:
+                logits = kept.cut_to(logits, rows)
+            of_entropy = None if grad_entropy is None else grad_entropy[rows]
+            return operators.grad_logits(
+                logits, temperature[rows, None], targets[rows], grad[rows], of_entropy
             )
-            grad_logits = vocabulary.take(grad_logits, weight.shape[0])
-            if mine is not product:
-                (grad_logits,) = torch.autograd.grad(mine, product, grad_logits)
-            grad_hidden[rows] = operators.linear_gradients(
-                product, part, head, grad_logits, grad_head
-            )
-        grad_weight, *grad_bias = (total.to(weight.dtype) for total in grad_head)
+
+        head = Head(operators, weight, bias, ctx.vocabulary, ctx.finish)  # type: ignore[attr-defined]
+        grad_hidden, grad_weight, grad_bias = head.gradients(hidden, grad_logits)
         return (
             None,
             grad_hidden,
             grad_weight,
-            grad_bias[0] if grad_bias else None,
+            grad_bias,
             None,
             None,
             None,

@@ -44,7 +44,7 @@ PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors
 
 READ = (
     "hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint", "prompt_data",
-    "eval_prompt_data", "replay",
+    "eval_prompt_data", "eval_config", "replay",
 )  # fmt: skip
 """Flags with a path that a run reads from."""
 

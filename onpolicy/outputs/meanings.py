@@ -100,6 +100,7 @@ MEANINGS = {
     "correction/batch_norm_factor": "mean weight that weights were divided by, rejected ones left out",
     "distillation/reverse_kl": "mean log p_policy - log p_teacher of the sampled tokens, in nats",
     "distillation/log_prob_abs_diff": "mean of its absolute value: exactly 0 if they agree",
+    "distillation/kl_loss": "the reverse KL to the teacher that the loss has, weighted as the loss is",
     "dc/lambda": "price of a unit of discrepancy that was applied",
     "dc/delta_mean": "mean discrepancy",
     "dc/delta_max": "largest discrepancy",

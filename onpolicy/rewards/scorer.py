@@ -28,6 +28,7 @@ class Scorer:
     def __init__(self, config: RewardConfig):
         self.config, self.sources = config, config.sources
         self._workers: Workers | None = None
+        self._imported: set[str] = set()
         self._reported: set[str] = set()
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
@@ -92,13 +93,12 @@ class Scorer:
                 )
         theirs = {sample.prompt.rule for sample in samples} - {"", *self.sources}
         sources = [*self.sources, *sorted(theirs)]
-        if self._workers is None:
-            self._workers = Workers(self.config, sources)
+        workers = self._workers_for(sources)
         asked = {
             source: [[s for s in group if source in self._sources_of(s)] for group in groups]
             for source in sources
         }
-        answers = {source: self._workers.ask(source, those) for source, those in asked.items()}
+        answers = {source: workers.ask(source, those) for source, those in asked.items()}
         given: dict[int, dict[str, Numbers]] = {id(sample): {} for sample in samples}
         metrics = {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
         for source, wait in answers.items():
@@ -110,6 +110,14 @@ class Scorer:
         for sample in samples:
             self._reward(sample, given[id(sample)])
         return metrics
+
+    def _workers_for(self, sources: Sequence[str]) -> Workers:
+        """Processes that have imported all these, since no sample's time is for that."""
+        if self._workers is None or not self._imported.issuperset(sources):
+            self.close()
+            self._imported |= {*sources}
+            self._workers = Workers(self.config, sorted(self._imported))
+        return self._workers
 
     def _sources_of(self, sample: Sample) -> Collection[str]:
         """What scores it: the rule that its prompt names, or else those of the run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from onpolicy.errors import AgentError
 from onpolicy.rollout.turns import BranchRecord
@@ -76,19 +75,8 @@ def spans_of(branches: Iterable[BranchRecord]) -> dict[BranchKey, Spans]:
 def num_shared(one: Trajectory, other: Trajectory) -> int:
     """The tokens at the beginning of both that are the same ones: sampled once, and not merely equal."""
     shared = 0
-    for mine, theirs in zip(_owners(one), _owners(other), strict=False):
+    for mine, theirs in zip(one.stretches, other.stretches, strict=False):
         if mine[0] != theirs[0]:
             break
-        shared = min(mine[1], theirs[1])
+        shared = min(mine[2], theirs[2])
     return shared
-
-
-def _owners(trajectory: Trajectory) -> list[tuple[tuple[tuple[str, int], ...], int]]:
-    """The branches that its tokens come from in their order, with the end of what is each's."""
-    forks = trajectory.forks
-    ends = [*(length for _, length in forks), len(trajectory.token_ids)]
-    owners = [(forks[:i], min(ends[i:])) for i in range(len(ends))]
-    starts = [0, *(end for _, end in owners)]
-    return [
-        owner for owner, (start, end) in zip(owners, pairwise(starts), strict=True) if end > start
-    ]

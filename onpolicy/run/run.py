@@ -188,10 +188,10 @@ class Run:
         return {"perf/rollout_time": rollout_time, "perf/rollout_wait_time": waited}
 
     def evaluate_if_due(self, step: int) -> None:
-        """Sample and score the evaluation sets, before the first and after each k-th rollout."""
-        interval = self.config.eval.eval_interval
-        if interval and step % interval == 0:
-            for name in self.inputs.eval_sets:
+        """Sample and score the evaluation sets that are due after `step` rollouts, 0 among them."""
+        for name, each in self.inputs.eval_sets.items():
+            interval = each.settings.interval
+            if interval and step % interval == 0:
                 groups, metrics = self.sampler.evaluate(name)
                 self.journal.on_evaluation(step, name, groups, metrics)
 

@@ -211,10 +211,10 @@ class Sampler:
 
     def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics]:
         """Sample and score one evaluation set; another set beside it changes nothing."""
-        evaluation = self.config.eval
-        length = evaluation.eval_max_response_len or self.config.rollout.rollout_max_response_len
-        params = self._params(evaluation.eval_temperature, length)
-        prompts, count = self.inputs.eval_sets[name], evaluation.n_samples_per_eval_prompt
+        settings, prompts = self.inputs.eval_sets[name]
+        params = self._params(settings.temperature, settings.max_response_len)
+        params = replace(params, top_p=settings.top_p, top_k=settings.top_k)
+        count = settings.n_samples_per_eval_prompt
         seed_key = ["eval", name] if name else ["eval"]
         rules = replace(self._rules, observations=Observations(), is_repeated=False)
         drawn = [

@@ -1,22 +1,31 @@
-"""On-policy distillation: what a teacher says of the tokens that the policy sampled, as advantages.
+"""On-policy distillation: what a teacher says of the tokens that the policy sampled, as advantages or as
+a loss.
 
 The reverse KL from policy to teacher is the mean of log p_policy - log p_teacher over the policy's own
 samples. Its policy gradient gives each token the advantage log p_teacher - log p_policy, as slime and
 Miles have it (--use-opd); the KL to come after the token is left out (MiniLLM, arXiv 2306.08543, eq. 3
-has it).
+has it). As a loss, the KL between both distributions of each token is differentiated itself
+(`ops/reverse_kl.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import TrainingError
+from onpolicy.models.hf_config import load_config
+from onpolicy.ops.log_probs import Head
+from onpolicy.ops.reverse_kl import TeacherRows, TopKTeacher, WholeTeacher
 from onpolicy.train.advantages import Estimator, ScoredTrajectory
+from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import gather_by_number
+from onpolicy.train.engine import ShardedModel
 from onpolicy.train.shares import Outcomes
 
 
@@ -26,7 +35,53 @@ def with_teacher(config: TrainConfig, estimator: Estimator) -> Estimator:
     if not flags.teacher_checkpoint:
         return estimator
     rescored = not config.plan.is_always_on_policy
-    return TeacherEstimator(estimator, flags.opd_kl_coef, flags.opd_reward_coef, rescored=rescored)
+    coef = flags.opd_kl_coef if flags.opd_loss == "sampled" else 0.0
+    return TeacherEstimator(estimator, coef, flags.opd_reward_coef, rescored=rescored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherLoss:
+    """What a loss needs of the teacher: its distribution of each token, whole or by its likeliest."""
+
+    model: ShardedModel
+
+    vocab_size: int
+    """The policy's."""
+
+    top_k: int | None
+    """None: the whole distribution."""
+
+    @staticmethod
+    def of(config: TrainConfig, model: ShardedModel | None) -> TeacherLoss | None:
+        """None without a teacher, and with one whose KL is an advantage."""
+        flags = config.distillation
+        if model is None or flags.opd_loss == "sampled":
+            return None
+        policy = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
+        top_k = flags.opd_top_k if flags.opd_loss == "top-k" else None
+        return TeacherLoss(model=model, vocab_size=policy.vocab_size, top_k=top_k)
+
+    def teach(self, batches: Sequence[PackedBatch], scores: Sequence[Any]) -> list[PackedBatch]:
+        """The micro-batches with what the teacher says of their tokens; collective.
+
+        scores: the teacher's `HiddenScores` of each. Raises TrainingError for tokens that were drawn
+        from a part of the vocabulary.
+        """
+        if any(batch.packed.kept is not None for batch in batches):
+            raise TrainingError(
+                "top_p, top_k or min_p: --opd-loss takes the KL over the whole vocabulary, and some "
+                "tokens were drawn from a part of it. Have the episode ask for all of it."
+            )
+        head = self.model.head()
+        return [
+            replace(batch, packed=replace(batch.packed, teacher=self._rows(each.hidden, head)))
+            for batch, each in zip(batches, scores, strict=True)
+        ]
+
+    def _rows(self, hidden: Tensor, head: Head) -> TeacherRows:
+        if self.top_k is None:
+            return WholeTeacher(hidden, head)
+        return TopKTeacher.of(hidden, head, self.top_k, self.vocab_size)
 
 
 class TeacherEstimator(Estimator):

@@ -16,6 +16,7 @@ from onpolicy.models.hf_config import has_experts
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.trainable import frozen_digest
 from onpolicy.ops import Operators
+from onpolicy.ops.log_probs import Head
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
@@ -32,8 +33,8 @@ Check = Callable[[Tensor, WeighedBatch], None]
 class ShardedModel(ABC):
     """A model that is sharded over the ranks, and its optimizer if it is trained.
 
-    What a critic's forward pass gives is `Values`, where others give `Scores`; the first vector of
-    either has the gradient.
+    What a critic's forward pass gives is `Values`, where others give `Scores`, or what a micro-batch
+    wants beside them (`models/scoring.py`).
 
     Whoever is one of several ranks calls every method together with the others. Every rank of a
     data-parallel share gets the same scores and metrics, so that what follows is the same on them.
@@ -48,6 +49,11 @@ class ShardedModel(ABC):
     @abstractmethod
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         """The scores of each micro-batch, without gradient."""
+
+    @abstractmethod
+    def head(self) -> Head:
+        """The output projection in the compute dtype, whole or this rank's rows of the vocabulary; no
+        gradient flows to it."""
 
     @abstractmethod
     def accumulate_gradients(

@@ -19,20 +19,11 @@ from onpolicy.models.grammars import Grammars
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
-from onpolicy.train.advantages import (
-    Estimator,
-    ScoresByRole,
-    token_advantages,
-    token_returns,
-)
-from onpolicy.train.batch import (
-    PackedBatch,
-    ScoredBatch,
-    WeighedBatch,
-    packed_batch,
-)
+from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages, token_returns
+from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, packed_batch
 from onpolicy.train.correction import Corrections
 from onpolicy.train.critic import Critic, known_variance
+from onpolicy.train.distillation import TeacherLoss
 from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
@@ -68,6 +59,7 @@ class Learner:
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
         self.grammars = grammars
         self.penalties = Penalties(config)
+        self.teacher = TeacherLoss.of(config, models.get("teacher"))
         self.bonus = EntropyBonus(config.algorithm)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
 
@@ -191,7 +183,8 @@ class Learner:
 
     def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss and of the metrics of the global batch."""
-        return policy_loss(scores.log_probs, batch, self.loss_settings, scores.entropy)
+        reverse_kl = getattr(scores, "reverse_kl", None)
+        return policy_loss(scores.log_probs, batch, self.loss_settings, scores.entropy, reverse_kl)
 
     def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
         """How far the engines would be apart without the rollout's experts, if it is measured."""
@@ -220,6 +213,8 @@ class Learner:
         batches = [batch for step in steps for batch in step]
         roles = self._roles(len(steps), corrected=corrected)
         scores = {role: self._score(role, batches) for role in roles}
+        if self.teacher is not None:
+            batches = self.teacher.teach(batches, scores["teacher"])
         old = self._old_log_probs(batches, scores, corrected=corrected)
         reference = self._reference_log_probs(batches, scores)
         paid, metrics = self.penalties.of(batches, old, reference)
@@ -261,6 +256,8 @@ class Learner:
         """Scores by the model of a role; the policy alone takes the experts that the rollout took."""
         is_policy = role == "policy"
         packed = [b.packed if is_policy else b.packed.with_own_routing() for b in batches]
+        if role == "teacher" and self.teacher is not None:
+            packed = [replace(each, wants_hidden=True) for each in packed]
         return self.models[role].score(packed)
 
     def _old_log_probs(

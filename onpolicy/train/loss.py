@@ -30,6 +30,8 @@ class LossSettings:
     kl_loss_type: KlType = "low_var_kl"
     use_unbiased_kl: bool = False
 
+    opd_kl_coef: float = 0.0
+    """What the reverse KL to a teacher is multiplied by, where that is a loss."""
     entropy_coef: float = 0.0
     """What the entropy is multiplied by and taken off the loss."""
 
@@ -73,6 +75,7 @@ class LossSettings:
             kl_loss_coef=algorithm.kl_loss_coef,
             kl_loss_type=algorithm.kl_loss_type,
             use_unbiased_kl=algorithm.use_unbiased_kl,
+            opd_kl_coef=config.distillation.opd_kl_coef,
             entropy_coef=algorithm.entropy_coef,
             log_ratio_coef=algorithm.log_ratio_coef,
             positive_nll_coef=algorithm.positive_nll_coef,
@@ -87,20 +90,26 @@ def policy_loss(
     batch: WeighedBatch,
     settings: LossSettings,
     entropy: Tensor | None = None,
+    reverse_kl: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """The objective with its corrections, and the terms beside it that are asked for.
 
     log_probs: float32 [R], with gradient. entropy: the same of the policy's, in nats; without it there
-    is no bonus. Returns (loss, sums of metrics weighted like the loss), all scalars to be summed over
-    the global batch. Raises NonfiniteError as `batch.correction` has it.
+    is no bonus. reverse_kl: that to a teacher, likewise. Returns (loss, sums of metrics weighted like
+    the loss), all scalars to be summed over the global batch. Raises NonfiniteError as
+    `batch.correction` has it.
     """
     batch = completed(batch, log_probs)
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
+    kl_shares = shares if settings.rejected_in_kl else kept
     if batch.ref_log_probs is not None:
-        kl_shares = shares if settings.rejected_in_kl else kept
         kl_loss = _kl_loss(log_probs, batch, batch.ref_log_probs, settings, kl_shares)
         total = total + settings.kl_loss_coef * kl_loss
         metrics["train/kl_loss"] = kl_loss.detach()
+    if reverse_kl is not None:
+        distillation = weighted_sum(reverse_kl, kl_shares)
+        total = total + settings.opd_kl_coef * distillation
+        metrics["distillation/kl_loss"] = distillation.detach()
     if entropy is not None:
         if settings.entropy_coef:
             total = total - settings.entropy_coef * weighted_sum(entropy, kept)

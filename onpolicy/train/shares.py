@@ -5,12 +5,14 @@ Micro-batches are packed to a budget of tokens, and spread evenly over ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
 from onpolicy.errors import TrainingError
-from onpolicy.types import TrainSample
+from onpolicy.trajectory import Forks
+from onpolicy.types import Sample, TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,12 @@ class Share:
 def make_shares(
     samples: Sequence[TrainSample], num_steps: int, num_ranks: int, max_tokens: int
 ) -> list[Share]:
-    """Every rank's share of a rollout that is trained on in so many optimizer steps."""
+    """Every rank's share of a rollout that is trained on in so many optimizer steps.
+
+    Raises TrainingError for a token that several trajectories of its episode would learn.
+    """
+    for _, episode in groupby(samples, key=lambda s: s.episode):
+        _require_learnt_once([s.sample for s in episode])
     lens = [len(s.sample.token_ids) for s in samples]
     plans = [
         _numbered(pack([lens[i] for i in part], num_ranks, max_tokens), part.start)
@@ -108,6 +115,22 @@ def make_shares(
         )
         for steps in zip(*plans, strict=True)
     ]
+
+
+def _require_learnt_once(episode: Sequence[Sample]) -> None:
+    learnt = defaultdict[Forks, set[int]](set)
+    for sample in episode if len(episode) > 1 else ():
+        trajectory = sample.trajectory
+        for branch, start, end in trajectory.stretches:
+            own = {i for i in range(start, end) if trajectory.sampled[i]}
+            if twice := own & learnt[branch]:
+                raise TrainingError(
+                    f"prompt {sample.prompt.index}, sample {sample.sample_index}: {len(twice)} sampled "
+                    f"tokens of its trajectory {sample.number}, the first at position {min(twice)}, "
+                    "would be learnt in an earlier one too. Let a token that branches share count as "
+                    "given in all but the first of them (onpolicy/rollout/branches.py, learnt_once)."
+                )
+            learnt[branch] |= own
 
 
 def _numbered(plan: list[list[list[int]]], start: int) -> list[list[list[int]]]:

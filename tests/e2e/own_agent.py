@@ -1,16 +1,30 @@
-"""An agent that tests of whole runs name: two turns, a tool that takes its time, and a fork."""
+"""Agents that tests of whole runs name: two turns, a tool that takes its time, and a fork."""
 
 import asyncio
 import random
 
 
 async def act(turns, prompt):
+    """What it observes is chance."""
+    await first_answer(turns)
+    await go_on(turns, await turns.observe(look))
+
+
+async def act_by_tokens(turns, prompt):
+    """What it gives is a function of what was sampled, so that its runs have one hash."""
+    await go_on(turns, sum(await first_answer(turns)))
+
+
+async def first_answer(turns):
     answer = await turns.sample(stop=["b"], max_tokens=12)
     is_over = "b" in answer.text or len(answer.token_ids) == 12 or answer.finish_reason == "stop"
     assert is_over and "b" not in answer.text[:-1]
     await asyncio.sleep(random.random() * 0.02)
-    seen = await turns.observe(look)
-    turns.append(f" {seen} ")
+    return answer.token_ids
+
+
+async def go_on(turns, given):
+    turns.append(f" {given} ")
     fork = turns.fork()
     await asyncio.gather(turns.sample(max_tokens=4, temperature=0.8), fork.sample(max_tokens=6))
 

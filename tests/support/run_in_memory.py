@@ -15,7 +15,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.prompt_order import PromptSource, joined
 from onpolicy.run.ladder import Ladder
-from onpolicy.run.launch.inputs import Inputs
+from onpolicy.run.launch.inputs import EvalPrompts, Inputs
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
@@ -105,10 +105,16 @@ def make_inputs(config: TrainConfig, eval_sets: dict[str, list[Prompt]]) -> Inpu
         ladder=Ladder(config, STOCK, ALIGNED),
         tokenizer=make_tokenizer(),
         prompts=PromptSource(prompts, config.seed, shuffle=True, parts=parts),
-        eval_sets=eval_sets,
+        eval_sets={name: _eval_set(config, name, x) for name, x in eval_sets.items()},
         stop_token_ids=(END,),
         replayed=read_replayed(config, PROMPTS),
     )
+
+
+def _eval_set(config: TrainConfig, name: str, prompts: list[Prompt]) -> EvalPrompts:
+    """A set as --eval-config has it, or as the flags alone say."""
+    sets = config.eval_sets or changed(config, eval_prompt_data=(name or "a", "a")).eval_sets
+    return EvalPrompts(settings=sets[name or "a"], prompts=prompts)
 
 
 def run_in_memory(

@@ -1,7 +1,8 @@
 """Any environment of the `verifiers` package, unmodified: it acts through a session of the gateway.
 
 Its client is the `openai` one at the session's address, its dataset are the prompts, and its rubric says
-the reward. What fails in it, the functions of its rubric included, fails the episode.
+the reward. What fails in it, the functions of its rubric included, fails the episode; an answer without
+text is an error to the package's clients, and ends an episode that its rubric scores.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from onpolicy.types import Prompt
 
 INPUT = "verifiers_input"
 """The field of a prompt's metadata that holds the row of the environment's dataset."""
+
+EMPTY = "EmptyModelResponseError"
+"""The package's name for an answer with neither text nor calls (its module errors)."""
 
 _loading = threading.Lock()
 _scoring_errors: ContextVar[list[str]] = ContextVar("errors that a rubric logged")
@@ -113,13 +117,15 @@ async def roll_out(turns: Any, prompt: Prompt, *, name: str, arguments: str) -> 
                 session.model,
                 environment.sampling_args,
             )
-    if found["error"]:
-        raise RuntimeError(f"verifiers:{name}: {found['error']['error_chain_repr']}")
+    error = found["error"]
+    is_empty = error is not None and error["error"] == EMPTY
+    if error and not is_empty:
+        raise RuntimeError(f"verifiers:{name}: {error['error_chain_repr']}")
     if errors:
         raise RuntimeError(f"verifiers:{name}: {'; '.join(errors)}")
     metrics = {f"verifiers/{key}": float(value) for key, value in (found["metrics"] or {}).items()}
     return Episode(
         reward=float(found["reward"]),
-        metrics=metrics,
+        metrics={**metrics, "verifiers/empty_answers": float(is_empty)},
         info={"ended": found["stop_condition"], "is_truncated": found["is_truncated"]},
     )

@@ -23,8 +23,9 @@ from onpolicy.config.groups.engines import (
     WeightSync,
     WeightSyncConfig,
 )  # fmt: skip
+from onpolicy.config.groups.evaluation import EvalConfig, EvalSet, sets_of
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
-from onpolicy.config.groups.outputs import EvalConfig, OutputConfig
+from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
 from onpolicy.config.groups.reward import RewardConfig
 from onpolicy.config.groups.rollout import RolloutConfig
@@ -33,9 +34,9 @@ from onpolicy.config.groups.training import MegatronConfig, TrainBackend, Traine
 __all__ = [
     "BY_CRITIC", "AgentConfig", "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig",
     "CriticConfig", "DataConfig", "DistillationConfig",
-    "EngineConfig", "EngineCountConfig", "EvalConfig", "FallbackConfig", "GovernorFlags",
+    "EngineConfig", "EngineCountConfig", "EvalConfig", "EvalSet", "FallbackConfig", "GovernorFlags",
     "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
     "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",
     "ServersConfig", "SessionsConfig", "TrainBackend", "TrainerConfig", "WeightSync",
-    "WeightSyncConfig",
+    "WeightSyncConfig", "sets_of",
 ]  # fmt: skip

@@ -128,9 +128,10 @@ class AgentConfig(GatewayConfig):
             "each of it and {found} rolls all prompts out", "Give one of them."),
         Against(lambda run: " and ".join(run.config.reward.sources),
             "the environment says the rewards, and {found} would", "Leave out the latter."),
-        Against(lambda run: is_of_verifiers(run) and (run.prompt_data or run.eval_prompt_data),
+        Against(lambda run: is_of_verifiers(run)
+            and (run.prompt_data or run.eval_prompt_data or run.eval_config),
             "the prompts are those of its dataset, and not those of {found}",
-            "Leave --prompt-data and --eval-prompt-data out."),
+            "Leave --prompt-data, --eval-prompt-data and --eval-config out."),
     ] = ""  # fmt: skip
     """What episodes are acted in: a class with reset and step (package.module.Class or
     path/to/file.py:Class), verifiers:NAME for an environment of that package, whose dataset are the

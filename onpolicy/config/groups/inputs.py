@@ -40,8 +40,11 @@ def says_rewards(run: Facts) -> bool:
 
 BY_TEMPLATE = ReadBy("--apply-chat-template", lambda run: run.apply_chat_template)
 BY_PROCEDURAL = ReadBy(
-    "--prompt-data reasoning-gym:NAME or --eval-prompt-data with it",
-    lambda run: any(x.startswith(PROCEDURAL) for x in (*run.prompt_data, *run.eval_prompt_data)),
+    "--prompt-data reasoning-gym:NAME or an evaluation set of it",
+    lambda run: any(
+        x.startswith(PROCEDURAL)
+        for x in (*run.prompt_data, *(each.path for each in run.config.eval_sets.values()))
+    ),
 )
 BY_CURRICULUM = ReadBy("--curriculum", lambda run: run.curriculum)
 

@@ -1,48 +1,15 @@
-"""Evaluation, and what a run writes."""
+"""What a run writes."""
 
 import difflib
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from fallback_correction.ranges import ReadBy, Rule, at_least
-from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero, Directory
-from onpolicy.config.rules import NO_RESULT, Facts, Parsed, Together
-from onpolicy.errors import ConfigError
+from fallback_correction.ranges import ReadBy
+from onpolicy.config.kinds import Count, CountOrZero, Directory
+from onpolicy.config.rules import Facts, Together
 
-NOT_NEARLY_GREEDY = Rule(
-    lambda x: not 0 < x < SMALLEST_TEMPERATURE,
-    f"SGLang samples greedily below {SMALLEST_TEMPERATURE:g}. Give 0, or a larger value.",
-)
-BY_EVAL = ReadBy("--eval-interval", lambda run: run.eval_interval)
 BY_WANDB = ReadBy("--use-wandb", lambda run: run.use_wandb)
 NO_USE_ALONE = "the one does nothing without the other. Give both, or neither."
-
-SET_NAME = re.compile(r"(?!.*\.(?:jsonl|parquet)$)[A-Za-z0-9][A-Za-z0-9_.+-]*")
-
-
-def eval_sets(values: Sequence[str]) -> dict[str, str]:
-    """The path of every evaluation set under its name; the name of a single path is empty.
-
-    Raises ConfigError for what is neither one path nor pairs of a name and a path, as slime and Miles
-    take them.
-    """
-    names, rule = values[::2], ""
-    if len(values) == 1:
-        return {"": values[0]}
-    if len(values) % 2:
-        rule = f"{len(values)} values are neither one path nor names with their paths"
-    elif wrong := [name for name in names if not SET_NAME.fullmatch(name)]:
-        rule = f"{wrong[0]!r} stands where the name of a set is expected"
-    elif len(set(names)) < len(names):
-        rule = "two sets have the same name"
-    if rule:
-        raise ConfigError(
-            f"--eval-prompt-data={' '.join(values)}: {rule}. Give one path, or: name path [name path "
-            "...], where a name is letters, digits and _ . + -"
-        )
-    return dict(zip(names, values[1::2], strict=True))
 
 
 def _unknown_setting(run: Facts) -> str | None:
@@ -54,36 +21,6 @@ def _unknown_setting(run: Facts) -> str | None:
             hint = f"Did you mean {nearest[0]}?" if nearest else "Take the names from config.json."
             return f"{name}: no setting has that name. {hint}"
     return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    eval_interval: Annotated[
-        CountOrZero, NO_RESULT,
-        Together(lambda run: (
-                bool(run.eval_interval) != bool(run.eval_prompt_data)
-                and repr(" ".join(run.eval_prompt_data))
-            ),
-            "--eval-interval={run.eval_interval}, --eval-prompt-data={found}: " + NO_USE_ALONE),
-    ] = 0  # fmt: skip
-    """Evaluate before the first and after every so many rollouts; 0: never."""
-
-    eval_prompt_data: Annotated[tuple[str, ...], Parsed(eval_sets)] = ()
-    """Evaluation prompts, read like --prompt-data: a path, or several sets as name path name path."""
-
-    n_samples_per_eval_prompt: Annotated[Count, BY_EVAL] = 1
-    """Responses per evaluation prompt, n: avg@n, pass@1, pass@2, pass@4 ..., maj@n (docs/outputs.md)."""
-
-    eval_temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY, BY_EVAL] = 1.0
-    """Temperature of evaluation samples; 0 is greedy."""
-
-    eval_max_response_len: Annotated[int | None, at_least(1), BY_EVAL] = None
-    """Longest evaluation response; --rollout-max-response-len if not given."""
-
-    @property
-    def sets(self) -> dict[str, str]:
-        """The path of every evaluation set under its name; the name of a single path is empty."""
-        return eval_sets(self.eval_prompt_data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,9 @@ def require_context(config: TrainConfig, hf_config: PretrainedConfig) -> int:
     lengths = {
         "--rollout-max-response-len": config.rollout.rollout_max_response_len,
         "--eval-max-response-len": config.eval.eval_max_response_len or 0,
+    } | {
+        f"--eval-config: {name}: max_response_len": each.max_response_len
+        for name, each in config.eval_sets.items()
     }
     flag, longest = max(lengths.items(), key=lambda item: item[1])
     room: int = hf_config.max_position_embeddings - CONTEXT_MARGIN - longest

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.agents.environments.launch import environment_rows
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import DataConfig
+from onpolicy.config.groups import DataConfig, EvalSet
 from onpolicy.config.groups.agents import has_agent, is_of_verifiers
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
@@ -23,6 +24,7 @@ from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompt_order import PromptSource, joined
 from onpolicy.rollout.prompts import load_prompts, make_prompts
+from onpolicy.rollout.reasoning_gym import is_procedural
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.contracts import contract_for
@@ -48,6 +50,13 @@ from onpolicy.types import Prompt
 logger = logging.getLogger(__name__)
 
 
+class EvalPrompts(NamedTuple):
+    """An evaluation set that was read."""
+
+    settings: EvalSet
+    prompts: list[Prompt]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Everything that is read and checked before anything is started."""
@@ -60,8 +69,8 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
 
-    eval_sets: dict[str, list[Prompt]]
-    """The prompts of each evaluation set, by its name; the name of a single set may be empty."""
+    eval_sets: dict[str, EvalPrompts]
+    """Each evaluation set by its name; the name of a single set may be empty."""
 
     stop_token_ids: tuple[int, ...]
 
@@ -78,10 +87,10 @@ class Inputs:
         if has_agent(config.agent):
             return self.max_context_len(config)
         sampled = config.rollout.rollout_max_response_len
-        evaluated = config.eval.eval_max_response_len or sampled
         lengths = [len(prompt.prompt_ids) + sampled for prompt in self.prompts.prompts]
-        for prompts in self.eval_sets.values():
-            lengths += [len(prompt.prompt_ids) + evaluated for prompt in prompts]
+        for each in self.eval_sets.values():
+            evaluated = each.settings.max_response_len
+            lengths += [len(prompt.prompt_ids) + evaluated for prompt in each.prompts]
         return max(lengths)
 
 
@@ -99,12 +108,21 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     tokenizer = load_tokenizer(path, trust)
     require_teacher(config, tokenizer)
 
-    def read(file: str, flag: str) -> list[Prompt]:
+    def read(file: str, flag: str, data: DataConfig = config.data, rule: str = "") -> list[Prompt]:
         vocab_size = hf_config.vocab_size
         given = longest_prompt, vocab_size, flag, config.seed
-        prompts = load_prompts(file, config.data, tokenizer, *given)
+        prompts = load_prompts(file, data, tokenizer, *given)
+        prompts = [replace(prompt, rule=rule or prompt.rule) for prompt in prompts]
         scorer.check_labels(prompts, f"{flag}={file}")
         return prompts
+
+    def read_set(each: EvalSet) -> EvalPrompts:
+        data = replace(config.data, input_key=each.input_key, label_key=each.label_key)
+        made = is_procedural(
+            each.path
+        )  # by a flag's name: the same problems, wherever the set stands
+        flag, rule = ("--eval-prompt-data", "") if made else (each.flag, each.rm_type)
+        return EvalPrompts(settings=each, prompts=read(each.path, flag, data, rule))
 
     ladder = make_ladder(config, hf_config)
     with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
@@ -123,9 +141,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             ladder=ladder,
             tokenizer=tokenizer,
             prompts=PromptSource(prompts, config.seed, config.data.shuffle, parts),
-            eval_sets={
-                name: read(file, "--eval-prompt-data") for name, file in config.eval.sets.items()
-            },
+            eval_sets={name: read_set(each) for name, each in config.eval_sets.items()},
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
             replayed=read_replayed(config, prompts),
         )

@@ -27,6 +27,12 @@ def require_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
         return
     hf_config = load_config(path, trust, FLAG)
     require_fit(path, hf_config, trust, FLAG)
+    flags = config.distillation
+    if flags.opd_loss == "top-k" and flags.opd_top_k >= hf_config.vocab_size:
+        raise ConfigError(
+            f"--opd-top-k={flags.opd_top_k}: the teacher knows {hf_config.vocab_size} tokens. "
+            "Give fewer, or use --opd-loss=full."
+        )
     contract = contract_for(config, hf_config, aligned=config.plan.may_align)
     if config.trainer.train_backend == "megatron":
         megatron.check(config, hf_config, contract)
@@ -43,14 +49,29 @@ def require_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def teacher_bytes(config: TrainConfig) -> int:
-    """What a rank holds of the teacher: its part of the weights, and layers that are gathered."""
+    """What a rank holds of the teacher: its part of the weights, layers that are gathered, and
+    what a loss keeps of what it says."""
     path, trust = config.distillation.teacher_checkpoint, config.model.trust_remote_code
     if not path:
         return 0
     size = ModelSize.of(load_config(path, trust, FLAG), trust)
     itemsize: int = getattr(torch, config.model.dtype).itemsize
+    more = _loss_bytes(config, size, itemsize)
     if config.trainer.train_backend == "megatron":
         shards = config.megatron.megatron_tp * config.megatron.megatron_pp
-        return itemsize * size.parameters // shards
+        return itemsize * size.parameters // shards + more
     gathered = (4 + itemsize) * (size.outside_layers + 2 * size.largest_layer)
-    return 4 * size.parameters // config.cluster.num_ranks + gathered
+    return 4 * size.parameters // config.cluster.num_ranks + gathered + more
+
+
+def _loss_bytes(config: TrainConfig, size: ModelSize, itemsize: int) -> int:
+    """What --opd-loss keeps: of each token of a rank's responses, and the teacher's head. Its logits and
+    log-probabilities of a chunk are as many as the policy's."""
+    flags = config.distillation
+    if flags.opd_loss == "sampled":
+        return 0
+    tokens = config.samples_per_rollout * config.rollout.rollout_max_response_len
+    hidden, of_top_k = size.hidden * itemsize, flags.opd_top_k * (8 + 4) + 4
+    per_token = hidden if flags.opd_loss == "full" else hidden + of_top_k
+    head = size.vocab * size.hidden * itemsize
+    return -(-tokens // config.cluster.num_ranks) * per_token + 2 * head

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.models.trainable import trainable_parameters
 from onpolicy.models.value_head import ValueModel
 from onpolicy.ops import Operators
+from onpolicy.ops.log_probs import Head
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
@@ -87,6 +89,12 @@ class FsdpModel(ShardedModel):
             scores = [self.module(packed) for packed in batches]
         self._free_gathered_weights()
         return scores
+
+    def head(self) -> Head:
+        head = self.module.head()
+        parts = [head.weight] if head.bias is None else [head.weight, head.bias]
+        weight, *bias = (_gathered(x, self.dtype) for x in parts)
+        return replace(head, weight=weight, bias=bias[0] if bias else None)
 
     def accumulate_gradients(
         self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None
@@ -164,3 +172,10 @@ class FsdpModel(ShardedModel):
         self, around: Callable[[Operators], Operators]
     ) -> AbstractContextManager[None]:
         return self.module.around_operators(around)
+
+
+def _gathered(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    sharded = parameter.detach().to(dtype)
+    assert isinstance(sharded, DTensor)
+    whole: Tensor = sharded.full_tensor()
+    return whole

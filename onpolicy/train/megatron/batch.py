@@ -20,6 +20,7 @@ from onpolicy.models.policy import PackedTokens
 from onpolicy.models.routing_replay import OWN_CHOICE
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.kept_tokens import KeptTokens
+from onpolicy.ops.reverse_kl import TeacherRows
 from onpolicy.train.megatron.config import AlignedConfig
 
 FILLER_TOKEN = 0
@@ -62,6 +63,10 @@ class LocalTokens(PackedSeqParams):
     kept: KeptTokens | None = None
     """The tokens that each of the R' tokens was drawn from, if they were cut."""
 
+    wants_hidden: bool = False
+    teacher: TeacherRows | None = None
+    """As in `PackedTokens`; of the R' tokens."""
+
     @staticmethod
     def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:
         """What rank `context_rank` of the context-parallel group computes of `batch`."""
@@ -87,6 +92,8 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
         temperature=batch.temperature,
         routed_experts=_pad_experts(batch, torch.arange(len(batch.tokens)), filler),
         kept=batch.kept,
+        wants_hidden=batch.wants_hidden,
+        teacher=batch.teacher,
     )
 
 
@@ -129,6 +136,8 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         order=order.to(device),
         routed_experts=None if experts is None else experts[mine],
         kept=batch.kept and batch.kept.at(held, missing),
+        wants_hidden=batch.wants_hidden,
+        teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
     )
 
 

@@ -33,9 +33,10 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.scoring import HiddenScores, TaughtScores, score_rows
 from onpolicy.models.value_head import ValueHead, Values
 from onpolicy.ops.base import Operators
-from onpolicy.ops.log_probs import Scores, VocabParallel, token_log_probs
+from onpolicy.ops.log_probs import Head, Scores, VocabParallel
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import share_rows
@@ -102,7 +103,7 @@ class PolicyGptModel(GPTModel):
 
     def _postprocess(
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
-    ) -> Tensor | Scores | Values:
+    ) -> Tensor | Scores | HiddenScores | TaughtScores | Values:
         if not self.post_process:
             return hidden_states
         if self.value_head is not None:
@@ -112,22 +113,18 @@ class PolicyGptModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden_states, True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group)
+        scores = score_rows(hidden[:, 0][local.rows], self.head(), local)
+        if local.order is None:
+            return scores
+        return type(scores)._make(share_rows(x, self.cp_group)[local.order] for x in scores)
+
+    def head(self) -> Head:
+        """The output projection of the last stage, this rank's rows of it."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert self.config.operators is not None and self.config.hf_config is not None
-        scores = token_log_probs(
-            self.config.operators,
-            hidden[:, 0][local.rows],
-            weight,
-            None,
-            local.targets,
-            local.temperature,
-            VocabParallel(self.config.hf_config.vocab_size, group),
-            kept=local.kept,
-        )
-        if local.order is None:
-            return scores
-        return Scores(*(share_rows(x, self.cp_group)[local.order] for x in scores))
+        vocabulary = VocabParallel(self.config.hf_config.vocab_size, self.tp_group)
+        return Head(self.config.operators, weight, None, vocabulary)
 
     def _values(self, hidden: Tensor, head: ValueHead, local: LocalTokens) -> Values:
         """Every tensor-parallel rank computes all of them, and all of their gradient."""
@@ -203,16 +200,14 @@ def build_model(
     return model
 
 
-def packed_forward(model: nn.Module, batch: PackedTokens) -> Tensor | Scores | Values:
+def packed_forward(model: nn.Module, batch: PackedTokens) -> Any:
     """The forward step of one micro-batch, for Megatron's schedules or alone.
 
-    Returns the scores, a critic's values, of the tokens asked for on the last pipeline stage, on every
-    tensor- and context-parallel rank alike; hidden states to send on the other stages. Summed over
-    context-parallel ranks, parameters get the gradient of a loss that every one of them computes.
-    `model` may be wrapped, as by DistributedDataParallel.
+    Returns what a `PolicyModel` returns, or a critic's values, of the tokens asked for on the last
+    pipeline stage, on every tensor- and context-parallel rank alike; hidden states to send on the other
+    stages. Summed over context-parallel ranks, parameters get the gradient of a loss that every one of
+    them computes. `model` may be wrapped, as by DistributedDataParallel.
     """
     local = get_attr_wrapped_model(model, "localize")(batch)
-    result: Tensor | Scores | Values = model(
-        local.tokens, local.positions, None, packed_seq_params=local
-    )
+    result: Any = model(local.tokens, local.positions, None, packed_seq_params=local)
     return result

@@ -76,6 +76,8 @@ def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Any]:
     """
     with torch.no_grad():
         results = _run(model, batches, None)
+    if num_stages() == 1:
+        return results
     kind: Any = Values if get_attr_wrapped_model(model, "has_values") else Scores
     vectors = share_vectors(
         [vector for scores in results for vector in scores],

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
@@ -20,7 +21,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, operator_shapes
 from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators
-from onpolicy.ops.log_probs import Scores
+from onpolicy.ops.log_probs import Head, Scores
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel
@@ -93,6 +94,10 @@ class MegatronModel(ShardedModel):
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         return score(self.module, batches)
+
+    def head(self) -> Head:
+        head: Head = get_attr_wrapped_model(self.module, "head")()
+        return replace(head, weight=head.weight.detach())
 
     def accumulate_gradients(
         self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None

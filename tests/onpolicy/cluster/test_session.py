@@ -86,6 +86,7 @@ def owner(tmp_path):
             [sys.executable, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "TMPDIR": temporary},
         )
@@ -118,11 +119,14 @@ def assert_nothing_waits_or_yields(processes):
     assert names[actor].startswith("ray::Actor") and actor.nice() == processes[0].nice()
 
 
-def test_nothing_is_left_when_its_owner_is_killed(owner):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_its_owner_is_killed_and_nothing_is_written(owner, number):
+    """Ray would write a stack for SIGTERM."""
     process, footprint = owner
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(number)
+    assert process.wait() == -number
     assert footprint.left(100) == []
+    assert process.stderr.read() == ""
 
 
 def test_who_has_no_token_does_not_get_in(owner):

@@ -10,6 +10,7 @@ import pytest
 
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import scorer as scorer_module
+from onpolicy.rewards.workers import Workers
 from onpolicy.rollout.reasoning_gym import rows_of
 from tests.support.samples import to_score as sample
 
@@ -75,6 +76,22 @@ def test_a_rule_scores_samples_in_order(scorer):
     assert [s.reward for s in samples] == [1.0, 0.0, 1.0]
     assert [s.answer for s in samples] == ["42", "41", "42"]
     assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+
+
+def test_a_rule_that_comes_later_is_imported_before_samples_have_their_time(scorer, monkeypatch):
+    imported = []
+
+    def noting(config, rules):
+        imported.append(rules)
+        return Workers(config, rules)
+
+    monkeypatch.setattr(scorer_module, "Workers", noting)
+    rule, other = scorer(rm_type="exact", rm_workers=1), sample("Answer: 42")
+    other.prompt = replace(other.prompt, rule="dapo")
+    for samples in ([sample("42")], [other, sample("42")], [sample("42"), other]):
+        rule.score([samples])
+        assert {each.reward for each in samples} == {1.0}
+    assert imported == [["exact"], ["dapo", "exact"]]
 
 
 def test_a_prompt_may_name_its_rule_in_place_of_the_runs(scorer):

@@ -194,6 +194,40 @@ def test_evaluation_comes_before_the_first_and_after_each_kth_rollout_and_change
         assert {line["step"] for line in samples_of(tmp_path, f"eval_hard_{step:06d}")} == {step}
 
 
+SETS = """
+eval:
+  datasets:
+    - {name: easy, path: a, interval: 2, n_samples_per_eval_prompt: 2, max_response_len: 2}
+    - {name: hard, path: b, interval: 3, temperature: 0.5, top_k: 2}
+"""
+
+
+def test_every_set_has_its_own_interval_samples_and_sampling(plain, tmp_path, monkeypatch):
+    (tmp_path / "sets.yaml").write_text(SETS)
+    given = {"eval_config": str(tmp_path / "sets.yaml"), "eval_top_p": 0.5, "log_samples": 99}
+    asked, work = set(), EnginePair.work
+
+    def noting(self, job, *more):
+        completions = work(self, job, *more)
+        params = [request.params for request in job.requests]
+        asked.update((p.temperature, p.top_p, p.top_k, p.max_new_tokens) for p in params)
+        return completions
+
+    monkeypatch.setattr(EnginePair, "work", noting)
+    sets = {"easy": PROMPTS[:2], "hard": PROMPTS[3:]}
+    summary = run_in_memory(tmp_path, eval_sets=sets, **given)
+    assert summary.run_hash == plain[1].run_hash
+    records = records_of(tmp_path)
+    assert [r["step"] for r in records if "eval/easy/pass@2" in r] == [0, 2, 4]
+    assert [r["step"] for r in records if "eval/hard/pass@1" in r] == [0, 3]
+    easy, hard = (samples_of(tmp_path, f"eval_{name}_000000") for name in ("easy", "hard"))
+    assert len(easy) == 4 and len(hard) == 2
+    assert max(line["num_tokens"] for line in easy) == 2 < max(line["num_tokens"] for line in hard)
+    assert (1.0, 0.5, -1, 2) in asked
+    assert (0.5, 0.5, 2, 6) in asked
+    assert len(asked) == 3  # and what rollouts are
+
+
 def test_another_evaluation_set_beside_it_changes_nothing_of_one(tmp_path):
     alone, both = tmp_path / "alone", tmp_path / "both"
     run_in_memory(alone, eval_interval=2, eval_sets={"hard": EVAL_SETS["hard"]})

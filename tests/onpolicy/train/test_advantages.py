@@ -18,7 +18,7 @@ from onpolicy.train.shares import Outcomes, make_shares
 from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, make_samples, weights
 from tests.support.ranks import on_ranks
-from tests.support.samples import make_train_sample
+from tests.support.samples import make_train_sample, with_trajectory
 from tests.support.tiny import make_checkpoint
 
 PEERS = json.loads((Path(__file__).parents[2] / "data/peer_losses.json").read_text())
@@ -113,13 +113,14 @@ TOKEN_REWARDS = {1: [0.3], 3: [-0.5, 0.05], 4: [0.1, 0.0, 0.1, 0.0, 2.3], 8: [1.
 
 def token_rewarded_samples():
     """Samples 1 to 3 are trajectories of one episode."""
+    forked = (with_trajectory(s, forks=((str(i), 1),)) for i, s in enumerate(grouped_samples()))
     return [
         dataclasses.replace(
             s,
             episode=1 if i in (2, 3) else i,
             sample=dataclasses.replace(s.sample, token_rewards=TOKEN_REWARDS.get(i)),
         )
-        for i, s in enumerate(grouped_samples())
+        for i, s in enumerate(forked)
     ]
 
 

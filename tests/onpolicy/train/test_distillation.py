@@ -1,4 +1,7 @@
-"""The reverse KL to a teacher: exactly 0 where teacher and policy are the same, and then alone."""
+"""The reverse KL to a teacher, as advantages and as a loss: exactly 0 where teacher and policy are the
+same, and then alone."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from tests.support.megatron_training import Job, equal, make, weights
 from tests.support.tiny import make_checkpoint
 
 KL, DIFFERENCE = "distillation/reverse_kl", "distillation/log_prob_abs_diff"
+LOSS = "distillation/kl_loss"
+FORMS = [{"opd_loss": "full"}, {"opd_loss": "top-k", "opd_top_k": 5}]
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +80,68 @@ def test_a_teacher_alone_of_the_same_weights_teaches_nothing(student):
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_loss_of_a_teacher_of_the_same_weights_has_no_gradient(student, tmp_path, backend):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    for form in FORMS:
+        metrics, _ = learn(job(student, student, backend, opd_reward_coef=0.0, **form))
+        assert (metrics[LOSS], metrics[KL], metrics["train/grad_norm"]) == (0.0, 0.0, 0.0)
+    up = torch.tensor(torch.inf)
+    off = copied(student, tmp_path / "off", lambda x: torch.nextafter(x, up.to(x)))
+    metrics, _ = learn(job(student, off, backend, opd_reward_coef=0.0, **form))
+    assert metrics[LOSS] != 0 and metrics["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_on_the_loss_lower_it(student, tmp_path, form):
+    """With the rewards left out; beside them it adds to their loss what its coefficient says."""
+    teacher = make_checkpoint(tmp_path / "teacher", "qwen3-tied")
+    trainer = make(job(student, teacher, mode=False, opd_reward_coef=0.0, **form))
+    samples = branched_samples(trainer)
+    found = [trainer.train(samples, step, [1e-3]).metrics for step in range(3)]
+    losses = [metrics[LOSS] for metrics in found]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.98 * losses[0]
+    assert [m["train/loss"] for m in found] == losses
+    beside = learn(job(student, teacher, mode=False, opd_kl_coef=0.5, **form))[0]
+    assert beside[LOSS] == losses[0]
+    assert beside["train/loss"] == pytest.approx(beside["train/pg_loss"] + 0.5 * losses[0])
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_it_is_the_same_on_any_number_of_ranks(student, tmp_path, backend):
+    """Samples are shared out by FSDP2; by Megatron-core also the vocabulary and the sequences, where
+    gradients are added in another order."""
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     teacher = make_checkpoint(tmp_path / "teacher", "qwen3-tied")
+    layouts = [{}, {}, {}]
+    if backend == "megatron":
+        layouts = [{}, {"megatron_tp": 2}, {"megatron_cp": 2}]
+    jobs = [job(student, teacher, backend, **form) for form in ({}, *FORMS)]
     found = []
     for count in (1, 2):
         group = Ranks(count)
-        found.append(group.run(learn, job(student, teacher, backend))[0])
+        shared = [each.under(layout) for each, layout in zip(jobs, layouts, strict=True)]
+        found.append([group.run(learn, each)[0] for each in (jobs if count == 1 else shared)])
         group.stop()
-    (metrics, alone), (others, together) = found
-    assert metrics == others and equal(alone, together)
-    assert metrics[KL] != 0 < metrics[DIFFERENCE]
+    for layout, (metrics, alone), (others, together) in zip(layouts, *found, strict=True):
+        if layout:
+            assert metrics.pop("train/grad_norm") == pytest.approx(others.pop("train/grad_norm"))
+        else:
+            assert equal(alone, together)
+        assert metrics == others
+        assert metrics[KL] != 0 < metrics[DIFFERENCE]
+    assert found[0][1][0][LOSS] > found[0][2][0][LOSS] > 0
+
+
+def test_tokens_that_were_drawn_from_a_part_of_the_vocabulary_have_no_loss(student):
+    trainer = make(job(student, student, opd_loss="full"))
+    first, *others = branched_samples(trainer)
+    trajectory = first.sample.trajectory
+    trajectory = replace(trajectory, kept_tokens=[b""] * trajectory.num_sampled)
+    samples = [replace(first, sample=replace(first.sample, trajectory=trajectory)), *others]
+    with pytest.raises(TrainingError, match="over the whole vocabulary"):
+        trainer.train(samples, 0, [1e-3])
 
 
 class Given(Estimator):

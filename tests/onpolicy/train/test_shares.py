@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.train.shares import make_shares, pack, split_evenly, split_into_steps
-from tests.support.samples import make_train_sample
+from tests.support.samples import make_train_sample, with_trajectory
 
 
 def samples_of(lens):
@@ -56,7 +56,8 @@ def in_episodes(sizes):
     samples = samples_of([3] * sum(sizes))
     numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
     return [
-        dataclasses.replace(s, episode=n, group=0) for s, n in zip(samples, numbers, strict=True)
+        with_trajectory(dataclasses.replace(s, episode=n, group=0), forks=((str(i), 1),))
+        for i, (s, n) in enumerate(zip(samples, numbers, strict=True))
     ]
 
 

@@ -15,7 +15,7 @@ from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.errors import AgentError, ConfigError
 from onpolicy.types import Prompt
-from tests.support.acting import Draws, SpelledOut, decode, roll_out
+from tests.support.acting import Draws, Says, SpelledOut, decode, roll_out
 
 pytest.importorskip(
     "verifiers", reason="verifiers is not installed: pip install 'onpolicy[agents]'"
@@ -25,7 +25,7 @@ NAME = "tests.support.environments_for_verifiers"
 CALL = '<tool_call>\n{"name": "product", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
-def rolled_out(words=(), row=1, **arguments):
+def rolled_out(words=(), row=1, draws=None, **arguments):
     """An episode with a row of the dataset."""
     given = {"name": NAME, "arguments": json.dumps(arguments)}
     (found,) = [each for n, each in enumerate(ours.rows(*given.values())) if n == row]
@@ -38,7 +38,7 @@ def rolled_out(words=(), row=1, **arguments):
 
     gateway = Gateway(rules)
     rollouter = acts_by(FunctionRollouter(function), lambda: gateway)
-    return roll_out(rollouter, Draws(words), prompt=prompt)
+    return roll_out(rollouter, draws or Draws(words), prompt=prompt)
 
 
 def test_what_its_workers_take_to_start_is_none_of_an_episodes_time():
@@ -91,6 +91,18 @@ def test_an_environment_of_several_turns_is_rewarded_by_its_rubric():
     assert episode.episode.info == {"ended": "max_turns_reached", "is_truncated": False}
     assert episode.episode.metrics["verifiers/num_turns"] == 3
     assert "verifiers/is_short" in episode.episode.metrics
+    assert episode.episode.metrics["verifiers/empty_answers"] == 0
+
+
+def test_an_answer_without_text_is_scored_by_the_rubric_and_learnt():
+    """To the package it is an error that ends the episode; the policy would give ever more of them."""
+    episode = rolled_out(draws=Says(["ab", ""]), kind="asks")
+    (trajectory,) = episode.trajectories
+    assert decode(trajectory.response_ids) == "ab<stop><stop>"
+    assert episode.episode.reward == 1 / (1 + len("2?"))  # of the last message, a question
+    assert episode.episode.metrics["verifiers/empty_answers"] == 1
+    with pytest.raises(AgentError, match="Error calling reward function is_short"):
+        rolled_out(draws=Says([""]), kind="asks")  # which takes a chat of one message
 
 
 def test_tools_are_called_and_their_results_are_given():

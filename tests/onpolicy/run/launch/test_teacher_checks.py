@@ -28,6 +28,37 @@ def test_a_teacher_of_another_size_with_the_same_tokenizer_is_taken(checkpoint, 
     assert teacher_bytes(config_of(checkpoint)) == 0
 
 
+def test_memory_counts_what_a_loss_keeps_of_every_token(checkpoint):
+    flags = [
+        "--teacher-checkpoint",
+        str(checkpoint),
+        "--rollout-max-response-len",
+        "10",
+        "--opd-loss",
+    ]
+    more = ["--rollout-batch-size", "100"]
+    fewer, full, top_k = (
+        teacher_bytes(config_of(checkpoint, *flags, *argv))
+        for argv in (["full"], ["full", *more], ["top-k", "--opd-top-k", "5", *more])
+    )
+    tokens = (100 - 32) * 8 * 10
+    assert full - fewer == tokens * 2 * load_config(str(checkpoint)).hidden_size
+    assert top_k - full == 100 * 8 * 10 * (5 * 12 + 4)
+
+
+def test_more_of_the_likeliest_tokens_than_there_are_is_refused(checkpoint):
+    flags = [
+        "--teacher-checkpoint",
+        str(checkpoint),
+        "--opd-loss",
+        "top-k",
+        "--opd-top-k",
+        "100000",
+    ]
+    with pytest.raises(ConfigError, match="--opd-top-k=100000: the teacher knows"):
+        require_teacher(config_of(checkpoint, *flags), load_tokenizer(str(checkpoint)))
+
+
 def test_another_tokenizer_is_refused(checkpoint, tmp_path):
     teacher = make_checkpoint(tmp_path / "teacher", "qwen3")
     file = teacher / "tokenizer.json"
@@ -54,6 +85,12 @@ def test_an_unknown_teacher_is_refused(checkpoint, tmp_path):
     [
         (["--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
         (["--opd-kl-coef", "0"], "nothing would be learnt from --teacher-checkpoint"),
+        (["--opd-loss", "full", "--rollout-top-p", "0.9"], "the KL over the whole vocabulary"),
+        (["--opd-top-k", "5"], "only --opd-loss=top-k reads it"),
+        (
+            ["--opd-loss", "top-k", "--train-backend", "megatron", "--megatron-pp", "2"],
+            "only the last stage",
+        ),
         (["--opd-reward-coef", "0", "--filter-equal-rewards"], "rewards are not learnt from"),
     ],
 )

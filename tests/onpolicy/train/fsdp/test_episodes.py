@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from onpolicy.errors import TrainingError
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make
 from tests.support.branched import NUM_LEARNT, REWARDS, branched_samples
 
@@ -77,21 +78,13 @@ def test_the_loss_and_its_gradients_are_those_by_hand(make, checkpoint, aggregat
         assert difference <= 1e-7, (name, difference, gradient.abs().max())
 
 
-@pytest.mark.parametrize("aggregation", PER_EPISODE)
-def test_a_branch_that_is_trained_twice_is_another_loss(make, aggregation):
-    """The control. With means of tokens the loss is the same number, and its gradients are not."""
-    trainers = [
-        make(algorithm={"loss_aggregation": aggregation}, trainer={"clip_grad": 0.0}) for _ in "ab"
-    ]
-    once, twice = (
-        learnt(trainer, branched_samples(trainer, twice=is_twice))
-        for trainer, is_twice in zip(trainers, (False, True), strict=True)
-    )
-    if aggregation != "seq-mean-token-mean":
-        assert once[0] != twice[0]
-    largest = max(gradient.abs().max() for gradient in once[1].values())
-    apart = max((once[1][name] - twice[1][name]).abs().max() for name in once[1])
-    assert apart > largest / 100
+def test_a_branch_that_would_be_trained_twice_is_refused(make):
+    trainer = make()
+    samples = branched_samples(trainer, twice=True)
+    assert [len(s.lags) for s in samples[:3]] == [4, 5, 6]
+    told = r"prompt 0, sample 0: 2 sampled .* at position 3, would be learnt in an earlier one too"
+    with pytest.raises(TrainingError, match=told):
+        learnt(trainer, samples)
 
 
 def test_a_trajectory_that_counts_as_an_episode_weighs_more(make):

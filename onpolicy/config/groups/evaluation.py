@@ -1,0 +1,207 @@
+"""What is evaluated: sets of prompts, each sampled and scored in its own way."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fallback_correction.ranges import ReadBy, Rule, above, at_least, at_most, broken_rule
+from onpolicy.config.flags import flags_of
+from onpolicy.config.groups.agents import has_agent
+from onpolicy.config.groups.inputs import PROCEDURAL, DataConfig
+from onpolicy.config.groups.rollout import NO_LIMIT_IS_MINUS_ONE, RolloutConfig
+from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
+from onpolicy.config.strict_yaml import broken_kind, read_mapping, require_known, require_mapping
+from onpolicy.errors import ConfigError
+
+NOT_NEARLY_GREEDY = Rule(
+    lambda x: not 0 < x < SMALLEST_TEMPERATURE,
+    f"SGLang samples greedily below {SMALLEST_TEMPERATURE:g}. Give 0, or a larger value.",
+)
+BY_EVAL = ReadBy("--eval-interval", lambda run: run.eval_interval or run.eval_config)
+
+SET_NAME = re.compile(r"(?!.*\.(?:jsonl|parquet)$)[A-Za-z0-9][A-Za-z0-9_.+-]*")
+A_NAME = "a name is letters, digits and _ . + -"
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """One set: its prompts, how they are sampled and scored, and when. A key of --eval-config each."""
+
+    name: str
+    path: str
+    interval: CountOrZero
+    n_samples_per_eval_prompt: Count
+    temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY]
+    top_p: Annotated[float, above(0), at_most(1)]
+    top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE]
+    max_response_len: Count
+    input_key: str
+    label_key: str
+
+    rm_type: Literal["", "math", "dapo", "exact"] = ""
+    """The rule that scores its responses; empty: what scores the run's."""
+
+    flag: str = "--eval-prompt-data"
+    """What names the set, for messages."""
+
+
+KEYS = {flag.name: flag for flag in flags_of(EvalSet) if flag.name != "flag"}
+OWN = ("name", "path")
+"""Keys that every set has to itself."""
+
+
+def eval_sets(values: Sequence[str]) -> dict[str, str]:
+    """The path of every evaluation set under its name; the name of a single path is empty.
+
+    Raises ConfigError for what is neither one path nor pairs of a name and a path, as slime and Miles
+    take them.
+    """
+    names, rule = values[::2], ""
+    if len(values) == 1:
+        return {"": values[0]}
+    if len(values) % 2:
+        rule = f"{len(values)} values are neither one path nor names with their paths"
+    elif wrong := [name for name in names if not SET_NAME.fullmatch(name)]:
+        rule = f"{wrong[0]!r} stands where the name of a set is expected"
+    elif len(set(names)) < len(names):
+        rule = "two sets have the same name"
+    if rule:
+        raise ConfigError(
+            f"--eval-prompt-data={' '.join(values)}: {rule}. Give one path, or: name path [name path "
+            f"...], where {A_NAME}"
+        )
+    return dict(zip(names, values[1::2], strict=True))
+
+
+def read_sets(file: str) -> dict[str, Values]:
+    """What an --eval-config says of each set, by its name; nothing for no file.
+
+    The file has slime's form, `eval: {defaults: {...}, datasets: [{name, path, ...}, ...]}`. Raises
+    ConfigError for a key that is none, a value that its key does not take, and a set that comes twice.
+    """
+    if not file:
+        return {}
+    name = f"--eval-config={file}"
+    content = read_mapping(file, name)
+    for key in content:
+        require_known(key, ["eval"], name)
+    body = require_mapping(content.get("eval"), f"{name}: eval", "defaults and datasets")
+    for key in body:
+        require_known(key, ["defaults", "datasets"], f"{name}: eval")
+    defaults = _checked(body.get("defaults", {}), f"{name}: defaults", [*KEYS.keys() - {*OWN}])
+    datasets = body.get("datasets")
+    if not isinstance(datasets, list) or not datasets:
+        raise ConfigError(f"{name}: datasets: must be a list of sets. Give one with name and path.")
+    found: dict[str, Values] = {}
+    for number, given in enumerate(datasets, 1):
+        place = f"{name}: set {number}"
+        values = _checked(given, place, [*KEYS])
+        if missing := [key for key in OWN if not values.get(key)]:
+            raise ConfigError(
+                f"{place}: {missing[0]} is missing. Give every set a name and a path."
+            )
+        if not SET_NAME.fullmatch(values["name"]):
+            raise ConfigError(f"{place}: name={values['name']!r}: {A_NAME}.")
+        if values["name"] in found:
+            raise ConfigError(f"{place}: name={values['name']}: an earlier set has it. Rename one.")
+        if values.get("rm_type") and values["path"].startswith(PROCEDURAL):
+            raise ConfigError(f"{place}: rm_type: {PROCEDURAL} has its own scorer. Leave it out.")
+        found[values["name"]] = {**defaults, **values, "flag": f"{name}: {values['name']}: path"}
+    return found
+
+
+def _checked(given: object, place: str, known: Sequence[str]) -> Values:
+    """The values of a set, or of the defaults, each of its key's kind and in its range."""
+    values = {}
+    for key, value in require_mapping(given, place, "keys to values").items():
+        require_known(key, known, place)
+        kind = KEYS[key].kind
+        if rule := broken_kind(value, kind):
+            raise ConfigError(f"{place}: {key}={value!r}: {rule}.")
+        values[key] = kind(str(value)) if kind in (int, float) else value
+        if rule := broken_rule(values[key], KEYS[key].notes):
+            raise ConfigError(f"{place}: {key}={value!r}: {rule}")
+    return values
+
+
+def sets_of(
+    evaluation: "EvalConfig", rollout: RolloutConfig, data: DataConfig
+) -> dict[str, EvalSet]:
+    """The sets by their names, with what flags say where a set does not."""
+    top_p, top_k = evaluation.eval_top_p, evaluation.eval_top_k
+    length = evaluation.eval_max_response_len or rollout.rollout_max_response_len
+    defaults = {
+        "interval": evaluation.eval_interval,
+        "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
+        "temperature": evaluation.eval_temperature,
+        "top_p": rollout.rollout_top_p if top_p is None else top_p,
+        "top_k": rollout.rollout_top_k if top_k is None else top_k,
+        "max_response_len": length,
+        "input_key": data.input_key,
+        "label_key": data.label_key,
+    }
+    given = read_sets(evaluation.eval_config)
+    if paths := evaluation.eval_prompt_data:
+        given = {name: {"name": name, "path": path} for name, path in eval_sets(paths).items()}
+    return {name: EvalSet(**{**defaults, **values}) for name, values in given.items()}
+
+
+def _not_due(run: Facts) -> str | None:
+    """What of the interval and the sets does nothing."""
+    sets = run.config.eval_sets
+    given = "--eval-interval={}, --eval-prompt-data={!r}, --eval-config={!r}".format(
+        run.eval_interval, " ".join(run.eval_prompt_data), run.eval_config
+    )
+    if run.eval_interval and not sets:
+        return f"{given}: there is nothing to evaluate. Give sets, or leave the interval out."
+    if never := [each.name for each in sets.values() if not each.interval]:
+        return f"{given}: {never[0] or 'the set'} would never be evaluated. Give --eval-interval."
+    return None
+
+
+def _unscored(run: Facts) -> str | None:
+    """The first set whose responses nothing would score."""
+    if run.config.reward.sources or has_agent(run):
+        return None
+    for each in run.config.eval_sets.values():
+        if not (each.rm_type or each.path.startswith(PROCEDURAL)):
+            return f"{each.flag}={each.path}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    eval_interval: Annotated[CountOrZero, NO_RESULT, Together(_not_due, "{found}")] = 0
+    """Evaluate before the first and after every so many rollouts; 0: never."""
+
+    eval_prompt_data: Annotated[tuple[str, ...], Parsed(eval_sets)] = ()
+    """Evaluation prompts, read like --prompt-data: a path, or several sets as name path name path."""
+
+    eval_config: Annotated[
+        str, Parsed(read_sets),
+        Against(lambda run: run.eval_prompt_data, "--eval-prompt-data names sets too"),
+        Together(_unscored,
+            "{found}: no reward scores its responses. Give the set an rm_type in --eval-config, or the "
+            "run --rm-type, --custom-rm-path or --rewards."),
+    ] = ""  # fmt: skip
+    """YAML file of sets instead, each with its own samples per prompt, sampling, lengths, interval and
+    reward (docs/outputs.md); the flags say what a set does not."""
+
+    n_samples_per_eval_prompt: Annotated[Count, BY_EVAL] = 1
+    """Responses per evaluation prompt, n: avg@n, pass@1, pass@2, pass@4 ..., maj@n (docs/outputs.md)."""
+
+    eval_temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY, BY_EVAL] = 1.0
+    """Temperature of evaluation samples; 0 is greedy."""
+
+    eval_top_p: Annotated[float | None, above(0), at_most(1), BY_EVAL] = None
+    """--rollout-top-p of evaluation samples; the rollout's if not given."""
+
+    eval_top_k: Annotated[int | None, at_least(-1), NO_LIMIT_IS_MINUS_ONE, BY_EVAL] = None
+    """--rollout-top-k of evaluation samples; the rollout's if not given."""
+
+    eval_max_response_len: Annotated[int | None, at_least(1), BY_EVAL] = None
+    """Longest evaluation response; --rollout-max-response-len if not given."""

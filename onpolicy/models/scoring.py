@@ -1,0 +1,66 @@
+"""From the hidden states of the tokens asked for to what a micro-batch wants to know of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from onpolicy.ops.kept_tokens import KeptTokens
+from onpolicy.ops.log_probs import Head, Scores, token_log_probs
+from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
+
+
+class HiddenScores(NamedTuple):
+    """Scores, and what they were computed from."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+    hidden: Tensor
+    """[R, H]: what the head got of each token, without gradient"""
+
+
+class TaughtScores(NamedTuple):
+    """Scores, and how far each token's distribution is from the teacher's."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+    reverse_kl: Tensor
+    """float32 [R], in nats, with gradient"""
+
+
+class Asked(Protocol):
+    """The tokens asked for, of a whole micro-batch or of a rank's part: see `PackedTokens`."""
+
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def temperature(self) -> Tensor: ...
+    @property
+    def kept(self) -> KeptTokens | None: ...
+    @property
+    def wants_hidden(self) -> bool: ...
+    @property
+    def teacher(self) -> TeacherRows | None: ...
+
+
+def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScores | TaughtScores:
+    """What is asked of hidden states [R, H] under a head."""
+    scores = token_log_probs(
+        head.operators,
+        hidden,
+        head.weight,
+        head.bias,
+        asked.targets,
+        asked.temperature,
+        head.vocabulary,
+        head.finish,
+        asked.kept,
+    )
+    if asked.wants_hidden:
+        return HiddenScores(*scores, hidden.detach())
+    if asked.teacher is not None:
+        return TaughtScores(*scores, reverse_kl(hidden, head, asked.teacher))
+    return scores

@@ -1,0 +1,184 @@
+"""The reverse KL from a model to a teacher, over the vocabulary, without a [R, V] tensor.
+
+    KL(p || q) = sum over v of p(v) d(v),        d(v) = log p(v) - log q(v)
+    its gradient by the logit of v              = p(v) (d(v) - KL(p || q))
+
+as in generalised knowledge distillation (arXiv 2306.13649, section 3, on the student's own samples).
+Where only the k likeliest tokens of the teacher are known, the others count as one: d(v) of each is the
+log ratio of what they have together. That is a KL too, and at most the whole one.
+
+Where both are the same bits, every d(v) is exactly 0, and so are the KL and its gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.log_probs import Head
+
+_UNITS = 2.0**44
+"""Whole numbers that a nat is counted as: sums of them depend on no order, and 2**19 nats fit."""
+
+_SHARES = 2.0**52
+"""Whole numbers that a probability of 1 is counted as."""
+
+
+class TeacherRows(ABC):
+    """What a teacher says of the R tokens of a micro-batch."""
+
+    @abstractmethod
+    def width(self, vocab_size: int) -> int:
+        """The first so many tokens of `vocab_size` that both have: checkpoints of one tokenizer pad
+        their vocabularies to different sizes."""
+
+    @abstractmethod
+    def log_ratios(self, operators: Operators, log_probs: Tensor, rows: slice) -> Tensor:
+        """d of every token: float32 [M, V], the model's log-probabilities of some rows, -> [M, V]."""
+
+    @abstractmethod
+    def at(self, rows: Tensor) -> TeacherRows:
+        """Those rows of it, int64 [N]."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTeacher(TeacherRows):
+    """Its hidden states, and the head that makes the whole distribution of some of them at a time."""
+
+    hidden: Tensor
+    """[R, K], of the teacher's own dtype and size"""
+
+    head: Head
+
+    def width(self, vocab_size: int) -> int:
+        return min(vocab_size, self.head.vocabulary.size)
+
+    def log_ratios(self, operators: Operators, log_probs: Tensor, rows: slice) -> Tensor:
+        logits = self.head.logits(self.hidden[rows])
+        return log_probs - _log_softmax(operators, logits, log_probs.shape[1])
+
+    def at(self, rows: Tensor) -> WholeTeacher:
+        return WholeTeacher(self.hidden[rows], self.head)
+
+
+@dataclass(frozen=True, slots=True)
+class TopKTeacher(TeacherRows):
+    """Its k likeliest tokens, and all others as one."""
+
+    tokens: Tensor
+    """int64 [R, k]"""
+
+    log_probs: Tensor
+    """float32 [R, k]"""
+
+    log_rest: Tensor
+    """float32 [R]: of all the others together"""
+
+    vocab_size: int
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head, k: int, vocab_size: int) -> TopKTeacher:
+        """What is kept of a teacher's hidden states [R, K], for a model of such a vocabulary."""
+        width = min(vocab_size, head.vocabulary.size)
+        operators, found = head.operators, []
+        for rows in head.chunks(hidden):
+            log_probs = _log_softmax(operators, head.logits(hidden[rows]), width)
+            top, tokens = log_probs.topk(k, dim=-1)
+            found.append((tokens, top, _log_rest(operators, log_probs, tokens)))
+        tokens, top, rest = map(torch.cat, zip(*found, strict=True))
+        return TopKTeacher(tokens, top, rest, width)
+
+    def width(self, vocab_size: int) -> int:
+        return min(vocab_size, self.vocab_size)
+
+    def log_ratios(self, operators: Operators, log_probs: Tensor, rows: slice) -> Tensor:
+        tokens = self.tokens[rows]
+        rest = _log_rest(operators, log_probs, tokens) - self.log_rest[rows]
+        ratios = rest[:, None].expand_as(log_probs).contiguous()
+        return ratios.scatter_(1, tokens, log_probs.gather(1, tokens) - self.log_probs[rows])
+
+    def at(self, rows: Tensor) -> TopKTeacher:
+        parts = (self.tokens[rows], self.log_probs[rows], self.log_rest[rows])
+        return TopKTeacher(*parts, self.vocab_size)
+
+
+def _log_softmax(operators: Operators, logits: Tensor, width: int) -> Tensor:
+    ones = torch.ones(len(logits), 1, device=logits.device)
+    return operators.log_softmax(logits[:, :width].contiguous(), ones)
+
+
+def _log_rest(operators: Operators, log_probs: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probability of all but `tokens`; of less than 2**-52, that."""
+    probabilities = operators.elementwise(torch.exp, log_probs.double())
+    counted = (probabilities * _SHARES).round().long().scatter_(1, tokens, 0)
+    share = counted.sum(-1).clamp_(min=1).double() / _SHARES
+    return operators.elementwise(torch.log, share).float()
+
+
+def reverse_kl(hidden: Tensor, head: Head, teacher: TeacherRows) -> Tensor:
+    """The reverse KL to `teacher` at every row: hidden [R, K] -> float32 [R], in nats.
+
+    Gradients flow to `hidden` and the head, as from `token_log_probs`; logits are computed a chunk of
+    rows at a time, and again in the backward pass.
+    """
+    found: Tensor = _ReverseKl.apply(hidden, head.weight, head.bias, head, teacher)
+    return found
+
+
+class _ReverseKl(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        teacher: TeacherRows,
+    ) -> Tensor:
+        operators = head.operators
+        kl = hidden.new_empty(len(hidden), dtype=torch.float32)
+        for rows in head.chunks(hidden):
+            terms, ratios = _terms(operators, head.logits(hidden[rows]), teacher, rows)
+            kl[rows] = _row_sums(terms.mul_(ratios))
+        ctx.operators, ctx.teacher = operators, teacher  # type: ignore[attr-defined]
+        ctx.vocabulary, ctx.finish = head.vocabulary, head.finish  # type: ignore[attr-defined]
+        ctx.save_for_backward(hidden, weight, bias, kl)  # type: ignore[arg-type]
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, kl = ctx.saved_tensors  # type: ignore[attr-defined]
+        operators: Operators = ctx.operators  # type: ignore[attr-defined]
+        teacher: TeacherRows = ctx.teacher  # type: ignore[attr-defined]
+
+        def grad_logits(logits: Tensor, rows: slice) -> Tensor:
+            probabilities, ratios = _terms(operators, logits, teacher, rows)
+            found = ratios.sub_(kl[rows, None]).mul_(probabilities).mul_(grad[rows, None])
+            out = torch.zeros_like(logits)
+            out[:, : found.shape[1]] = found
+            return out
+
+        head = Head(operators, weight, bias, ctx.vocabulary, ctx.finish)  # type: ignore[attr-defined]
+        return *head.gradients(hidden, grad_logits), None, None
+
+
+def _terms(
+    operators: Operators, logits: Tensor, teacher: TeacherRows, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """p and d of every token: float32 [M, V] each."""
+    log_probs = _log_softmax(operators, logits, teacher.width(logits.shape[1]))
+    ratios = teacher.log_ratios(operators, log_probs, rows)
+    return operators.elementwise(torch.exp, log_probs), ratios
+
+
+def _row_sums(terms: Tensor) -> Tensor:
+    """float32 [M, V] -> [M], to bits that depend on no order; NaN where one is not finite."""
+    counted = (terms.double() * _UNITS).round().long().sum(-1)
+    sums = (counted.double() / _UNITS).float()
+    return sums.masked_fill(~terms.isfinite().all(-1), torch.nan)

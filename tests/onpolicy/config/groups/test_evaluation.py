@@ -1,0 +1,142 @@
+"""--eval-prompt-data: one path, or slime's and Miles' pairs; and --eval-config, slime's file of sets."""
+
+import pytest
+
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig, validate
+from onpolicy.config.groups.evaluation import eval_sets
+from onpolicy.errors import ConfigError
+
+
+def given(*argv):
+    sets = parse(TrainConfig, argv, "onpolicy train").eval_sets
+    return {name: each.path for name, each in sets.items()}
+
+
+def test_a_single_path_has_no_name():
+    assert given() == {}
+    assert given("--eval-prompt-data", "/d/aime.jsonl") == {"": "/d/aime.jsonl"}
+
+
+def test_pairs_of_names_and_paths_are_sets():
+    argv = ["--eval-prompt-data", "aime", "/d/a.jsonl", "math-500", "b.parquet", "--seed", "1"]
+    assert given(*argv) == {"aime": "/d/a.jsonl", "math-500": "b.parquet"}
+
+
+@pytest.mark.parametrize("value", ["/d/a.jsonl", "[/d/a.jsonl]"])
+def test_a_yaml_file_may_hold_a_path_or_a_list(value, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"eval_prompt_data: {value}\n")
+    assert given("--custom-config-path", str(tmp_path / "c.yaml")) == {"": "/d/a.jsonl"}
+    (tmp_path / "c.yaml").write_text("eval_prompt_data: [aime, a.jsonl, math, b.jsonl]\n")
+    assert list(given("--custom-config-path", str(tmp_path / "c.yaml"))) == ["aime", "math"]
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        (["aime", "a.jsonl", "math"], "3 values are neither one path nor names"),
+        (["a.jsonl", "b.jsonl"], "'a.jsonl' stands where the name of a set is expected"),
+        (["data/a", "b.jsonl"], "'data/a' stands where the name"),
+        (["aime", "a.jsonl", "aime", "b.jsonl"], "two sets have the same name"),
+    ],
+)
+def test_anything_else_is_refused_with_the_way_to_give_them(values, rule):
+    with pytest.raises(ConfigError, match=rule) as error:
+        eval_sets(values)
+    assert str(error.value).startswith(f"--eval-prompt-data={' '.join(values)}: ")
+    assert "Give one path, or: name path [name path ...]" in str(error.value)
+
+
+RUN = ("--hf-checkpoint", "/m", "--prompt-data", "p.jsonl", "--rm-type", "exact")
+SETS = """
+eval:
+  defaults:
+    n_samples_per_eval_prompt: 8
+    temperature: 0.7
+  datasets:
+    - {name: aime, path: /d/aime.jsonl, rm_type: dapo, n_samples_per_eval_prompt: 32, interval: 40}
+    - {name: math, path: /d/math.jsonl, temperature: 0, top_p: 1, max_response_len: 64, label_key: a}
+"""
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """The checked configuration of a run with a file of sets, and with further flags."""
+
+    def configure(text, *argv, run=RUN):
+        (tmp_path / "sets.yaml").write_text(text)
+        given = ("--eval-config", str(tmp_path / "sets.yaml"), *run, *argv)
+        config = parse(TrainConfig, given, "onpolicy train")
+        validate(config)
+        return config
+
+    return configure
+
+
+def test_a_set_says_what_it_is_its_file_what_sets_are_and_flags_the_rest(configured):
+    flags = ("--eval-interval", "20", "--eval-top-p", "0.9", "--rollout-top-k", "50")
+    flags += ("--rollout-max-response-len", "256", "--eval-temperature", "0.1")
+    sets = configured(SETS, *flags).eval_sets
+    assert list(sets) == ["aime", "math"]
+    aime, math = sets.values()
+    assert (aime.path, aime.rm_type, aime.interval) == ("/d/aime.jsonl", "dapo", 40)
+    assert (aime.n_samples_per_eval_prompt, aime.temperature, aime.top_p) == (32, 0.7, 0.9)
+    assert (aime.top_k, aime.max_response_len, aime.label_key) == (50, 256, "label")
+    assert (math.n_samples_per_eval_prompt, math.temperature, math.top_p) == (8, 0.0, 1.0)
+    assert (math.interval, math.rm_type, math.max_response_len) == (20, "", 64)
+    assert (math.input_key, math.label_key) == ("prompt", "a")
+
+
+ONE = "eval: {datasets: [{name: a, path: a.jsonl, interval: 2, %s}]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("evals: {}", "unknown key 'evals'. Did you mean eval"),
+        ("eval: {dataset: []}", "eval: unknown key 'dataset'. Did you mean datasets"),
+        ("eval: {defaults: {}}", "datasets: must be a list of sets"),
+        ("eval: [a]", "eval: must be a mapping of defaults and datasets"),
+        ("eval: {defaults: {name: a}, datasets: [a]}", "defaults: unknown key 'name'"),
+        ("eval: {datasets: [a.jsonl]}", "set 1: must be a mapping of keys to values"),
+        ("eval: {datasets: [{name: a}]}", "set 1: path is missing"),
+        (ONE % "temprature: 1", "set 1: unknown key 'temprature'. Did you mean temperature"),
+        (ONE % "temperature: hot", "set 1: temperature='hot': must be a number"),
+        (ONE % "temperature: -1", "set 1: temperature=-1: must be at least 0"),
+        (ONE % "temperature: 1e-9", "set 1: temperature='1e-9': SGLang samples greedily"),
+        (ONE % "top_k: 0", "set 1: top_k=0: must be -1"),
+        (ONE % "n_samples_per_eval_prompt: 1.5", "must be a whole number"),
+        (ONE % "rm_type: deepscaler", "set 1: rm_type='deepscaler': must be one of"),
+        ((ONE % "").replace("name: a", "name: a/b"), "set 1: name='a/b': a name is letters"),
+        ((ONE % "rm_type: math").replace("a.jsonl", "reasoning-gym:b"), "has its own scorer"),
+        (
+            (ONE % "").replace("interval: 2, ", ""),
+            "a would never be evaluated. Give --eval-interval",
+        ),
+        (
+            "eval: {datasets: [{name: a, path: a}, {name: a, path: b}]}",
+            "set 2: name=a: an earlier set has it",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_sets_is_said_with_its_place(configured, text, message):
+    with pytest.raises(ConfigError) as error:
+        configured(text)
+    assert message in str(error.value)
+    assert "--eval-config=" in str(error.value)
+
+
+def test_a_set_that_nothing_would_score_is_refused(configured):
+    problems = ("--hf-checkpoint", "/m", "--prompt-data", "reasoning-gym:chain_sum")
+    with pytest.raises(ConfigError, match=r"a: path=a\.jsonl: no reward scores its responses"):
+        configured(ONE % "", run=problems)
+    configured(ONE % "rm_type: exact", run=problems)
+    configured((ONE % "").replace("a.jsonl", "reasoning-gym:chain_sum"), run=problems)
+    pairs = ("--eval-prompt-data", "a", "a.jsonl", "--eval-interval", "2")
+    with pytest.raises(ConfigError, match=r"--eval-prompt-data=a\.jsonl: no reward"):
+        validate(parse(TrainConfig, (*problems, *pairs), "onpolicy train"))
+
+
+def test_sets_come_from_one_place(configured):
+    with pytest.raises(ConfigError, match="--eval-prompt-data names sets too"):
+        configured(ONE % "", "--eval-prompt-data", "a.jsonl", "--eval-interval", "2")
