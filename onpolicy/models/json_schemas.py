@@ -17,7 +17,7 @@ _FORMATS = {
     "relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid",
 }  # fmt: skip
 _OF_STRINGS = ({"format"}, {"pattern"}, {"minLength", "maxLength"})
-"""Of a string one of these can be enforced."""
+"""A string can be held to one of these."""
 
 _ONE = {
     "additionalItems", "additionalProperties", "contentSchema", "items", "propertyNames",
