@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from onpolicy.models.grammars import Grammars, Matcher
-from onpolicy.trajectory import Grammar
 from sglang_patches import registry
 
 PROCESS = "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar"
@@ -181,10 +180,8 @@ def _backend(manager: Any) -> Any:
             self._grammars = grammars
 
         def _init_value_dispatch(self, key: Any, *_: Any) -> BaseGrammarObject:
-            kind, text, stops = key
-            grammar = Grammar(kind=kind, text=text, stop_token_ids=stops)
             try:
-                return GrammarOfRequest(partial(self._grammars.matcher, grammar))
+                return GrammarOfRequest(partial(self._grammars.matcher_of, *key))
             except ValueError as error:
                 return InvalidGrammarObject(str(error))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -93,6 +93,12 @@ class Grammars:
         self._checkpoint, self._trusts, self._vocab_size = checkpoint, trust_remote_code, vocab_size
         self._compilers: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
         self._lock = threading.Lock()
+
+    def matcher_of(
+        self, kind: Literal["regex", "json_schema"], text: str, stop_token_ids: tuple[int, ...]
+    ) -> Matcher:
+        """`matcher`, by the fields of a grammar."""
+        return self.matcher(Grammar(kind=kind, text=text, stop_token_ids=stop_token_ids))
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """An answer that has not begun. Raises ValueError as `require_grammar` does."""

@@ -52,12 +52,11 @@ class Learner:
         device: torch.device,
     ):
         self.config, self.models, self.device = config, models, device
-        self.estimator = estimator
+        self.estimator, self.grammars = estimator, grammars
         self.loss_settings = LossSettings.of(config)
         self.corrections = Corrections(config)
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
-        self.grammars = grammars
         self.penalties = Penalties(config)
         self.teacher = TeacherLoss.of(config, models.get("teacher"))
         self.bonus = EntropyBonus(config.algorithm)
