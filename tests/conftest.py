@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import tests.support.quick_parsing
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
 from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.system.garbage import collect_rarely
@@ -48,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.unregister(multiprocessing.util._exit_function)
         atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
         atexit.register(multiprocessing.util._exit_function)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m runs` and `-m kernels` import the files that have such tests, and no other."""
+    marker = config.option.markexpr
+    is_left_out = marker in ("runs", "kernels") and collection_path.suffix == ".py"
+    return True if is_left_out and f"mark.{marker}" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

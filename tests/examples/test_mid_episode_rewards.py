@@ -1,6 +1,7 @@
 """Rewards in mid-episode: what the market pays, and what each estimator teaches of the choice."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from itertools import combinations_with_replacement
@@ -107,3 +108,17 @@ def test_the_share_of_investing_is_counted_over_rollouts(tmp_path):
         lines = ['{"response": "i3"}\n', '{"response": "%s7"}\n' % ("i" if rollout > 4 else "s")]
         (tmp_path / f"samples/rollout_{rollout:06}.jsonl").write_text("".join(lines))
     assert of_example("choices.py:invested")(tmp_path) == [0.5, 1.0]
+
+
+def test_what_was_recorded_had_no_token_mismatched_and_ended_as_the_page_says():
+    record = json.loads(
+        (EXAMPLE.parents[1] / "benchmarks/results/mid_episode_rewards.json").read_text()
+    )
+    assert not any(run["mismatched_tokens"] for run in record["runs"].values())
+    page = (EXAMPLE / "README.md").read_text()
+    assert f"{sum(run['tokens'] for run in record['runs'].values()):,} tokens" in page
+    ends = [
+        ", ".join(f"{record['runs'][f'{name}-{seed}']['invested'][5]:.2f}" for seed in (0, 1))
+        for name in ("grpo", "gae", "dr_grpo", "no_luck")
+    ]
+    assert f"| 25-29 | {' | '.join(ends)} |" in page

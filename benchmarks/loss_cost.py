@@ -1,0 +1,138 @@
+"""What each objective, and each term beside it, costs of an optimizer step.
+
+    python -m benchmarks.loss_cost --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
+
+A loss is timed with its backward pass, and with what is decided over the whole batch before it, on the
+very micro-batches of a step; then the step, with the ordinary loss and with those flags that change more
+of it than the loss. Processor seconds, since neighbours of a shared machine take none of them.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from onpolicy.compat.process import prepare_process
+
+prepare_process()  # before torch is imported
+
+from benchmarks.bench.setting import setting
+from benchmarks.bench.step import step_measure
+from benchmarks.bench.turns import take_turns
+from onpolicy.algorithm.registry import OBJECTIVES
+from onpolicy.config import TrainConfig
+from onpolicy.config.flags import with_flags
+from onpolicy.config.groups import CheckpointConfig
+from onpolicy.config.tools import BenchConfig
+from onpolicy.models.hf_config import load_config
+from onpolicy.ops.log_probs import Scores
+from onpolicy.outputs.directory import versions
+from onpolicy.run.launch.host_shares import share_of_cores
+from onpolicy.train import make_trainer
+from onpolicy.train.advantages import RewardEstimator
+from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.loss import LossSettings, policy_loss
+from onpolicy.train.marks import marked
+from onpolicy.train.policy_trainer import PolicyTrainer
+
+TERMS: dict[str, dict[str, Any]] = {
+    "entropy bonus": {"entropy_coef": 0.01},
+    "squared log-ratio": {"log_ratio_coef": 0.01},
+    "likelihood of good samples": {"positive_nll_coef": 0.1},
+    "top entropy": {"top_entropy_quantile": 0.2},
+    "clip-cov": {"clip_cov_ratio": 0.0002},
+    "kl-cov": {"kl_cov_ratio": 0.0002},
+}
+LARGER_STEPS = ("entropy bonus", "top entropy")
+"""Terms that change more than the loss: the backward pass of the logits, a forward pass before it."""
+
+
+def processor_seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def loss_of(scored: list[tuple[Scores, WeighedBatch]], config: TrainConfig) -> Callable[[], object]:
+    """The loss of a step's micro-batches and its gradient by their scores."""
+    settings = LossSettings.of(config)
+
+    def loss() -> None:
+        batches = marked([batch for _, batch in scored], config, rollout=0)
+        for (scores, _), batch in zip(scored, batches, strict=True):
+            log_probs, entropy = (x.detach().requires_grad_() for x in scores)
+            policy_loss(log_probs, batch, settings, entropy)[0].backward()
+
+    return loss
+
+
+def scored_step(
+    trainer: PolicyTrainer, step: Callable[[], object]
+) -> list[tuple[Scores, WeighedBatch]]:
+    """The scores and the micro-batches of a step, with what any of the terms looks at."""
+    found = []
+    plain = trainer.learner._loss
+
+    def loss(scores: Scores, batch: WeighedBatch) -> Any:
+        log_probs, entropy = (x.detach() for x in scores)
+        found.append((scores, replace(batch, old_log_probs=log_probs, entropy=entropy)))
+        return plain(scores, batch)
+
+    trainer.learner._loss = loss  # type: ignore[method-assign]
+    step()
+    trainer.learner._loss = plain  # type: ignore[method-assign]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--num-tokens", type=int, default=8192)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    threads = share_of_cores(1)
+    model = CheckpointConfig(hf_checkpoint=args.hf_checkpoint)
+    tokens = (args.num_tokens,)
+    bench = BenchConfig(
+        what="step", model=model, num_tokens=tokens, prompt_len=32, max_new_tokens=96
+    )
+    hf_config = load_config(args.hf_checkpoint)
+    plain, contract = setting(bench, hf_config, "aligned")
+
+    def step(**algorithm: Any) -> tuple[PolicyTrainer, Callable[[], object]]:
+        config = with_flags(plain, algorithm)
+        trainer = make_trainer(config, contract, threads, RewardEstimator("reinforce"))
+        return trainer, step_measure(trainer, args.num_tokens, bench, 1)
+
+    trainer, ordinary = step()
+    steps = {"step": ordinary} | {f"step, {name}": step(**TERMS[name])[1] for name in LARGER_STEPS}
+    scored = scored_step(trainer, ordinary)
+    losses = {name: {"policy_loss": name} for name in OBJECTIVES} | TERMS
+    work = steps | {name: loss_of(scored, with_flags(plain, x)) for name, x in losses.items()}
+    measures = {name: partial(processor_seconds, each) for name, each in work.items()}
+    spent = {k: median(x) for k, x in take_turns(measures, 1, args.repetitions).items()}
+    result = {
+        "what": "loss",
+        "tokens": args.num_tokens,
+        "processor_seconds_of_a_step": spent["step"],
+        "share_of_a_step": {name: spent[name] / spent["step"] for name in losses},
+        "step_with": {name: spent[f"step, {name}"] / spent["step"] for name in LARGER_STEPS},
+        "versions": versions(),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
