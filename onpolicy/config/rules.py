@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fallback_correction.ranges import FieldError, ReadBy, broken_rule, require_order
-from onpolicy.config import sglang_flags
+from onpolicy.config import secrets, sglang_flags
 from onpolicy.config.flags import Flag, flag_defaults, flag_values, flags_of, refusal, spelled
 from onpolicy.errors import ConfigError
 
@@ -104,7 +104,7 @@ def require_ranges(config: Any) -> None:
 
 def _refused(flag: Flag, item: object, rule: str) -> str:
     """Numbers of many digits by their ends, and a key not at all."""
-    text = "..." if flag.name == "rollout_api_key" else repr(item)
+    text = "..." if secrets.is_key(flag.name) else repr(item)
     short = f"{text[:12]}...{text[-12:]} ({len(text)} characters)"
     return f"{spelled(flag.name)}={text if len(text) <= 60 else short}: {rule}"
 

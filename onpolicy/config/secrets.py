@@ -29,6 +29,11 @@ def reveal(flag: str, value: str) -> str:
     return secret
 
 
+def is_key(name: str) -> bool:
+    """Whether a flag of ours, by its name with _, is an API key."""
+    return name.endswith("_api_key")
+
+
 def is_secret(argument: str) -> bool:
     """Whether a flag's value is a secret, as its name tells: --admin-api-key, --x-password=y."""
     return argument.startswith("--") and argument.split("=")[0].endswith(

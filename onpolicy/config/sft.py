@@ -67,7 +67,12 @@ class SftTrainerConfig(groups.TrainerConfig):
     """Peak learning rate of AdamW."""
 
 
-@also(max_rank_restarts=[OF_TRAIN], log_samples=[OF_TRAIN], log_samples_interval=[OF_TRAIN])
+@also(
+    max_rank_restarts=[OF_TRAIN],
+    log_samples=[OF_TRAIN],
+    log_samples_interval=[OF_TRAIN],
+    save_best_metric=[OF_TRAIN],
+)
 @dataclass(frozen=True, kw_only=True)
 class SftOutputConfig(groups.OutputConfig):
     run_dir: Directory = "runs/sft"

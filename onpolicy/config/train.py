@@ -20,7 +20,7 @@ NO_CHECKPOINT = Together(
 )
 
 
-@also(hf_checkpoint=[NO_CHECKPOINT])
+@also(hf_checkpoint=[NO_CHECKPOINT], save_best_metric=[groups.NEVER_BEST])
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Reinforcement learning of a language model, bit for bit on-policy."""
@@ -136,7 +136,7 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """The values under their flags' names, for the run directory; secrets are left out."""
         values = flag_values(self)
-        values["rollout_api_key"] = secrets.HIDDEN if values["rollout_api_key"] else ""
+        values |= {name: secrets.HIDDEN for name, x in values.items() if x and secrets.is_key(name)}
         return {**values, SGLANG_ARGS: secrets.hide(self.sglang_args)}
 
 

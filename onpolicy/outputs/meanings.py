@@ -148,6 +148,7 @@ MEANINGS = {
     "eval/pass@k": "chance that one of k samples has a positive reward, mean over evaluation prompts",
     "eval/maj@k": "share of evaluation prompts whose most frequent answer in k samples is rewarded",
     "eval/loss": "onpolicy sft: mean -log pi of the evaluation rows' answers, in nats per token",
+    "eval/num_failed_episodes": "attempts at evaluation episodes that failed: dropped, or begun anew",
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",
 }

@@ -9,6 +9,7 @@ cannot read.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,10 @@ class Failure:
 
     is_late: bool = False
     """Whether there was no time left."""
+
+
+Answers = Callable[[], list[Numbers | Failure]]
+"""Waits for what samples were given, one by one, in their order."""
 
 
 def load_rule(name: str) -> ModuleType:

@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from onpolicy.config.groups import RewardConfig
-from onpolicy.config.groups.reward import is_function, name_of
+from onpolicy.config.groups.reward import REMOTE, RULES, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
-from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
+from onpolicy.rewards import ANSWER, Answers, Failure, Numbers, load_rule
+from onpolicy.rewards.judge import Judge
+from onpolicy.rewards.remote_rm import RemoteReward
 from onpolicy.rewards.workers import START_SECONDS, Workers
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
@@ -28,12 +30,13 @@ class Scorer:
     def __init__(self, config: RewardConfig):
         self.config, self.sources = config, config.sources
         self._workers: Workers | None = None
+        self._remotes: dict[str, RemoteReward | Judge] = {}
         self._imported: set[str] = set()
         self._reported: set[str] = set()
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
         """Raise ConfigError for the first label that a rule cannot read; `name`: flag and file."""
-        rules = [source for source in self.sources if not is_function(source)]
+        rules = [source for source in self.sources if source in RULES]
         for prompt in prompts:
             for rule in [prompt.rule] if prompt.rule else rules:
                 try:
@@ -45,36 +48,43 @@ class Scorer:
                     ) from error
 
     def try_out(self, prompt: Prompt) -> None:
-        """Score a made-up response to `prompt`, its label, once by each function of the user's own.
+        """Score a made-up response to `prompt`, its label, once by all that is not ours.
 
         Raises ConfigError if that fails. A function that takes groups is given two of them.
         """
-        functions = [] if prompt.rule else list(filter(is_function, self.sources))
-        if not functions:
-            return
-        made_up = [[_made_up(prompt, i) for i in range(2 if self.config.group_rm else 1)]]
-        workers = Workers(self.config, functions, count=1)
+        tried = [] if prompt.rule else [source for source in self.sources if source not in RULES]
+        functions = list(filter(is_function, tried))
+        workers = Workers(self.config, functions, count=1) if functions else None
         try:
-            for path in functions:
-                answers = workers.ask(path, made_up, START_SECONDS + self.config.rm_time_limit)
-                for answer in answers():
-                    if isinstance(answer, Failure):
-                        reason = answer.reason
-                        raise ConfigError(
-                            reason if answer.in_loading else self._refusal(path, reason)
-                        )
+            for source in tried:
+                if workers is not None and is_function(source):
+                    made_up = [_made_up(prompt, i) for i in range(1 + self.config.group_rm)]
+                    seconds = START_SECONDS + self.config.rm_time_limit
+                    answers = workers.ask(source, [made_up], seconds)
+                else:
+                    answers = self._remote(source).ask([_made_up(prompt, 0)])
+                self._require_success(source, answers())
         finally:
-            workers.close()
+            if workers is not None:
+                workers.close()
 
-    def _refusal(self, path: str, reason: str) -> str:
-        takes = "one Sample and return a number, or a dict with one under"
-        if self.config.group_rm:
-            takes = (
-                "a list of Samples and return a list: for each a number, or a dict with one under"
-            )
+    def _require_success(self, source: str, answers: Sequence[Numbers | Failure]) -> None:
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise ConfigError(
+                    answer.reason if answer.in_loading else self._refusal(source, answer.reason)
+                )
+
+    def _refusal(self, source: str, reason: str) -> str:
+        one = 'a number, or a dict with one under "score"'
+        rule = f"It must take one Sample and return {one}"
+        if not is_function(source):
+            rule = "It must answer before a run is started"
+        elif self.config.group_rm:
+            rule = f"It must take a list of Samples and return a list: for each {one}"
         return (
-            f"{self._name(path)}: tried on the first prompt with its label as the response, it {reason}"
-            f'. It must take {takes} "score"; see docs/rewards.md.'
+            f"{self._name(source)}: tried on the first prompt with its label as the response, it "
+            f"{reason}. {rule}; see docs/rewards.md."
         )
 
     def score(self, groups: Groups) -> dict[str, float]:
@@ -93,12 +103,12 @@ class Scorer:
                 )
         theirs = {sample.prompt.rule for sample in samples} - {"", *self.sources}
         sources = [*self.sources, *sorted(theirs)]
-        workers = self._workers_for(sources)
+        self._import([source for source in sources if source not in REMOTE])
         asked = {
             source: [[s for s in group if source in self._sources_of(s)] for group in groups]
             for source in sources
         }
-        answers = {source: workers.ask(source, those) for source, those in asked.items()}
+        answers = {source: self._ask(source, those) for source, those in asked.items()}
         given: dict[int, dict[str, Numbers]] = {id(sample): {} for sample in samples}
         metrics = {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
         for source, wait in answers.items():
@@ -111,13 +121,24 @@ class Scorer:
             self._reward(sample, given[id(sample)])
         return metrics
 
-    def _workers_for(self, sources: Sequence[str]) -> Workers:
-        """Processes that have imported all these, since no sample's time is for that."""
-        if self._workers is None or not self._imported.issuperset(sources):
+    def _ask(self, source: str, groups: Groups) -> Answers:
+        if source in REMOTE:
+            return self._remote(source).ask([*chain.from_iterable(groups)])
+        assert self._workers is not None
+        return self._workers.ask(source, groups)
+
+    def _remote(self, source: str) -> RemoteReward | Judge:
+        """Made once, since it remembers how requests end."""
+        if source not in self._remotes:
+            self._remotes[source] = (Judge if source == "judge" else RemoteReward)(self.config)
+        return self._remotes[source]
+
+    def _import(self, local: Sequence[str]) -> None:
+        """Have processes that have imported all these, since no sample's time is for that."""
+        if not self._imported.issuperset(local):
             self.close()
-            self._imported |= {*sources}
+            self._imported |= {*local}
             self._workers = Workers(self.config, sorted(self._imported))
-        return self._workers
 
     def _sources_of(self, sample: Sample) -> Collection[str]:
         """What scores it: the rule that its prompt names, or else those of the run."""

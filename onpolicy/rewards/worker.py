@@ -7,13 +7,13 @@ worst. It imports nothing heavy, since every process that was ended is replaced 
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from onpolicy.errors import ConfigError
 from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
+from onpolicy.rewards.numbers import each_of, numbers_or_failure
 from onpolicy.system.user_functions import describe, load_function
 
 _rules: dict[str, Callable[..., Any] | Failure] = {}
@@ -56,7 +56,7 @@ def _with_answer(name: str) -> Callable[[str, str], Numbers]:
 def score(rule: str, *arguments: Any) -> Numbers | Failure:
     """What a rule says: the reward under "score", and further numbers."""
     result = _result(rule, *arguments)
-    return result if isinstance(result, Failure) else _numbers_or_failure(result)
+    return result if isinstance(result, Failure) else numbers_or_failure(result)
 
 
 def score_group(rule: str, samples: Sequence[Any]) -> list[Numbers | Failure] | Failure:
@@ -64,14 +64,8 @@ def score_group(rule: str, samples: Sequence[Any]) -> list[Numbers | Failure] | 
     results = _result(rule, samples)
     if isinstance(results, Failure):
         return results
-    try:
-        listed = [] if isinstance(results, (str, bytes, dict)) else list(results)
-    except Exception:  # a number, or its own __iter__ raises anything
-        listed = []
-    if len(listed) == len(samples):
-        return [_numbers_or_failure(result) for result in listed]
-    rule_of_lists = f"it must be a list with one result for each of the {len(samples)} samples"
-    return Failure(reason=f"returned {_shown(results)}: {rule_of_lists}")
+    each = each_of(results, len(samples))
+    return each if isinstance(each, Failure) else [*map(numbers_or_failure, each)]
 
 
 def _result(name: str, *arguments: Any) -> Any:
@@ -85,36 +79,3 @@ def _result(name: str, *arguments: Any) -> Any:
         return rule(*arguments)
     except BaseException as error:  # SystemExit too
         return Failure(reason=f"raised {describe(error)}", traceback=traceback.format_exc())
-
-
-def _numbers_or_failure(result: Any) -> Numbers | Failure:
-    try:
-        return _numbers(result)
-    except Exception as error:  # its own __float__ may raise anything
-        return Failure(reason=f"returned {_shown(result)}: {error}")
-
-
-def _numbers(result: Any) -> Numbers:
-    parts = {**result} if isinstance(result, dict) else {"score": result}
-    answer = {ANSWER: parts.pop(ANSWER)} if isinstance(parts.get(ANSWER), str) else {}
-    if "score" not in parts:
-        raise ValueError('a dict must hold the reward under "score"')
-    if not all(isinstance(name, str) for name in parts):
-        raise ValueError("the names in a dict must be text")
-    if any(
-        isinstance(value, (str, bytes)) or not hasattr(value, "__float__")
-        for value in parts.values()
-    ):
-        raise ValueError("it must be a number, or a dict of numbers")
-    numbers = {name: float(value) for name, value in parts.items()}
-    if not all(map(math.isfinite, numbers.values())):
-        raise ValueError("a reward must be finite")
-    return numbers | answer
-
-
-def _shown(result: Any) -> str:
-    try:
-        text = repr(result)
-    except Exception as error:  # its own __repr__ raises, or it is an integer of too many digits
-        return f"a {type(result).__name__} that cannot be shown ({error})"
-    return text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}"

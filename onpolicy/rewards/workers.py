@@ -15,7 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.groups.reward import is_function
-from onpolicy.rewards import Failure, Numbers, worker
+from onpolicy.rewards import Answers, Failure, Numbers, worker
 from onpolicy.system import private_directory
 from onpolicy.types import Sample
 
@@ -23,9 +23,6 @@ FEWEST_WORKERS, MOST_WORKERS = 4, 32
 
 START_SECONDS = 120.0
 """How long a worker may take to import a rule, besides the time limit of a call."""
-
-Answers = Callable[[], list[Numbers | Failure]]
-"""Waits for what samples were given, one by one, in their order."""
 
 
 class Workers:

@@ -7,23 +7,33 @@ from collections.abc import Sequence
 from math import comb
 from statistics import fmean
 
+from onpolicy.config.groups.evaluation import ks_of
 from onpolicy.rollout.statistics import mean_response_length, truncated_ratio
 from onpolicy.types import SampleGroup
 
 
-def eval_metrics(groups: Sequence[SampleGroup], count: int, name: str = "") -> dict[str, float]:
+def eval_metrics(
+    groups: Sequence[SampleGroup], count: int, name: str = "", num_failed: float | None = None
+) -> dict[str, float]:
     """The metrics of `count` episodes a prompt; an episode passes if its reward is positive.
 
     They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name. A prompt without an
     episode counts in none of them, one with fewer than k in no pass@k; what no prompt counts in is not
-    there, and neither is maj@n where no episode has an answer.
+    there, and neither is maj@n where no episode has an answer. num_failed: attempts at episodes that
+    came to nothing, where episodes are a function's.
     """
-    groups = [group for group in groups if group.samples]
-    if not groups:
-        return {}
+    found = {} if num_failed is None else {"num_failed_episodes": num_failed}
+    if there := [group for group in groups if group.samples]:
+        found |= _of_episodes(there, count)
+    prefix = f"eval/{name}/" if name else "eval/"
+    return {prefix + metric: value for metric, value in found.items()}
+
+
+def _of_episodes(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
+    """The metrics of prompts that have an episode each."""
     passed = [[reward > 0 for reward in group.rewards] for group in groups]
     found = {f"avg@{count}": fmean(reward for group in groups for reward in group.rewards)}
-    for k in _ks(count):
+    for k in ks_of(count):
         if enough := [each for each in passed if len(each) >= k]:
             found[f"pass@{k}"] = fmean(pass_at_k(len(each), sum(each), k) for each in enough)
     answers = [[episode[-1].answer for episode in group.episodes] for group in groups]
@@ -31,13 +41,7 @@ def eval_metrics(groups: Sequence[SampleGroup], count: int, name: str = "") -> d
         found[f"maj@{count}"] = fmean(map(majority_passes, answers, passed))
     found["truncated_ratio"] = truncated_ratio(groups)
     found["response_length"] = mean_response_length(groups)
-    prefix = f"eval/{name}/" if name else "eval/"
-    return {prefix + metric: value for metric, value in found.items()}
-
-
-def _ks(count: int) -> list[int]:
-    """1, 2, 4, 8 ... below `count`, and `count`."""
-    return [*(1 << i for i in range((count - 1).bit_length())), count]
+    return found
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -49,6 +49,7 @@ class Run:
     engines: EnginePair
     journal: Journal
     sampler: Sampler
+    best: saving.Best | None
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Run:
         self._rollouter, self._console = rollouter or make_rollouter(config), console
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
-        self.run_hash, self.totals = RunHash(), RunTotals()
+        self.run_hash, self.totals, self.best = RunHash(), RunTotals(), None
         self._probed: Metrics = {}
         self._is_free = config.rollout.rollout_schedule == "free"
         self._on_exit = ExitStack()
@@ -116,7 +117,7 @@ class Run:
 
     def _continue(self, state: saving.RunState) -> None:
         self.first_step = self.rollouts_done = state.rollouts_done
-        self.run_hash, self.totals = RunHash(state.run_hash), state.totals
+        self.run_hash, self.totals, self.best = RunHash(state.run_hash), state.totals, state.best
         self.ladder.load_state_dict(state.governor)
         self.learning_rate.load_state_dict(state.learning_rate)
 
@@ -147,8 +148,8 @@ class Run:
         self.sampler.open.next_number = self.first_step * self.config.rollout.rollout_batch_size
         prompts = saving.digest_prompts(self.inputs.prompts.prompts)
         if self._is_free:
-            began = self.first_step, self.config.to_dict(), prompts
             with self._directory.writing():
+                began = self.first_step, self.config.to_dict(), prompts
                 begin_journal(self._directory.rollouts, *began)
         self.rollouts = make_drawing(self.sampler, self.engines, self.first_step)
         self._on_exit.callback(self.rollouts.close)
@@ -172,8 +173,7 @@ class Run:
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         """The sampled and scored prompts of a step."""
         rollout = self.rollouts.take(step)
-        weights = self.engines.weight_digest if self._is_free else ""
-        self.journal.on_rollout(step, rollout.groups, weights)
+        self.journal.on_rollout(step, rollout.groups, self.engines.weight_digest * self._is_free)
         return rollout.groups, rollout.metrics
 
     def draw_ahead(self, step: int) -> None:
@@ -190,10 +190,10 @@ class Run:
     def evaluate_if_due(self, step: int) -> None:
         """Sample and score the evaluation sets that are due after `step` rollouts, 0 among them."""
         for name, each in self.inputs.eval_sets.items():
-            interval = each.settings.interval
-            if interval and step % interval == 0:
+            if each.settings.is_due(step):
                 groups, metrics = self.sampler.evaluate(name)
                 self.journal.on_evaluation(step, name, groups, metrics)
+                self.best = saving.better(self.config.output, self.best, step, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         """Take the optimizer steps of a rollout.
@@ -269,9 +269,8 @@ class Run:
         """Log a finished step, and add it to the run's hash and totals."""
         metrics = {**metrics, **idle_shares(metrics)}
         self.totals = self.totals.plus(metrics, is_first=step == 0)
-        loss = metrics.get("train/loss", 0.0)
-        digest, may_lag = self.engines.weight_digest, self.config.plan.may_lag
-        self.run_hash.add_step(groups, loss, digest, with_spans=may_lag)
+        loss, may_lag = metrics.get("train/loss", 0.0), self.config.plan.may_lag
+        self.run_hash.add_step(groups, loss, self.engines.weight_digest, with_spans=may_lag)
         self.journal.on_step(step, metrics)
 
     def save_if_due(self) -> None:
@@ -285,6 +284,7 @@ class Run:
                 governor=self.ladder.state_dict(),
                 learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
+                best=self.best,
             )
             write = partial(write_rollouts, sampler=self.sampler, rollouts=self.rollouts)
             saving.save(self.config, self.engines, state, write)

@@ -233,8 +233,8 @@ class Sampler:
             self.engines.work(Round(episodes, None, self.engines.weight_version))
         finally:
             _end(drawn)
-        groups, _ = self._scored(drawn)
-        return groups, eval_metrics(groups, count, name)
+        groups, found = self._scored(drawn)
+        return groups, eval_metrics(groups, count, name, found.get("rollout/num_failed_episodes"))
 
     def close(self) -> None:
         """End the episodes that are under way, and who rolls them out."""

@@ -85,6 +85,13 @@ def test_the_true_on_policy_launchers_are_valid_runs(launch, inputs, script, ser
     assert '"true_on_policy_mode": true' in done.stdout
 
 
+def test_the_launcher_with_a_critic_is_a_valid_run(launch, inputs):
+    flags = ("--dry-run", "--operators", "auto", "--lambd", "0.95")
+    done = launch("true_on_policy/run_qwen3_4b_ppo.sh", *flags, **inputs())
+    assert done.returncode == 0, done.stderr
+    assert '"num_critic_only_steps": 20' in done.stdout and '"lambd": 0.95' in done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 @pytest.mark.parametrize(
     "script", ["run_qwen3_4b.sh", "run_qwen3_30b_a3b.sh", "run_qwen3_30b_a3b_megatron.sh"]

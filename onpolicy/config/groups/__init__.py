@@ -23,7 +23,7 @@ from onpolicy.config.groups.engines import (
     WeightSync,
     WeightSyncConfig,
 )  # fmt: skip
-from onpolicy.config.groups.evaluation import EvalConfig, EvalSet, sets_of
+from onpolicy.config.groups.evaluation import NEVER_BEST, EvalConfig, EvalSet, sets_of
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
@@ -32,11 +32,37 @@ from onpolicy.config.groups.rollout import RolloutConfig
 from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
 
 __all__ = [
-    "BY_CRITIC", "AgentConfig", "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig",
-    "CriticConfig", "DataConfig", "DistillationConfig",
-    "EngineConfig", "EngineCountConfig", "EvalConfig", "EvalSet", "FallbackConfig", "GovernorFlags",
-    "HostsConfig", "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig",
-    "OutputConfig", "ParityConfig", "RewardConfig", "RolloutConfig", "ServerConfig",
-    "ServersConfig", "SessionsConfig", "TrainBackend", "TrainerConfig", "WeightSync",
-    "WeightSyncConfig", "sets_of",
+    "BY_CRITIC",
+    "NEVER_BEST",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "CpuConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DistillationConfig",
+    "EngineConfig",
+    "EngineCountConfig",
+    "EvalConfig",
+    "EvalSet",
+    "FallbackConfig",
+    "GovernorFlags",
+    "HostsConfig",
+    "LossAggregation",
+    "MegatronConfig",
+    "ModelConfig",
+    "OperatorsConfig",
+    "OutputConfig",
+    "ParityConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "ServerConfig",
+    "ServersConfig",
+    "SessionsConfig",
+    "TrainBackend",
+    "TrainerConfig",
+    "WeightSync",
+    "WeightSyncConfig",
+    "sets_of",
 ]  # fmt: skip

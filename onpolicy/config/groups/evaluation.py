@@ -48,6 +48,10 @@ class EvalSet:
     flag: str = "--eval-prompt-data"
     """What names the set, for messages."""
 
+    def is_due(self, step: int) -> bool:
+        """Whether it is evaluated after so many rollouts."""
+        return self.interval > 0 and step % self.interval == 0
+
 
 KEYS = {flag.name: flag for flag in flags_of(EvalSet) if flag.name != "flag"}
 OWN = ("name", "path")
@@ -161,6 +165,35 @@ def _not_due(run: Facts) -> str | None:
     if never := [each.name for each in sets.values() if not each.interval]:
         return f"{given}: {never[0] or 'the set'} would never be evaluated. Give --eval-interval."
     return None
+
+
+def ks_of(count: int) -> list[int]:
+    """The k of pass@k: 1, 2, 4, 8 ... below the samples of a prompt, and that number."""
+    return [*(1 << i for i in range((count - 1).bit_length())), count]
+
+
+def _never_best(run: Facts) -> str | None:
+    """Why --save-best-metric would choose no checkpoint."""
+    known: list[str] = []
+    for name, each in run.config.eval_sets.items():
+        n, prefix = each.n_samples_per_eval_prompt, f"eval/{name}/" if name else "eval/"
+        metrics = [f"avg@{n}", *(f"pass@{k}" for k in ks_of(n)), *([f"maj@{n}"] if n > 1 else [])]
+        known += [prefix + metric for metric in metrics]
+        if run.save_best_metric in known:
+            if run.save_interval and each.interval % run.save_interval:
+                return (
+                    f"the set is evaluated after every {each.interval} rollouts, and not all of these "
+                    f"weights are saved with --save-interval={run.save_interval}. Give intervals of "
+                    "which one divides the other."
+                )
+            return None
+    return f"no evaluation says that. Give one of: {', '.join(known) or 'none, without a set'}."
+
+
+NEVER_BEST = Together(
+    lambda run: run.save_best_metric and _never_best(run),
+    "--save-best-metric={run.save_best_metric}: {found}",
+)
 
 
 def _unscored(run: Facts) -> str | None:

@@ -2,7 +2,7 @@
 
 import difflib
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import Count, CountOrZero, Directory
@@ -40,6 +40,15 @@ class OutputConfig:
 
     keep_checkpoints: Annotated[CountOrZero, ReadBy("--save", lambda run: run.save)] = 0
     """Keep the newest so many, deleting an older one when a new one is complete; 0: all."""
+
+    save_best_metric: Annotated[str, ReadBy("--save", lambda run: run.save)] = ""
+    """Also keep the checkpoint with the best value of this evaluation metric, such as eval/aime/avg@8;
+    `best` under --save is a link to it. Later ones that are equal are not better."""
+
+    save_best_mode: Annotated[
+        Literal["max", "min"], ReadBy("--save-best-metric", lambda run: run.save_best_metric)
+    ] = "max"
+    """Whether the largest value is the best, or the smallest."""
 
     load: str = ""
     """Resume from this directory of checkpoints, at its latest one, or from this checkpoint. The

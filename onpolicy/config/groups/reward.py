@@ -8,12 +8,14 @@ from typing import Annotated, Literal, get_args
 from fallback_correction.ranges import ReadBy, Rule, at_least, at_most
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.groups.inputs import says_rewards
+from onpolicy.config.groups.remote_reward import RemoteName, RemoteRewardConfig
 from onpolicy.config.kinds import Seconds
 from onpolicy.config.rules import NO_RESULT, Against, Parsed, Together
 from onpolicy.errors import ConfigError
 
 RuleName = Literal["math", "dapo", "exact"]
 RULES: tuple[str, ...] = get_args(RuleName)
+REMOTE: tuple[str, ...] = get_args(RemoteName)
 
 FUNCTION = "package.module.function or path/to/file.py:function"
 
@@ -33,10 +35,10 @@ def weights_of(rewards: Sequence[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for given in rewards:
         source, _, text = given.rpartition("=") if "=" in given else (given, "", "1")
-        if source not in RULES and not is_function(source):
+        if source not in RULES + REMOTE and not is_function(source):
             raise ConfigError(
                 f"--rewards={given}: {source!r} is no rule. Give NAME=WEIGHT with one of "
-                f"{', '.join(RULES)}, or with a function: {FUNCTION}."
+                f"{', '.join(RULES + REMOTE)}, or with a function: {FUNCTION}."
             )
         try:
             found[source] = float(text)
@@ -53,19 +55,20 @@ def weights_of(rewards: Sequence[str]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(RemoteRewardConfig):
     rm_type: Annotated[
-        Literal["", RuleName],
+        Literal["", RuleName, RemoteName],
         Together(lambda run: not (
                 run.config.reward.sources or has_agent(run) or says_rewards(run)
             ),
             "--rm-type='', --custom-rm-path='', --rewards=(): a run needs exactly one of them. Give "
-            "--rm-type math, dapo or exact, or a function of your own."),
+            "--rm-type with one of its choices, or a function of your own."),
         Against(lambda run: run.custom_rm_path,
             "it stands beside --custom-rm-path={found}, and a run needs exactly one of them"),
     ] = ""  # fmt: skip
-    """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact. Not needed where
-    episodes say their rewards themselves, nor for problems of reasoning-gym, whose scorer does."""
+    """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact; remote_rm: what
+    --rm-url answers; judge: what --judge-model says. Not needed where episodes say their rewards
+    themselves, nor for problems of reasoning-gym, whose scorer does."""
 
     custom_rm_path: Annotated[
         str, Rule(lambda x: not x or is_function(x), "names no function. Give " + FUNCTION + ".")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import xxhash
 from annotated_types import Ge
@@ -29,6 +29,14 @@ _NAME = re.compile("step_([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best evaluation so far of weights that were saved; of equal ones the first."""
+
+    rollouts_done: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """Where a run stands, besides its trainer."""
 
@@ -44,6 +52,9 @@ class RunState:
 
     prompts: str
     """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
+
+    best: Best | None = None
+    """What --save-best-metric has found; None without it, or if there is none yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,11 @@ class _Totals(TypedDict):
     num_mismatched_tokens: int
 
 
+class _Best(TypedDict):
+    rollouts_done: Annotated[int, Ge(0)]
+    value: float
+
+
 class _Record(TypedDict):
     """`state.json`, without its digest."""
 
@@ -76,6 +92,7 @@ class _Record(TypedDict):
     governor: dict[str, Any]
     learning_rate: dict[str, Any]
     prompts: str
+    best: NotRequired[_Best]
     config: dict[str, Any]
     made_with: dict[str, Any]
     files: digests.Digests
@@ -117,7 +134,8 @@ def checkpoints(root: Path) -> dict[int, Path]:
 
 def make_record(directory: Path, state: RunState, **about: Mapping[str, Any]) -> str:
     """The content of `state.json` for the files that are in the directory."""
-    record = {**asdict(state), **about, "files": digests.take(directory)}
+    known = {name: value for name, value in asdict(state).items() if value is not None}
+    record = {**known, **about, "files": digests.take(directory)}
     return json.dumps({**record, "digest": _digest(record)}, indent=2)
 
 
@@ -151,6 +169,7 @@ def _checkpoint(directory: Path, record: _Record) -> Checkpoint:
         governor=record["governor"],
         learning_rate=record["learning_rate"],
         prompts=record["prompts"],
+        best=Best(**best) if (best := record.get("best")) else None,
     )
     if number_of(directory) not in (None, state.rollouts_done):
         raise CheckpointError(f"{STATE}: is that of {name_of(state.rollouts_done)}")

@@ -34,6 +34,7 @@ def find(config: AnyRun, prompts: Sequence[Prompt]) -> Checkpoint | None:
     directory = _asked_for(output)
     found = None if directory is None else _read_whole(directory)
     if found is not None:
+        _require_experts_laid_out_alike(found, config)
         _require_same_settings(found, config)
         _require_same_prompts(found, config, prompts)
         _report_other_surroundings(found, config)
@@ -86,6 +87,17 @@ def _is_whole(directory: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _require_experts_laid_out_alike(found: Checkpoint, config: AnyRun) -> None:
+    """Megatron has an optimizer of its own for experts that ranks share, and a checkpoint has it so."""
+    before, now = found.config.get("megatron_ep", 1), config.megatron.megatron_ep
+    if (before > 1) != (now > 1):
+        raise ConfigError(
+            f"--megatron-ep={now}: {found.directory} was made with --megatron-ep {before}, and what "
+            "Megatron's optimizer keeps is laid out otherwise where ranks share experts than where they "
+            f"do not. Give --megatron-ep {before}."
+        )
 
 
 def _require_same_settings(found: Checkpoint, config: AnyRun) -> None:

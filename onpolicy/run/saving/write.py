@@ -13,6 +13,7 @@ from onpolicy.config.sft import AnyRun
 from onpolicy.errors import CheckpointError, HostLostError, TrainerLostError
 from onpolicy.run.saving.checkpoint import (
     STATE,
+    Best,
     RunState,
     checkpoints,
     made_with,
@@ -67,7 +68,7 @@ def save(
         if isinstance(error, (TrainerLostError, HostLostError)):
             raise
         raise _not_written(root, final.name, error) from error
-    _delete_old(root, config.output.keep_checkpoints)
+    _delete_old(root, config.output.keep_checkpoints, state.best)
 
 
 def _not_written(root: Path, name: str, error: Exception) -> CheckpointError:
@@ -108,9 +109,11 @@ def _set_aside(damaged: Path) -> None:
         logger.warning("%s was damaged; it is %s now", damaged, kept)
 
 
-def _delete_old(root: Path, keep: int) -> None:
-    """Delete the oldest; renamed first, so that a kill leaves no half checkpoint under a good name."""
-    for old in list(checkpoints(root).values())[:-keep] if keep else []:
+def _delete_old(root: Path, keep: int, best: Best | None) -> None:
+    """Delete the oldest but the best; renamed first: a kill leaves no half one under its name."""
+    for number, old in list(checkpoints(root).items())[:-keep] if keep else []:
+        if best is not None and number == best.rollouts_done:
+            continue
         try:
             doomed = old.rename(old.with_name(f"{_PARTIAL}{old.name}"))
             shutil.rmtree(doomed)

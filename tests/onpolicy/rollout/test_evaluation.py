@@ -84,6 +84,11 @@ def test_without_answers_there_is_no_majority_and_one_sample_has_none_either():
     assert [name for name in metrics if "@" in name] == ["eval/avg@1", "eval/pass@1"]
 
 
+def test_attempts_that_failed_are_counted_also_where_nothing_else_is():
+    assert eval_metrics([group()], 2, "aime", 3.0) == {"eval/aime/num_failed_episodes": 3.0}
+    assert eval_metrics([group((1, None))], 1, num_failed=0.0)["eval/num_failed_episodes"] == 0.0
+
+
 def test_a_prompt_with_fewer_than_k_episodes_counts_in_no_pass_at_k():
     lost = group((0, None))
     metrics = eval_metrics([lost, group((1, None), (0, None))], 2)

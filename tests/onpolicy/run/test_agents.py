@@ -195,3 +195,13 @@ def test_a_function_that_cannot_be_used_is_refused_before_anything_starts(tmp_pa
     config = make_config(tmp_path, custom_generate_function_path=path)
     with pytest.raises(ConfigError, match=f"^--custom-generate-function-path={path}: .*{says}"):
         make_rollouter(config)
+
+
+def test_an_evaluation_counts_the_attempts_that_failed_in_it(tmp_path):
+    """Those at prompts of odd numbers."""
+    run(tmp_path, "raises", episode_failures="drop", eval_interval=4)
+    evaluated = [record for record in records_of(tmp_path) if "eval/avg@1" in record]
+    assert evaluated and all(record["eval/num_failed_episodes"] > 0 for record in evaluated)
+    run(tmp_path / "other", "acts", eval_interval=4)
+    evaluated = [record for record in records_of(tmp_path / "other") if "eval/avg@1" in record]
+    assert evaluated and all(record["eval/num_failed_episodes"] == 0 for record in evaluated)

@@ -140,3 +140,31 @@ def test_a_set_that_nothing_would_score_is_refused(configured):
 def test_sets_come_from_one_place(configured):
     with pytest.raises(ConfigError, match="--eval-prompt-data names sets too"):
         configured(ONE % "", "--eval-prompt-data", "a.jsonl", "--eval-interval", "2")
+
+
+SAVES = ("--save", "/s", "--save-interval", "2", "--n-samples-per-eval-prompt", "6")
+
+
+@pytest.mark.parametrize("metric", ["avg@6", "pass@1", "pass@4", "pass@6", "maj@6"])
+def test_a_metric_of_a_set_may_choose_the_best_checkpoint(configured, metric):
+    configured(ONE % "", *SAVES, "--save-best-metric", f"eval/a/{metric}")
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("eval/a/avg@8", "no evaluation says that. Give one of: eval/a/avg@6, eval/a/pass@1, "),
+        ("eval/b/avg@6", "no evaluation says that"),
+        ("avg@6", "no evaluation says that"),
+    ],
+)
+def test_another_may_not(configured, metric, message):
+    with pytest.raises(ConfigError) as error:
+        configured(ONE % "", *SAVES, "--save-best-metric", metric)
+    assert str(error.value).startswith(f"--save-best-metric={metric}: {message}")
+
+
+def test_weights_that_are_not_saved_cannot_be_the_best(configured):
+    saves = ("--save", "/s", "--save-interval", "4", "--save-best-metric", "eval/a/avg@1")
+    with pytest.raises(ConfigError, match="evaluated after every 2 rollouts, and not all"):
+        configured(ONE % "", *saves)

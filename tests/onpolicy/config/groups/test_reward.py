@@ -60,3 +60,45 @@ def test_gdpo_learns_from_the_named_rewards_unless_told_others(tmp_path):
     assert config.gdpo_rewards == {"f": 1.0, "f/x": 1.0}
     with pytest.raises(ConfigError, match="Give two or more as --rewards NAME=WEIGHT"):
         validate(make_config(tmp_path, **{**flags, "rewards": (), "rm_type": "exact"}))
+
+
+JUDGE = {"rm_type": "judge", "judge_url": "http://j/v1", "judge_model": "j", "judge_prompt": "f"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"rm_type": "remote_rm"}, "--rm-url='': remote_rm needs the address"),
+        ({"rewards": ("remote_rm",)}, "--rm-url='': remote_rm needs the address"),
+        ({"rm_type": "remote_rm", "rm_url": "h:1"}, "--rm-url='h:1': is no address. Give one"),
+        (
+            {"rm_type": "exact", "rm_url": "http://h"},
+            "only --rm-type remote_rm or --rewards with it",
+        ),
+        (
+            {"rm_type": "exact", "rm_retries": 1},
+            "--rm-retries=1: only --rm-type remote_rm or judge",
+        ),
+        (
+            {**JUDGE, "judge_model": ""},
+            "--judge-model='', --judge-prompt='f': judge needs all three",
+        ),
+        ({**JUDGE, "judge_verdict": "("}, "is no regular expression"),
+        (
+            {**JUDGE, "judge_verdict": "a|b"},
+            "has 0 groups, and the number is read from the only one",
+        ),
+        ({**JUDGE, "judge_api_key": "K\x7f"}, r"--judge-api-key=\.\.\.: goes into an HTTP header"),
+    ],
+)
+def test_what_scores_over_http_needs_an_address(tmp_path, flags, says):
+    with pytest.raises(ConfigError, match=says):
+        validate(make_config(tmp_path, **flags, **DATA))
+
+
+def test_no_key_of_what_scores_is_written_down(tmp_path):
+    both = {**JUDGE, "rm_type": "", "rewards": ("judge", "remote_rm"), "rm_url": "http://h"}
+    config = make_config(tmp_path, **both, rm_api_key="K", judge_api_key="L", **DATA)
+    validate(config)
+    written = config.to_dict()
+    assert (written["rm_api_key"], written["judge_api_key"]) == ("...", "...")

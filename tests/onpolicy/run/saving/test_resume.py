@@ -234,6 +234,20 @@ def test_a_flag_that_the_record_lacks_meant_its_default(run):
         find(changed(config, lr=0.1))
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "loads_it"), [(2, 1, False), (1, 2, False), (2, 4, True)]
+)
+def test_whether_ranks_share_experts_may_not_change(run, before, now, loads_it):
+    config, save = run
+    rewritten(save, lambda record: record["config"].update(megatron_ep=before))
+    config = changed(config, megatron_ep=now, allow_changed_settings=("megatron_ep",))
+    if loads_it:
+        assert find(config)
+        return
+    with pytest.raises(ConfigError, match=rf"--megatron-ep={now}: .*with --megatron-ep {before},"):
+        find(config)
+
+
 def test_what_else_is_another_than_before_is_logged(run, caplog):
     config, save = run
     rewritten(save, lambda record: record["config"].update(old_flag=1))

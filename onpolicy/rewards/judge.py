@@ -1,0 +1,75 @@
+"""A model that is asked what it thinks of each sample, through any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onpolicy.config.groups import RewardConfig
+from onpolicy.config.secrets import reveal
+from onpolicy.errors import ConfigError
+from onpolicy.rewards import Answers, Failure, Numbers
+from onpolicy.rewards.endpoint import Endpoint
+from onpolicy.rewards.numbers import numbers_or_failure, shown
+from onpolicy.types import Sample
+
+_PLACES = re.compile(r"\{(prompt|response|label)\}")
+
+
+class Judge:
+    """The verdicts of --judge-model, each on one sample."""
+
+    def __init__(self, config: RewardConfig):
+        self.config, self.template = config, _read(config.judge_prompt)
+        self._verdict = re.compile(config.judge_verdict)
+        url = config.judge_url.rstrip("/") + "/chat/completions"
+        self.endpoint = Endpoint(url, config, reveal("--judge-api-key", config.judge_api_key))
+
+    def ask(self, samples: Sequence[Sample]) -> Answers:
+        wait = self.endpoint.begin([self._body(sample) for sample in samples])
+        return lambda: [self._reward(answer) for answer in wait()]
+
+    def _body(self, sample: Sample) -> dict[str, Any]:
+        of = {
+            "prompt": sample.prompt.text,
+            "response": sample.response,
+            "label": sample.prompt.label,
+        }
+        # In one pass: a response may have {label} in it.
+        question = _PLACES.sub(lambda place: of[place[1]], self.template)
+        return {
+            "model": self.config.judge_model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": self.config.judge_max_tokens,
+            "temperature": self.config.judge_temperature,
+        }
+
+    def _reward(self, answer: Any) -> Numbers | Failure:
+        if isinstance(answer, Failure):
+            return answer
+        try:
+            text = answer["choices"][0]["message"]["content"]
+            verdicts = self._verdict.findall(text)
+        except (KeyError, IndexError, TypeError):
+            return Failure(reason=f"was answered with {shown(answer)}: it is no chat completion")
+        if not verdicts:
+            return Failure(reason=f"was answered with {shown(text)}: no --judge-verdict is in it")
+        try:
+            return numbers_or_failure(float(verdicts[-1]))
+        except ValueError:
+            return Failure(reason=f"was given the verdict {shown(verdicts[-1])}: it is no number")
+
+
+def _read(file: str) -> str:
+    try:
+        text = Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--judge-prompt={file}: cannot be read ({error}).") from error
+    if "{response}" not in text:
+        raise ConfigError(
+            f"--judge-prompt={file}: the judge would not see what it judges. Write {{response}} where "
+            "the response is to stand, and {prompt} and {label} where these are."
+        )
+    return text

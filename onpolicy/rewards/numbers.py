@@ -1,0 +1,55 @@
+"""What rules, functions and services return, as numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from onpolicy.rewards import ANSWER, Failure, Numbers
+
+
+def each_of(results: Any, count: int) -> list[Any] | Failure:
+    """What was returned of each of several samples."""
+    try:
+        listed = [] if isinstance(results, (str, bytes, dict)) else list(results)
+    except Exception:  # a number, or its own __iter__ raises anything
+        listed = []
+    if len(listed) == count:
+        return listed
+    rule = f"it must be a list with one result for each of the {count} samples"
+    return Failure(reason=f"returned {shown(results)}: {rule}")
+
+
+def numbers_or_failure(result: Any) -> Numbers | Failure:
+    """What was returned of one sample, as numbers."""
+    try:
+        return _numbers(result)
+    except Exception as error:  # its own __float__ may raise anything
+        return Failure(reason=f"returned {shown(result)}: {error}")
+
+
+def _numbers(result: Any) -> Numbers:
+    parts = {**result} if isinstance(result, dict) else {"score": result}
+    answer = {ANSWER: parts.pop(ANSWER)} if isinstance(parts.get(ANSWER), str) else {}
+    if "score" not in parts:
+        raise ValueError('a dict must hold the reward under "score"')
+    if not all(isinstance(name, str) for name in parts):
+        raise ValueError("the names in a dict must be text")
+    if any(
+        isinstance(value, (str, bytes)) or not hasattr(value, "__float__")
+        for value in parts.values()
+    ):
+        raise ValueError("it must be a number, or a dict of numbers")
+    numbers = {name: float(value) for name, value in parts.items()}
+    if not all(map(math.isfinite, numbers.values())):
+        raise ValueError("a reward must be finite")
+    return numbers | answer
+
+
+def shown(result: Any) -> str:
+    """Anything in a few characters, for messages."""
+    try:
+        text = repr(result)
+    except Exception as error:  # its own __repr__ raises, or it is an integer of too many digits
+        return f"a {type(result).__name__} that cannot be shown ({error})"
+    return text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}"
