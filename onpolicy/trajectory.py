@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import compress, pairwise
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,29 @@ class Span:
 
     version: int
     start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Grammar:
+    """What an answer must be as text."""
+
+    kind: Literal["regex", "json_schema"]
+
+    text: str
+    """A regular expression that matches the whole answer, or a JSON schema."""
+
+    stop_token_ids: tuple[int, ...]
+    """The tokens that end an answer once it is complete, and never before; at least one."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GrammarSpan:
+    """Tokens of a trajectory that were sampled within a grammar, from its beginning on."""
+
+    grammar: Grammar
+    start: int
+    """The first one's place among all tokens of the trajectory."""
     end: int
 
 
@@ -112,6 +136,9 @@ class Trajectory:
     kept_tokens: list[bytes] = field(default_factory=list)
     """[R], or none, as in `Completion`."""
 
+    grammars: tuple[GrammarSpan, ...] = ()
+    """The tokens that were sampled within grammars, in their order; they may count as given since."""
+
     finish_reason: FinishReason = FinishReason.ABORT
 
     weight_version: int = UNPUSHED
@@ -129,7 +156,9 @@ class Trajectory:
         """A prompt, and nothing sampled yet."""
         return Trajectory(token_ids=[*prompt_ids], sampled=[False] * len(prompt_ids))
 
-    def plus(self, answer: Completion, temperature: float) -> Trajectory:
+    def plus(
+        self, answer: Completion, temperature: float, grammar: Grammar | None = None
+    ) -> Trajectory:
         """With what an engine sampled after all tokens so far.
 
         The experts of a token are those of the answer that it was computed for first.
@@ -143,6 +172,7 @@ class Trajectory:
             spans=_joined_spans(self.spans, answer.spans, self.num_sampled),
             routed_experts=self._experts_with(answer.routed_experts),
             kept_tokens=self._kept_with(answer),
+            grammars=self._grammars_with(answer, grammar),
             finish_reason=answer.finish_reason,
             weight_version=answer.weight_version,
             num_cached_tokens=self.num_cached_tokens + answer.num_cached_tokens,
@@ -170,6 +200,9 @@ class Trajectory:
             spans=spans,
             routed_experts=None if experts is None else experts[: length - 1],
             kept_tokens=self.kept_tokens[:count],
+            grammars=tuple(
+                replace(g, end=min(g.end, length)) for g in self.grammars if g.start < length
+            ),
             weight_version=spans[-1].version if spans else self.weight_version,
         )
 
@@ -209,6 +242,22 @@ class Trajectory:
             return []
         before = self.kept_tokens or [b""] * self.num_sampled
         return before + (answer.kept_tokens or [b""] * len(answer.response_ids))
+
+    def _grammars_with(
+        self, answer: Completion, grammar: Grammar | None
+    ) -> tuple[GrammarSpan, ...]:
+        if grammar is None or not answer.response_ids:
+            return self.grammars
+        start, end = self.start_within(grammar), len(self.token_ids) + len(answer.response_ids)
+        before = (span for span in self.grammars if span.start < start)
+        return (*before, GrammarSpan(grammar=grammar, start=start, end=end))
+
+    def start_within(self, grammar: Grammar | None) -> int:
+        """The place of the first token of what is sampled next: of an answer that goes on, if the last
+        tokens were sampled within the same grammar."""
+        last, length = self.grammars[-1:], len(self.token_ids)
+        goes_on = last and last[0].end == length and last[0].grammar == grammar
+        return last[0].start if goes_on else length
 
     @property
     def stretches(self) -> list[tuple[Forks, int, int]]:

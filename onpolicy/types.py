@@ -8,7 +8,7 @@ from itertools import groupby
 from statistics import mean
 from typing import Any
 
-from onpolicy.trajectory import FinishReason, Trajectory
+from onpolicy.trajectory import FinishReason, Grammar, Trajectory
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -57,10 +57,14 @@ class SamplingParams:
     return_routed_experts: bool = False
     """Whether the engine is to tell which experts computed every token."""
 
+    grammar: Grammar | None = None
+    """What the response must be as text, which is cut before all filters."""
+
     @property
     def is_cut(self) -> bool:
-        """Whether a token is drawn from fewer than all."""
-        return (self.top_p, self.top_k, self.min_p) != (1.0, -1, 0.0)
+        """Whether a token may be drawn from fewer than all."""
+        filters = (self.top_p, self.top_k, self.min_p)
+        return filters != (1.0, -1, 0.0) or self.grammar is not None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -70,6 +74,10 @@ class Request:
     prompt_ids: list[int]
     sampling_seed: int
     params: SamplingParams
+
+    num_begun: int = 0
+    """The last tokens of `prompt_ids` that are the beginning of the response, sampled before: its
+    grammar goes on after them."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -21,6 +21,7 @@ from sglang_patches import (
     embedding,
     experts,
     extensions,
+    grammars,
     harmful_requests,
     head_sizes,
     layer_attention,
@@ -89,6 +90,7 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     if contract.aligns("log_probs", OUTSIDE):
         determinism.install(contract)
         sampler.install(operators, contract)
+        grammars.install()
         prompt_log_probs.install(operators, contract)
         requests.install()
         prompt_answers.install()

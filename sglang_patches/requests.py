@@ -1,8 +1,9 @@
 """Refuses requests whose log-probabilities would not be the policy's own.
 
-The returned log-probability is that of the temperature-scaled softmax, of what top-k, top-p and min-p
-leave of it (`sampler.py`). A penalty makes the sampling distribution another one, so the sample would
-not be on-policy; a request that asks for one gets a 400 answer that says so, instead of tokens.
+The returned log-probability is that of the temperature-scaled softmax, of what a grammar, top-k, top-p
+and min-p leave of it (`sampler.py`). A penalty makes the sampling distribution another one, so the
+sample would not be on-policy; a request that asks for one gets a 400 answer that says so, instead of
+tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_patches import registry
+from sglang_patches.grammars import NUM_BEGUN
 
 TARGET = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 COMPLETION_TARGET = (
@@ -24,8 +26,6 @@ _NEUTRAL = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
     "logit_bias": None,
-    "json_schema": None,
-    "regex": None,
     "ebnf": None,
     "structural_tag": None,
     "beam_width": None,
@@ -34,8 +34,8 @@ _NEUTRAL = {
 
 _REASON = (
     "not available in true-on-policy mode, where a token is sampled from softmax(logits / temperature), "
-    "or what top_k, top_p and min_p leave of it, and from nothing else, so that its log-probability is "
-    "the trainer's to the last bit. Leave it out, or serve without the contract."
+    "or what regex, json_schema, top_k, top_p and min_p leave of it, and from nothing else, so that its "
+    "log-probability is the trainer's to the last bit. Leave it out, or serve without the contract."
 )
 
 
@@ -43,6 +43,7 @@ def install() -> None:
     registry.hook(TARGET, _refuse_others, "before")
     registry.hook(COMPLETION_TARGET, _refuse_completion, "after")
     registry.hook(TOKENIZE_TARGET, _refuse_positions, "after")
+    registry.hook(TOKENIZE_TARGET, _check_begun, "after")
 
 
 def _refuse_others(params: Any, *_: Any, **__: Any) -> None:
@@ -72,3 +73,13 @@ def _refuse_positions(tokenized: Any, *_: Any, **__: Any) -> None:
                 "chosen positions by operators of its own. Ask for the log-probabilities of the whole "
                 "prompt with logprob_start_len, or serve without the contract."
             )
+
+
+def _check_begun(tokenized: Any, *_: Any, **__: Any) -> None:
+    """How much of an answer within a grammar is there already (`grammars.py`)."""
+    count = (tokenized.sampling_params.custom_params or {}).get(NUM_BEGUN, 0)
+    if type(count) is not int or not 0 <= count < len(tokenized.input_ids):
+        raise ValueError(
+            f"{NUM_BEGUN}={count!r}: must be the number of the prompt's last tokens that an answer "
+            "begins with, and the prompt has one more at least. Leave it out where an answer begins."
+        )

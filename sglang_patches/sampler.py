@@ -7,10 +7,10 @@ is drawn by `Operators.sample` at one uniform number per (seed, position), so it
 batch nor on the engine. SGLang widens logits to float32 on their way; they go back to the dtype that
 the projection computed, since another dtype can be another kernel.
 
-A request with top-k, top-p or min-p is sampled from what they leave (`ops/cuts.py`), by the same
-functions, and its answer says of every token what it was drawn from: `meta_info.kept_tokens`,
-`ops/kept_tokens.py` in base64. Stock SGLang draws from the cut distribution and returns the
-log-probability of the whole one.
+A request with a grammar, top-k, top-p or min-p is sampled from what they leave (`grammars.py`,
+`ops/cuts.py`), by the same functions, and its answer says of every token what it was drawn from:
+`meta_info.kept_tokens`, `ops/kept_tokens.py` in base64. Stock SGLang draws from the cut distribution and
+returns the log-probability of the whole one.
 Registered through SGLang's register_sampler_backend under the name that deterministic inference
 forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 """
@@ -18,6 +18,7 @@ forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 from __future__ import annotations
 
 import base64
+import operator
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from onpolicy.contract import NumericsContract
 from onpolicy.ops import Operators
-from onpolicy.ops.cuts import ALL, Cut, within
+from onpolicy.ops.cuts import ALL, Cut, left, within
 from onpolicy.ops.kept_tokens import packed
 from sglang_patches import registry
+from sglang_patches.grammars import allowed, is_constrained
 
 KEPT = "kept_tokens"
 
@@ -100,6 +102,11 @@ def _sampler_class() -> type:
 
 def _kept(operators: Operators, logits: Tensor, info: Any) -> Tensor | None:
     """What is left of logits [B, V] for every row: bool [B, V]; None where nothing is cut."""
+    return left(operators, logits, info.temperatures, allowed(info, logits), _cut(info))
+
+
+def _cut(info: Any) -> Cut | None:
+    """The filters of every row; None where there are none."""
     is_filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
     if info.is_all_greedy or not is_filtered:
         return None
@@ -107,8 +114,7 @@ def _kept(operators: Operators, logits: Tensor, info: Any) -> Tensor | None:
     settings = (info.top_ks, info.top_ps, info.min_ps)
     neutral = (ALL, 1.0, 0.0)  # of the rows that are not cut
     pairs = zip(settings, neutral, strict=True)
-    cut = Cut(*(x.masked_fill(~is_cut, whole)[:, None] for x, whole in pairs))
-    return cut.kept(operators, operators.log_softmax(logits, info.temperatures))
+    return Cut(*(x.masked_fill(~is_cut, whole)[:, None] for x, whole in pairs))
 
 
 def _is_cut(info: Any) -> Tensor:
@@ -119,10 +125,10 @@ def _is_cut(info: Any) -> Tensor:
 
 
 def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:
-    """Let the answers say it, of the requests that have a filter."""
+    """Let the answers say it, of the requests that have a grammar or a filter."""
     others = {k: v for k, v in (logits_output.customized_info or {}).items() if k != KEPT}
     if kept is not None:
         texts = (base64.b64encode(each).decode() for each in packed(kept))
-        asked = _is_cut(info).tolist()
+        asked = map(operator.or_, _is_cut(info).tolist(), is_constrained(info))
         others[KEPT] = [text if a else None for a, text in zip(asked, texts, strict=True)]
     logits_output.customized_info = others or None

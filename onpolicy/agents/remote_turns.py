@@ -53,9 +53,16 @@ class RemoteTurns(Turns):
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
+        regex: str | None = None,
+        json_schema: str | Mapping[str, Json] | None = None,
     ) -> Answer:
-        stops = stop if isinstance(stop, str) else [*stop]
-        arguments = {"stop": stops, "max_tokens": max_tokens, "temperature": temperature}
+        arguments = {
+            "stop": stop if isinstance(stop, str) else [*stop],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "regex": regex,
+            "json_schema": json_schema,
+        }
         said = await self._caller.call("sample", self.number, arguments)
         token_ids, reason = said["token_ids"], FinishReason(said["finish_reason"])
         if token_ids:

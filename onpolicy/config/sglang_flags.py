@@ -40,6 +40,9 @@ _BREAKS_A_CONTRACT = {
         "enable-amd-monokernel enable-nvidia-megakernel monokernel-backend",
     "the sampler is part of the contract": "sampling-backend",
     "requests are checked and given their seeds in one process": "tokenizer-worker-num",
+    "both engines compile grammars by xgrammar, in one way":
+        "grammar-backend enable-strict-thinking constrained-json-whitespace-pattern "
+        "constrained-json-disable-any-whitespace constrained-json-max-whitespace-cnt",
     "tokens are sampled from softmax(logits / temperature) alone":
         "enable-custom-logit-processor enable-watermark watermark-config",
     "both engines run the Hugging Face model definition": "model-impl",

@@ -29,6 +29,7 @@ from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.shared_directories import require_shared_by_servers
 from onpolicy.run.saving.checkpoint import STATE, checkpoints
+from onpolicy.trajectory import Grammar
 from onpolicy.types import Request, SamplingParams
 
 if TYPE_CHECKING:  # it imports Ray, which a session prepares
@@ -124,6 +125,9 @@ def case_request(case: Case) -> Request:
     """What the response of a case was sampled by."""
     params: dict[str, Any] = {**case["params"]}
     params |= {name: tuple(params.get(name, ())) for name in ("stop_token_ids", "stop")}
+    if grammar := params.get("grammar"):
+        stops = tuple(grammar["stop_token_ids"])
+        params["grammar"] = Grammar(**{**grammar, "stop_token_ids": stops})
     return Request(
         prompt_ids=read(case["trajectory"]).prompt_ids,
         sampling_seed=case["sampling_seed"],

@@ -118,16 +118,24 @@ class PackedTokens:
             sequences, asked, temperatures, device, routed_experts, kept_tokens
         )
 
-    def with_own_cut(self, cut: Cut | None, compared: Tensor | None = None) -> PackedTokens:
+    def with_own_cut(
+        self,
+        cut: Cut | None,
+        compared: Tensor | None = None,
+        allowed: Sequence[bytes] = (),
+    ) -> PackedTokens:
         """The same tokens, which must have been drawn from what this cut leaves of the model's logits.
 
-        compared: bool [R]: those of which that is so; all if not given.
+        compared: bool [R]: those of which that is so; all if not given. allowed: [R]: the sets that the
+        cut is of, where those are grammars'.
         """
-        if self.kept is None or cut is None:
+        kept = self.kept or (KeptTokens((WHOLE,) * len(allowed)) if allowed else None)
+        if kept is None or (cut is None and not allowed):
             return self
         if compared is None:
             compared = torch.ones(len(self.rows), dtype=torch.bool)
-        return replace(self, kept=replace(self.kept, cut=cut, compared=compared))
+        kept = replace(kept, cut=cut, allowed=tuple(allowed), compared=compared)
+        return replace(self, kept=kept)
 
     def with_own_routing(self) -> PackedTokens:
         """The same tokens without experts to take: the routers choose."""

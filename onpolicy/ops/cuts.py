@@ -4,8 +4,8 @@ The order is that of transformers' `generate`: temperature, then the k likeliest
 likeliest until they have p of *their* probability (the token that reaches it included), then of those
 all that are at least min_p times as likely as the likeliest. Of equally likely tokens the one with the
 smaller id comes first. (SGLang's own sampler measures top-p against the whole vocabulary: another cut
-where top-k is given too.) What is left has `Operators.log_softmax` of its logits, the others a logit of
-no weight.
+where top-k is given too.) What a grammar does not allow is cut off before all of it. What is left has
+`Operators.log_softmax` of its logits, the others a logit of no weight.
 Row invariance: probabilities are added as whole numbers, whose sum no order of additions changes.
 """
 
@@ -80,6 +80,25 @@ def _kept(
     is_kept = is_kept & ((sums - counted < top_p * sums[:, -1:].double()) | (top_p >= 1))
     is_kept &= probabilities >= min_p * probabilities[:, :1]
     return torch.zeros_like(is_kept).scatter_(1, ids, is_kept)
+
+
+def left(
+    operators: Operators,
+    logits: Tensor,
+    temperature: Tensor,
+    allowed: Tensor | None,
+    cut: Cut | None,
+) -> Tensor | None:
+    """What a cut leaves of those logits [M, V] that are `allowed`: bool [M, V]; None if nothing is cut.
+
+    temperature: float32 [M, 1]; allowed: bool [M, V], at least one in each row; None: all.
+    """
+    if cut is None:
+        return allowed
+    if allowed is not None:
+        logits = within(logits, allowed)
+    kept = cut.kept(operators, operators.log_softmax(logits, temperature))
+    return kept if allowed is None else kept & allowed
 
 
 def within(logits: Tensor, kept: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.cuts import Cut, within
+from onpolicy.ops.cuts import Cut, left, within
 
 WHOLE = b""
 
@@ -61,35 +61,44 @@ class KeptTokens:
     """[R]"""
 
     cut: Cut | None = None
-    """What the sets must be by the logits of the model that is asked, if that is to be looked at."""
+    """What the sets must be by the logits of the model that is asked; None: nothing is cut off."""
+
+    allowed: tuple[bytes, ...] = ()
+    """[R]: what a grammar allowed each to be, as a set; none at all: the whole vocabulary."""
 
     compared: Tensor | None = None
-    """bool [R]: of which tokens."""
+    """bool [R]: the tokens of which both are to be looked at; None: none."""
 
     def at(self, rows: Tensor, missing: int = 0) -> KeptTokens:
         """Those of int64 [M] tokens, and of `missing` more that have the whole vocabulary."""
-        sets = (*(self.sets[i] for i in rows.tolist()), *[WHOLE] * missing)
+        sets, allowed = (
+            (*(of[i] for i in rows.tolist()), *[WHOLE] * missing) if of else ()
+            for of in (self.sets, self.allowed)
+        )
         compared = self.compared
         if compared is not None:
             compared = F.pad(compared[rows.to(compared.device)], (0, missing))
-        return replace(self, sets=sets, compared=compared)
+        return replace(self, sets=sets, allowed=allowed, compared=compared)
 
     def cut_to(self, logits: Tensor, rows: slice) -> Tensor:
         """Logits [M, V] of these tokens, with no weight on what was not kept."""
-        return within(logits, self._mask(logits, rows))
+        return within(logits, _mask(self.sets, logits, rows))
 
     def differ(
         self, operators: Operators, logits: Tensor, temperature: Tensor, rows: slice
     ) -> Tensor | None:
-        """The tokens whose set is not what the cut leaves of logits [M, V]: bool [M]; None if that is
-        not looked at. temperature: float32 [M, 1]."""
-        if self.cut is None or self.compared is None:
+        """The tokens whose set is not what grammar and cut leave of logits [M, V]: bool [M]; None if
+        that is not looked at. temperature: float32 [M, 1]."""
+        if self.compared is None:
             return None
+        cut = self.cut and Cut(*(x.to(logits.device) for x in self.cut))
         with torch.no_grad():
-            log_probs = operators.log_softmax(logits, temperature)
-        own = Cut(*(x.to(logits.device) for x in self.cut)).kept(operators, log_probs)
+            allowed = _mask(self.allowed, logits, rows) if self.allowed else None
+            own = left(operators, logits, temperature, allowed, cut)
         compared = self.compared[rows].to(logits.device)
-        return (own != self._mask(logits, rows)).any(-1) & compared
+        mask = _mask(self.sets, logits, rows)
+        return ((~mask if own is None else own != mask).any(-1)) & compared
 
-    def _mask(self, logits: Tensor, rows: slice) -> Tensor:
-        return unpacked(self.sets[rows], logits.shape[1]).to(logits.device)
+
+def _mask(sets: Sequence[bytes], logits: Tensor, rows: slice) -> Tensor:
+    return unpacked(sets[rows], logits.shape[1]).to(logits.device)

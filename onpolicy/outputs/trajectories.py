@@ -9,7 +9,7 @@ import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Annotated, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 import numpy as np
 import xxhash
@@ -19,9 +19,20 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from onpolicy.system.records import CLOSED
-from onpolicy.trajectory import FinishReason, Span, Trajectory
+from onpolicy.trajectory import FinishReason, Grammar, GrammarSpan, Span, Trajectory
 
 Count = Annotated[int, Ge(0)]
+
+
+@with_config(CLOSED)
+class GrammarRecord(TypedDict):
+    """`GrammarSpan`."""
+
+    kind: Literal["regex", "json_schema"]
+    text: str
+    stop_token_ids: list[Count]
+    start: Count
+    end: Count
 
 
 @with_config(CLOSED)
@@ -42,6 +53,8 @@ class TrajectoryRecord(TypedDict):
     """Rows, columns, and as many int32 numbers in base64."""
     kept_tokens: NotRequired[list[str]]
     """[R] in base64, if any token was not drawn from the whole vocabulary."""
+    grammars: NotRequired[list[GrammarRecord]]
+    """If there are any, in their order."""
     finish_reason: str
     weight_version: Annotated[int, Ge(-1)]
     num_cached_tokens: Count
@@ -66,6 +79,8 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
     }
     if trajectory.kept_tokens:
         record["kept_tokens"] = [base64.b64encode(x).decode() for x in trajectory.kept_tokens]
+    if trajectory.grammars:
+        record["grammars"] = [_write_grammar(span) for span in trajectory.grammars]
     return record
 
 
@@ -93,6 +108,7 @@ def read(record: TrajectoryRecord) -> Trajectory:
         spans=tuple(_read_span(span, len(log_probs)) for span in record["spans"]),
         routed_experts=_read_experts(record["routed_experts"]),
         kept_tokens=kept,
+        grammars=tuple(_read_grammar(span, length) for span in record.get("grammars", ())),
         finish_reason=FinishReason(record["finish_reason"]),
         weight_version=record["weight_version"],
         num_cached_tokens=record["num_cached_tokens"],
@@ -105,6 +121,25 @@ def digest(trajectory: Trajectory) -> str:
     ids, log_probs = trajectory.response_ids, trajectory.rollout_log_probs
     content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
     return xxhash.xxh3_64_hexdigest(content + b"".join(trajectory.kept_tokens))
+
+
+def _write_grammar(span: GrammarSpan) -> GrammarRecord:
+    grammar = span.grammar
+    return {
+        "kind": grammar.kind,
+        "text": grammar.text,
+        "stop_token_ids": [*grammar.stop_token_ids],
+        "start": span.start,
+        "end": span.end,
+    }
+
+
+def _read_grammar(record: GrammarRecord, length: int) -> GrammarSpan:
+    start, end, stops = record["start"], record["end"], tuple(record["stop_token_ids"])
+    if not 0 < start < end <= length:
+        raise ValueError(f"grammars={[start, end]}: must start after 0 and end by {length}")
+    grammar = Grammar(kind=record["kind"], text=record["text"], stop_token_ids=stops)
+    return GrammarSpan(grammar=grammar, start=start, end=end)
 
 
 def _stretches(sampled: Sequence[bool]) -> list[list[int]]:

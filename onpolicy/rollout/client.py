@@ -197,10 +197,17 @@ def _payload(request: Request) -> dict[str, Any]:
             "top_k": params.top_k,
             "min_p": params.min_p,
             **({"stop": [*params.stop], "no_stop_trim": True} if params.stop else {}),
+            **_grammar(request),
         },
         "return_logprob": True,
         **({"return_routed_experts": True} if params.return_routed_experts else {}),
     }
+
+
+def _grammar(request: Request) -> dict[str, Any]:
+    if (grammar := request.params.grammar) is None:
+        return {}
+    return {grammar.kind: grammar.text, "custom_params": {"num_begun": request.num_begun}}
 
 
 def _was_aborted(answer: Any) -> bool:
@@ -247,9 +254,15 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
 
 def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:
     """What each of `count` tokens was drawn from, as an engine says it whose sampler is ours."""
+    if "kept_tokens" not in meta and request.params.grammar is not None and count:
+        raise ContractError(
+            f"{url}: an answer within a grammar that does not say what its tokens were drawn from, so "
+            "it cannot be trained on. Start the server with --true-on-policy-mode."
+        )
     if not request.params.is_cut or "kept_tokens" not in meta:
         return []
-    kept = [base64.b64decode(text) for text in meta["kept_tokens"]]
+    sets = {text: base64.b64decode(text) for text in set(meta["kept_tokens"])}
+    kept = [sets[text] for text in meta["kept_tokens"]]  # equal ones are held once
     if len(kept) != count:
         raise EngineError(
             f"{url}: {count} tokens, and what {len(kept)} of them were drawn from. "

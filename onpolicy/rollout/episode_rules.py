@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from onpolicy.rollout.failures import OnFailure
 from onpolicy.rollout.observations import Json, Observations
-from onpolicy.trajectory import Trajectory
+from onpolicy.trajectory import Grammar, Trajectory
 
 
 def _no_text(token_ids: Sequence[int]) -> str:
@@ -21,6 +21,10 @@ def _only_tokens(
     if isinstance(more, str) or not all(isinstance(token, int) for token in more):
         raise ValueError("this episode has no tokenizer: give token ids")
     return [*more]
+
+
+def _no_grammar(grammar: Grammar) -> None:
+    raise ValueError(f"{grammar.kind}: nothing holds the answers of this episode to it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +47,6 @@ class EpisodeRules:
     decode: Callable[[list[int]], str] = _no_text
     tokens_of: Callable[..., list[int]] = _only_tokens
     """(text, token ids or messages; the branch so far) -> tokens to be given."""
+
+    require_grammar: Callable[[Grammar], None] = _no_grammar
+    """Raises ValueError for one that an answer cannot be held to."""

@@ -272,7 +272,9 @@ class OpenEpisode:
         """
         left = ask.params.max_new_tokens - (branch.trajectory.num_sampled - ask.before.num_sampled)
         params = replace(ask.params, max_new_tokens=left if most is None else min(left, most))
-        return replace(branch.request, prompt_ids=branch.trajectory.token_ids, params=params)
+        so_far = branch.trajectory
+        begun = len(so_far.token_ids) - so_far.start_within(params.grammar)
+        return replace(branch.request, prompt_ids=so_far.token_ids, params=params, num_begun=begun)
 
     def add(self, branch: Turns, ask: Ask, answer: Completion) -> bool:
         """Go on with what was sampled for `request`; whether that is all that was asked for."""
@@ -281,7 +283,8 @@ class OpenEpisode:
                 return True  # withdrawn
             before = branch.trajectory.token_ids[len(ask.before.token_ids) :]
             answer = until_stop_string(before, answer, ask.params.stop, self.rules)
-            branch.trajectory = branch.trajectory.plus(answer, ask.params.temperature)
+            params = ask.params
+            branch.trajectory = branch.trajectory.plus(answer, params.temperature, params.grammar)
             sampled = branch.trajectory.num_sampled - ask.before.num_sampled
             has_stopped = answer.finish_reason == FinishReason.STOP
             if not has_stopped and sampled < ask.params.max_new_tokens:

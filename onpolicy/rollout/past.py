@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.rollout.turns import Ask, BranchRecord, Turns, UnderWay
-from onpolicy.trajectory import FinishReason, Trajectory
+from onpolicy.trajectory import FinishReason, Grammar, Trajectory
 
 
 def answer_as_before(branch: Turns, ask: Ask, past: BranchRecord) -> FinishReason | None:
@@ -23,9 +23,18 @@ def answer_as_before(branch: Turns, ask: Ask, past: BranchRecord) -> FinishReaso
         branch.past = None
         if begins < len(past.trajectory.token_ids):
             branch.trajectory = past.trajectory
-    if not all(branch.trajectory.sampled[begins:]):
+    so_far = branch.trajectory
+    if len(so_far.token_ids) > begins and not _is_within(so_far, begins, ask.params.grammar):
+        raise _differs(branch)
+    if not all(so_far.sampled[begins:]):
         raise _differs(branch)
     return reason
+
+
+def _is_within(so_far: Trajectory, place: int, grammar: Grammar | None) -> bool:
+    """Whether a token was sampled within that grammar, or within none."""
+    of_token = (g.grammar for g in so_far.grammars if g.start <= place < g.end)
+    return next(of_token, None) == grammar
 
 
 def require_past(episode: UnderWay) -> None:

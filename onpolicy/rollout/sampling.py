@@ -69,7 +69,9 @@ def trajectories_of(
 ) -> list[Trajectory]:
     """What was given and sampled in each request."""
     return [
-        Trajectory.begin(request.prompt_ids).plus(completion, request.params.temperature)
+        Trajectory.begin(request.prompt_ids).plus(
+            completion, request.params.temperature, request.params.grammar
+        )
         for request, completion in zip(requests, completions, strict=True)
     ]
 

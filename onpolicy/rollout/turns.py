@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
 from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.failures import ContextExceededError, OtherTokensError
+from onpolicy.rollout.grammars import grammar_of
 from onpolicy.rollout.observations import Json, observation_key
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
@@ -134,13 +135,20 @@ class Turns:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
+        regex: str | None = None,
+        json_schema: str | Mapping[str, Json] | None = None,
     ) -> Answer:
         """Have the policy go on, to a stop token, one of the texts `stop`, or the most tokens.
 
-        Raises ValueError where it has stopped and was given nothing since, and ContextExceededError
-        where no token fits any more.
+        regex, json_schema: what the answer must match as a whole, or be an instance of. One that ends
+        with LENGTH goes on in it, if it is asked for again.
+        Raises ValueError where it has stopped and was given nothing since, or for a grammar that an
+        answer cannot be held to, and ContextExceededError where no token fits any more.
         """
-        params = self._params(stop, max_tokens, temperature)
+        grammar = grammar_of(regex, json_schema, self.request.params.stop_token_ids)
+        if grammar is not None:
+            self.episode.rules.require_grammar(grammar)
+        params = replace(self._params(stop, max_tokens, temperature), grammar=grammar)
         before = self.trajectory
         if not params.max_new_tokens:
             return self._answer(before, FinishReason.LENGTH)

@@ -21,6 +21,15 @@ from onpolicy.types import Request, Sample
 
 
 @with_config(CLOSED)
+class _Grammar(TypedDict):
+    """`Grammar`."""
+
+    kind: Literal["regex", "json_schema"]
+    text: str
+    stop_token_ids: list[Count]
+
+
+@with_config(CLOSED)
 class _Params(TypedDict):
     """`SamplingParams`."""
 
@@ -33,6 +42,7 @@ class _Params(TypedDict):
     ignore_eos: bool
     stop: NotRequired[list[str]]
     return_routed_experts: bool
+    grammar: NotRequired[_Grammar | None]
 
 
 @with_config(OPEN)

@@ -15,6 +15,7 @@ from onpolicy.agents.chat import ChatTemplate
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.errors import AgentError, TrainingError
+from onpolicy.models.grammars import require_held
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.curriculum import Curriculum
@@ -86,16 +87,14 @@ class Sampler:
             on_failure=agent.episode_failures,
             is_repeated=replayed is not None,
             observations=self.observations,
-            decode=self._text_of,
+            decode=lambda token_ids: str(inputs.tokenizer.decode(token_ids)),
             tokens_of=self._tokens_of,
+            require_grammar=lambda grammar: require_held(grammar, engines.contract),
         )
         self.curriculum = Curriculum(inputs.prompts, config.data)
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
-
-    def _text_of(self, token_ids: list[int]) -> str:
-        return str(self.inputs.tokenizer.decode(token_ids))
 
     def _tokens_of(self, more: Any, so_far: Trajectory) -> list[int]:
         """What is given to an episode, as tokens."""

@@ -19,6 +19,7 @@ from fallback_correction.config import CorrectionConfig
 from fallback_correction.correction import correct
 from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
+from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops.cuts import Cut
 from onpolicy.trajectory import Trajectory
@@ -81,9 +82,14 @@ class PackedBatch:
             train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
         )
 
-    def with_own_cut(self, cut: Cut | None) -> Self:
-        """The same, whose tokens of today's policy must have been drawn from what the cut leaves."""
-        return replace(self, packed=self.packed.with_own_cut(cut, self.lags == 0))
+    def with_own_cut(self, cut: Cut | None, grammars: Grammars) -> Self:
+        """The same, whose tokens of today's policy must have been drawn from what the cut leaves of what
+        their grammars allow."""
+        trajectories = [s.sample.trajectory for s in self.samples]
+        allowed = list[bytes]()
+        if any(t.grammars for t in trajectories):
+            allowed = [each for t in trajectories for each in grammars.sets(t)]
+        return replace(self, packed=self.packed.with_own_cut(cut, self.lags == 0, allowed))
 
     @classmethod
     def after(cls, earlier: PackedBatch, **more: Any) -> Self:

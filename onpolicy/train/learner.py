@@ -15,6 +15,7 @@ from torch import Tensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
+from onpolicy.models.grammars import Grammars
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
@@ -43,10 +44,15 @@ class Learner:
     """Policy-gradient steps on one rank's share of a rollout; every method is collective."""
 
     def __init__(
-        self, config: TrainConfig, models: Models, estimator: Estimator, device: torch.device
+        self,
+        config: TrainConfig,
+        models: Models,
+        estimator: Estimator,
+        grammars: Grammars,
+        device: torch.device,
     ):
         self.config, self.models, self.device = config, models, device
-        self.estimator = estimator
+        self.estimator, self.grammars = estimator, grammars
         self.loss_settings = LossSettings.of(config)
         self.corrections = Corrections(config)
         rollout = config.rollout
@@ -139,7 +145,7 @@ class Learner:
         log-probabilities of each micro-batch that the policy's loss was of."""
         check = gate.check if number == 0 else None
         if check is not None and gate.on_mismatch in ("fail", "fall back"):
-            micro_batches = [batch.with_own_cut(self.cut) for batch in micro_batches]
+            micro_batches = [batch.with_own_cut(self.cut, self.grammars) for batch in micro_batches]
         if self.critic is None:
             return self._optimizer_step(micro_batches, rate, check)
         if self.critic.learns_alone(gate.step):

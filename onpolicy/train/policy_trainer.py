@@ -20,6 +20,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, TrainingError
+from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
@@ -79,7 +80,8 @@ class PolicyTrainer(Trainer):
             self.models[teacher_role(name)] = load_model(path, self.operators, trained=False)
         self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
         self.outlet = WeightOutlet(config, contract, self.policy)
-        self.learner = Learner(config, self.models, estimator, self.device)
+        grammars = Grammars(source, contract.shapes.vocab_size, config.model.trust_remote_code)
+        self.learner = Learner(config, self.models, estimator, grammars, self.device)
 
     def _use_contract(self, contract: NumericsContract) -> None:
         longest = self.config.trainer.max_tokens_per_gpu

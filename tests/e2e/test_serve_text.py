@@ -184,8 +184,7 @@ REFUSED = [
     ({"logit_bias": {"5": 1}}, "logit_bias="),
     ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty=1.1"),
     ({"extra_body": {"min_tokens": 3}}, "min_new_tokens=3"),
-    ({"extra_body": {"response_format": {"type": "json_object"}}}, "json_schema="),
-    ({"extra_body": {"regex": "a+"}}, "regex="),
+    ({"extra_body": {"ebnf": "root ::= [a-z]"}}, "ebnf="),
 ]
 
 
@@ -357,3 +356,47 @@ def test_verify_takes_a_server_that_somebody_else_started(server, checkpoint, tm
     assert code == 0, report
     assert report["num_mismatched_tokens"] == 0 and report["num_compared_tokens"] == 2 * 8 * 8
     assert not list((tmp_path / "run").rglob("engine*.log"))  # none was started
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+OBJECT = {**SCHEMA, "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": OBJECT}}
+CONSTRAINED = {
+    "json_schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
+    },
+    "json_object": {"response_format": {"type": "json_object"}},
+    "regex": {"extra_body": {"regex": r'\{"n":(true|false)\}'}},
+}
+
+
+@pytest.mark.parametrize("fields", CONSTRAINED.values(), ids=CONSTRAINED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_within_a_grammar_is_that_and_its_numbers_are_of_what_it_was_drawn_from(
+    client, fields, stream
+):
+    messages = [{"role": "user", "content": "x"}]
+    asked = {"model": "any", "messages": messages, "max_tokens": 40, "seed": 5, "logprobs": True}
+    answer = client.chat.completions.create(**asked, stream=stream, **fields)
+    choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+    text = "".join((c.delta if stream else c.message).content or "" for c in choices)
+    numbers = [x.logprob for c in choices if c.logprobs for x in c.logprobs.content]
+    if choices[-1].finish_reason == "stop" or "json_object" not in str(fields):
+        assert isinstance(json.loads(text), dict)
+    assert text.startswith("{") and numbers[0] == 0.0  # nothing else was allowed
+
+
+def test_a_call_that_is_forced_is_made(client):
+    messages = [{"role": "user", "content": "x"}]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        (answer,) = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=200, seed=5, tools=[TOOL], tool_choice=choice,
+            parallel_tool_calls=False,
+        ).choices  # fmt: skip
+        (call,) = json.loads(answer.message.content)  # which a --sglang-tool-call-parser reads
+        assert call["name"] == "f" and set(call["parameters"]) == {"n"}
+
+
+def test_a_grammar_that_cannot_be_read_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match=r"regex='\('.*parenthesis"):
+        client.completions.create(model="any", prompt="x", max_tokens=4, extra_body={"regex": "("})

@@ -131,10 +131,12 @@ class Acts(Rollouter):
         return await self.act(prompt, turns)
 
 
-def begin(rollouter, draws, *, seed=3, params=PARAMS, max_context_len=100_000, prompt=PROMPT):
-    """An episode under way."""
+def begin(
+    rollouter, draws, *, seed=3, params=PARAMS, max_context_len=100_000, prompt=PROMPT, **more
+):
+    """An episode under way; `more` of its rules."""
     request = Request(prompt_ids=prompt.prompt_ids, sampling_seed=seed, params=params)
-    rules = EpisodeRules(max_context_len=max_context_len, decode=decode)
+    rules = EpisodeRules(max_context_len=max_context_len, decode=decode, **more)
     episode = OpenEpisode(rollouter, prompt, request, rules)
     episode.go_on(draws)
     return episode

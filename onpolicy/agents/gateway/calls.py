@@ -33,6 +33,8 @@ class Call:
     max_tokens: int | None = None
     temperature: float | None = None
     stop: tuple[str, ...] = ()
+    json_schema: str = ""
+    """What the answer is to be an instance of; empty: anything."""
 
     streams: bool = False
     streams_usage: bool = False
@@ -45,7 +47,7 @@ class Call:
         """What its answers depend on, as JSON can say it."""
         return (
             self.messages, self.continues, self.prompt, self.tools, self.max_tokens, self.temperature,
-            self.stop,
+            self.stop, *filter(None, [self.json_schema]),
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.replies import make_reply
 from onpolicy.rollout.branches import order_of
 from onpolicy.rollout.episodes import ContextExceededError, Turns
+from onpolicy.rollout.grammars import grammar_of
 
 Place = tuple[KnownTurn | None, int, list[int]]
 """(the turn that an answer goes on from, how many of its tokens are kept, what is given after them)"""
@@ -181,6 +182,7 @@ class Session:
             raise invalid(
                 "tools", "this run understands no tool calls. Start it with --tool-call-parser."
             )
+        self._require_format(call)
         under_way = sum(not a.sampling.done() for equal in self._asked.values() for a in equal)
         if under_way + call.num_answers > rules.most_at_once:
             raise RefusedError(
@@ -189,6 +191,21 @@ class Session:
                 f"{call.num_answers} more are asked for, and {rules.most_at_once} may be at once.",
                 code="rate_limit_exceeded",
             )
+
+    def _require_format(self, call: Call) -> None:
+        if not call.json_schema:
+            return
+        if self.rules.parser.reasoning_parser:
+            raise invalid(
+                "response_format",
+                "nothing says where reasoning ends. Leave --reasoning-parser out.",
+            )
+        stops = self.turns.request.params.stop_token_ids
+        try:
+            if grammar := grammar_of(None, call.json_schema, stops):
+                self.turns.episode.rules.require_grammar(grammar)
+        except ValueError as error:
+            raise invalid("response_format", str(error)) from error
 
     async def _sample(self, call: Call, digest: str, number: int) -> KnownTurn:
         call = self._with_earlier(call)
@@ -201,7 +218,10 @@ class Session:
                 raise ContextExceededError("--rollout-max-response-len is used up")
             prompt_ids = branch.trajectory.token_ids
             answer = await branch.sample(
-                stop=call.stop, max_tokens=call.max_tokens, temperature=call.temperature
+                stop=call.stop,
+                max_tokens=call.max_tokens,
+                temperature=call.temperature,
+                json_schema=call.json_schema or None,
             )
         except ContextExceededError as error:
             message = f"This model's maximum context length is exceeded: {error}."

@@ -16,6 +16,7 @@ from onpolicy.cluster.engine_places import Places
 from onpolicy.config.groups import EngineConfig
 from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import ConfigError, EngineError
+from onpolicy.models.grammars import require_held
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
@@ -128,7 +129,10 @@ def _sessions(
         api_key=api_key,
         params=SamplingParams(temperature=1.0, max_new_tokens=room, stop_token_ids=stops),
         rules=EpisodeRules(
-            max_context_len=room - CONTEXT_MARGIN, on_failure="drop", decode=tokenizer.decode
+            max_context_len=room - CONTEXT_MARGIN,
+            on_failure="drop",
+            decode=tokenizer.decode,
+            require_grammar=partial(require_held, contract=servers[0].spec.contract),
         ),
         seed=config.seed,
         time_limit=config.gateway.session_time_limit,

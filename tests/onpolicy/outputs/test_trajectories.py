@@ -12,9 +12,14 @@ from pydantic import TypeAdapter
 
 from onpolicy.outputs.trajectories import TrajectoryRecord, digest, read, write
 from onpolicy.system.records import checked
-from onpolicy.trajectory import FinishReason, Span, Trajectory
+from onpolicy.trajectory import FinishReason, Grammar, GrammarSpan, Span, Trajectory
 
 SHAPE = TypeAdapter(TrajectoryRecord)
+
+
+GRAMMAR = GrammarSpan(
+    grammar=Grammar(kind="regex", text="a|b", stop_token_ids=(1, 3)), start=1, end=3
+)
 
 
 @st.composite
@@ -36,6 +41,7 @@ def trajectories(draw):
         ),
         routed_experts=draw(st.sampled_from([None, experts])),
         kept_tokens=draw(st.sampled_from([[], [b"", b"\x80\x01", b"\x05\0\0\0"] * 7]))[:count],
+        grammars=draw(st.sampled_from([(), (GRAMMAR,)])) if len(mask) > 2 else (),
         finish_reason=draw(st.sampled_from(FinishReason)),
         weight_version=3,
         num_cached_tokens=draw(st.integers(0, 9)),
@@ -54,6 +60,8 @@ def test_every_number_comes_back_to_the_bit_whatever_was_given_in_between(trajec
     record = json.loads(json.dumps(write(trajectory)))
     assert fields_of(read(checked(SHAPE, record))) == fields_of(trajectory)
 
+
+WITHIN = {"kind": "regex", "text": "a", "stop_token_ids": [1], "start": 1, "end": 3}
 
 EXAMPLE = Trajectory(
     token_ids=[2, 5, 6, 3, 7],
@@ -81,6 +89,7 @@ def test_a_record_says_which_stretches_were_sampled():
         ),
         ({"routed_experts": [4, 2, "AAAA"]}, "buffer size must be a multiple"),
         ({"kept_tokens": ["AAAA"]}, "sampled tokens are 3 and kept_tokens 1"),
+        ({"grammars": [WITHIN | {"end": 6}]}, "grammars=[1, 6]: must start after 0"),
     ],
 )
 def test_what_nobody_has_sampled_is_refused(changes, fault):

@@ -13,6 +13,7 @@ from onpolicy.agents.gateway.protocols.parts import (
     ALWAYS_SENT,
     CREATED,
     refuse_forced_tools,
+    schema_in,
     text_of,
     usage,
 )
@@ -39,9 +40,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     """What is asked for. Raises RefusedError."""
     fields.ignore(*ALWAYS_SENT)
     fields.refuse_other_sampling(params)
-    fields.refuse(
-        "response_format", {"type": "text"}, because="nothing constrains what is sampled."
-    )
+    form = fields.take("response_format", dict, {"type": "text"})
     fields.refuse("modalities", ["text"], because="the policy answers in text.")
     fields.refuse("top_logprobs", 0, because="only those of sampled tokens are known. Ask for 0.")
     fields.refuse("parallel_tool_calls", True, because="nothing constrains what is sampled.")
@@ -55,6 +54,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         max_tokens=fields.count("max_completion_tokens") or fields.count("max_tokens"),
         temperature=fields.temperature(),
         stop=fields.texts("stop"),
+        json_schema=schema_in(Fields(form, "response_format"), "json_schema"),
         streams=fields.take("stream", bool, False),
         streams_usage=options.take("include_usage", bool, False),
         log_probs=fields.take("logprobs", bool, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,27 @@ def function_tool(
     return {"type": "function", "function": {**function, "parameters": parameters or {}}}
 
 
+def schema_in(form: Fields, nested: str = "") -> str:
+    """The JSON schema, as text, that a format holds an answer to; empty: none. Its own fields have it,
+    or an object that is `nested` in them."""
+    match form.need("type", str):
+        case "text":
+            schema = None
+        case "json_object":
+            schema = {"type": "object"}
+        case "json_schema":
+            inner = Fields(form.need(nested, dict), form.name(nested)) if nested else form
+            schema = inner.need("schema", dict)
+            inner.ignore("name", "description", "strict")  # it is always strict
+            inner.end()
+        case kind:
+            raise invalid(
+                form.name("type"), f"{kind!r} is none of text, json_object and json_schema."
+            )
+    form.end()
+    return "" if schema is None else json.dumps(schema)
+
+
 def refuse_forced_tools(fields: Fields) -> bool:
     """Whether tools may be called; refused where one has to be."""
     choice = fields.pop("tool_choice")
@@ -55,8 +77,8 @@ def refuse_forced_tools(fields: Fields) -> bool:
     if choice not in (None, "auto", "none"):
         raise RefusedError(
             400,
-            f"{fields.name('tool_choice')}={choice!r} cannot be honoured: nothing constrains what the "
-            "policy samples. Ask for 'auto' or 'none'.",
+            f"{fields.name('tool_choice')}={choice!r} cannot be honoured: what a call looks like is the "
+            "chat template's to say, and no grammar is made of it. Ask for 'auto' or 'none'.",
             code="unsupported_parameter",
             field=fields.name("tool_choice"),
         )

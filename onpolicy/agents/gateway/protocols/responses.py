@@ -15,6 +15,7 @@ from onpolicy.agents.gateway.protocols.parts import (
     CREATED,
     function_tool,
     refuse_forced_tools,
+    schema_in,
     text_of,
     usage,
 )
@@ -32,9 +33,9 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     """What is asked for. Raises RefusedError."""
     fields.ignore(*ALWAYS_SENT)
     fields.refuse_other_sampling(params)
-    fields.refuse(
-        "text", {"format": {"type": "text"}}, because="nothing constrains what is sampled."
-    )
+    text = Fields(fields.take("text", dict, {}), "text")
+    form = text.take("format", dict, {"type": "text"})
+    text.end()
     fields.refuse("top_logprobs", 0, because="only those of sampled tokens are known. Ask for 0.")
     fields.refuse("parallel_tool_calls", True, because="nothing constrains what is sampled.")
     fields.refuse("truncation", "disabled", because="a prompt is read whole.")
@@ -51,6 +52,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         tools=tools if refuse_forced_tools(fields) else (),
         max_tokens=fields.count("max_output_tokens"),
         temperature=fields.temperature(),
+        json_schema=schema_in(Fields(form, "text.format")),
         streams=fields.take("stream", bool, False),
         log_probs=_LOG_PROBS in include,
     )

@@ -1,5 +1,7 @@
 """The unmodified clients of OpenAI and Anthropic act through the gateway, streaming and with tools."""
 
+import json
+
 import anthropic
 import openai
 import pytest
@@ -19,7 +21,10 @@ HI = [{"role": "user", "content": "hi"}]
 MODEL = {"model": "policy"}
 
 
-def through(act, words=("yes",), most_at_once=64, **more):
+PARSER = AnswerParser(tool_call_parser="qwen25", reasoning_parser="qwen3")
+
+
+def through(act, words=("yes",), most_at_once=64, parser=PARSER, draws=None, **more):
     """The episode in which `act(openai client, anthropic client, opened session)` acts, with what it
     returned."""
     found = []
@@ -27,7 +32,7 @@ def through(act, words=("yes",), most_at_once=64, **more):
     async def rolled(prompt, turns):
         rules = SessionRules(
             template=SpelledOut(),
-            parser=AnswerParser(tool_call_parser="qwen25", reasoning_parser="qwen3"),
+            parser=parser,
             most_at_once=most_at_once,
         )
         gateway = Gateway(rules)
@@ -44,7 +49,7 @@ def through(act, words=("yes",), most_at_once=64, **more):
                 await gateway.close()
         return Episode(trajectories=branches, reward=1.0)
 
-    return roll_out(rolled, Says(words), **more), found[0]
+    return roll_out(rolled, draws or Says(words), **more), found[0]
 
 
 def test_a_chat_is_one_trajectory_and_only_its_answers_are_learnt():
@@ -201,6 +206,9 @@ def test_completions_go_on_from_what_was_sampled():
         ({"seed": 1}, "seed"),
         ({"frequency_penalty": 1}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"temperature": 0}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -235,6 +243,39 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(body, field):
     refused = unanswered(act)
     assert refused.param == field
     assert field in refused.message
+
+
+def test_a_format_is_the_grammar_of_the_answer_in_every_protocol_that_has_one():
+    asked, sampled = [], []
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    form = {"name": "x", "strict": True, "schema": schema}
+
+    class Listens(Says):
+        def _answer(self, branch, ask):
+            sampled.append(branch.episode.request(branch, ask).params.grammar)
+            super()._answer(branch, ask)
+
+    def holds(grammar):
+        asked.append(grammar)
+        if grammar.text == "{}":
+            raise ValueError("cannot be held to it")
+
+    async def act(ours, theirs, opened):
+        chat = {"type": "json_schema", "json_schema": form}
+        await ours.chat.completions.create(messages=HI, response_format=chat, **MODEL)
+        text = {"format": {"type": "json_schema", **form}}
+        await ours.responses.create(input="hi", text=text, **MODEL)
+        plain = {"type": "text"}
+        await ours.chat.completions.create(messages=HI, response_format=plain, **MODEL)
+        chat = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+        with pytest.raises(openai.BadRequestError, match="cannot be held to it"):
+            await ours.chat.completions.create(messages=HI, response_format=chat, **MODEL)
+
+    draws = Listens(["yes"])
+    through(act, draws=draws, parser=AnswerParser(), require_grammar=holds)
+    assert [grammar and json.loads(grammar.text) for grammar in sampled] == [schema, schema, None]
+    assert list(json.loads(sampled[0].text)["properties"]) == ["b", "a"]
+    assert asked[0].kind == "json_schema" and asked[0].stop_token_ids == (0,)
 
 
 def test_errors_are_those_that_clients_know():

@@ -1,0 +1,59 @@
+"""What xgrammar 0.2 reads of a JSON schema and does not enforce, so that nobody believes it was.
+
+Source: sglang/srt/constrained/json_schema_validation.py, whose keywords and formats these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_NOT_ENFORCED = {
+    "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
+    "multipleOf", "not", "then", "uniqueItems",
+}  # fmt: skip
+_FORMATS = {
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer",
+    "relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid",
+}  # fmt: skip
+_OF_STRINGS = ({"format"}, {"pattern"}, {"minLength", "maxLength"})
+"""A string can be held to one of these."""
+
+_ONE = {
+    "additionalItems", "additionalProperties", "contentSchema", "items", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties",
+}  # fmt: skip
+_SEVERAL = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
+_BY_NAME = {"$defs", "definitions", "dependencies", "patternProperties", "properties"}
+"""Keywords whose values are a schema, a list of some, or some by names."""
+
+
+def require_enforced(schema: Any) -> None:
+    """Raise ValueError for a schema that says more than an answer would be held to."""
+    for part in _parts(schema):
+        if found := sorted(_NOT_ENFORCED & part.keys()):
+            raise ValueError(f"{', '.join(found)} would be ignored")
+        if part.get("type", "string") != "string" and "string" not in part["type"]:
+            continue
+        if "format" in part and part["format"] not in _FORMATS:
+            raise ValueError(f"format={part['format']!r} would be ignored")
+        groups = [group & part.keys() for group in _OF_STRINGS if group & part.keys()]
+        if len(groups) > 1:
+            names = ", ".join(sorted(set.union(*groups)))
+            raise ValueError(f"of {names} one alone can be enforced")
+
+
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema and all within it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for keyword, value in schema.items():
+        if keyword in _ONE:
+            yield from _parts(value)
+        if keyword in _SEVERAL and isinstance(value, list):
+            for each in value:
+                yield from _parts(each)
+        if keyword in _BY_NAME and isinstance(value, dict):
+            for each in value.values():
+                yield from _parts(each)

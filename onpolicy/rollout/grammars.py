@@ -1,0 +1,30 @@
+"""What an answer is to be as text, as those who ask for it say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onpolicy.trajectory import Grammar
+
+
+def grammar_of(
+    regex: str | None, json_schema: str | Mapping[str, Any] | None, stop_token_ids: Sequence[int]
+) -> Grammar | None:
+    """The grammar of an answer that matches the one or the other; None if there is neither.
+
+    Raises ValueError for both, and TypeError for what is no text and no schema.
+    """
+    if regex is not None and json_schema is not None:
+        raise ValueError("regex and json_schema: an answer is held to one of them. Leave one out.")
+    stops = tuple(sorted(stop_token_ids))
+    if regex is not None:
+        if not isinstance(regex, str):
+            raise TypeError(f"regex={regex!r:.80}: must be a text")
+        return Grammar(kind="regex", text=regex, stop_token_ids=stops)
+    if json_schema is None:
+        return None
+    # Not sorted: an object's properties come in the order of its schema.
+    text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+    return Grammar(kind="json_schema", text=text, stop_token_ids=stops)
