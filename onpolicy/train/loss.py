@@ -32,6 +32,7 @@ class LossSettings:
 
     opd_kl_coef: float = 0.0
     """What the reverse KL to a teacher is multiplied by, where that is a loss."""
+
     entropy_coef: float = 0.0
     """What the entropy is multiplied by and taken off the loss."""
 
