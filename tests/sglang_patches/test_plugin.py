@@ -31,6 +31,9 @@ OF_KINDS = {
     "log_probs": {
         "sampler",
         "determinism",
+        "constrained.grammar_manager.GrammarManager.process_req_with_grammar",
+        "constrained.grammar_manager.GrammarManager.get_ready_grammar_requests",
+        "sampling.sampling_batch_info.SamplingBatchInfo.update_regex_vocab_mask",
         "sampling.sampling_params.SamplingParams.verify",
         "entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request",
         "entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",

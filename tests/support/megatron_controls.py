@@ -107,9 +107,9 @@ def gated():
 
 
 def output_layer():
-    from onpolicy.train.megatron import model
+    from onpolicy.models import scoring
 
-    return _off_by_one_bit(model, "token_log_probs")
+    return _off_by_one_bit(scoring, "token_log_probs")
 
 
 def router():

@@ -95,7 +95,7 @@ class Waits(Acts):
 
 
 def run(directory, host=None, make_run=Acts, **values):
-    values = {"rollout_max_response_len": 12, "eval_interval": None, **values}
+    values = {"rollout_max_response_len": 12, "eval_interval": 0, **values}
     return run_in_memory(directory, host or Host(), even_tokens, make_run=make_run, **values)
 
 

@@ -37,11 +37,11 @@ def tokenised_again(patch):
     """Another last token of a turn, as a tokenizer may find for a text that it has not made."""
     plus = Trajectory.plus
 
-    def other(trajectory, answer, temperature):
+    def other(trajectory, answer, *more):
         if trajectory.num_sampled:
             *ids, last = answer.response_ids
             answer = replace(answer, response_ids=[*ids, 2 + (last + 1) % 10])
-        return plus(trajectory, answer, temperature)
+        return plus(trajectory, answer, *more)
 
     patch.setattr(Trajectory, "plus", other)
 

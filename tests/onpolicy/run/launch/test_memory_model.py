@@ -129,16 +129,13 @@ def test_a_server_is_its_weights_and_its_cache(checkpoint):
 
 
 def test_the_longest_sequence_is_a_training_or_an_evaluation_prompts(tmp_path):
-    inputs = make_inputs(
-        make_run_config(tmp_path),
-        {"long": [Prompt(index=1, prompt_ids=[2] * 30, label="x", text="")]},
-    )
+    sets = {"long": [Prompt(index=1, prompt_ids=[2] * 30, label="x", text="")]}
     longest = max(len(prompt.prompt_ids) for prompt in PROMPTS)
     for sampled, evaluated, expected in [(100, None, 130), (100, 9, 100 + longest), (5, 50, 80)]:
         config = make_run_config(
             tmp_path, rollout_max_response_len=sampled, eval_max_response_len=evaluated
         )
-        assert inputs.longest_sequence(config) == expected
+        assert make_inputs(config, sets).longest_sequence(config) == expected
 
 
 @pytest.mark.parametrize(("way", "senders"), [("tensor", 1), ("disk", 1), ("distributed", 2)])
