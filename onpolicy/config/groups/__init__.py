@@ -65,4 +65,4 @@ __all__ = [
     "WeightSync",
     "WeightSyncConfig",
     "sets_of",
-]  # fmt: skip
+]
