@@ -10,10 +10,8 @@ linearly with tokens (see `onpolicy bench step`), and with longer sequences it w
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 from onpolicy.compat.process import prepare_process
@@ -30,6 +28,7 @@ from fallback_correction.estimators import estimator_report
 from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.aggregation import token_shares
+from onpolicy.cli.command import put_out
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
@@ -128,10 +127,7 @@ def main() -> None:
         "share_of_forward": sum(medians.values()) / forward_seconds,
         "versions": versions(),
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    put_out(result, args.json)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ of it than the loss. Processor seconds, since neighbours of a shared machine tak
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,6 +26,7 @@ from benchmarks.bench.setting import setting
 from benchmarks.bench.step import step_measure
 from benchmarks.bench.turns import take_turns
 from onpolicy.algorithm.registry import OBJECTIVES
+from onpolicy.cli.command import put_out
 from onpolicy.config import TrainConfig
 from onpolicy.config.flags import with_flags
 from onpolicy.config.groups import CheckpointConfig
@@ -128,10 +127,7 @@ def main() -> None:
         "step_with": {name: spent[f"step, {name}"] / spent["step"] for name in LARGER_STEPS},
         "versions": versions(),
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    put_out(result, args.json)
 
 
 if __name__ == "__main__":

@@ -118,10 +118,11 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
     def read_set(each: EvalSet) -> EvalPrompts:
         data = replace(config.data, input_key=each.input_key, label_key=each.label_key)
-        made = is_procedural(
+        flag, rule = each.flag, each.rm_type
+        if is_procedural(
             each.path
-        )  # by a flag's name: the same problems, wherever the set stands
-        flag, rule = ("--eval-prompt-data", "") if made else (each.flag, each.rm_type)
+        ):  # made by a flag's name: the same problems wherever the set stands
+            flag, rule = "--eval-prompt-data", ""
         return EvalPrompts(settings=each, prompts=read(each.path, flag, data, rule))
 
     ladder = make_ladder(config, hf_config)
