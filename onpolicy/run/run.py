@@ -20,10 +20,11 @@ from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.rollout_journal import begin as begin_journal
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.outputs.totals import RunSummary, RunTotals
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
-from onpolicy.run import saving
+from onpolicy.run import saving, train_samples
 from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
@@ -32,10 +33,11 @@ from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
-from onpolicy.run.sampler import Sampler, make_train_samples, worth_training
+from onpolicy.run.sampler import Sampler
 from onpolicy.run.saving.rollouts import is_the_same_run, read_rollouts, write_rollouts
+from onpolicy.run.teacher_servers import TeacherServers
 from onpolicy.trajectory import UNPUSHED
-from onpolicy.types import ParityFindings, RunSummary, RunTotals, SampleGroup, TrainSample
+from onpolicy.types import ParityFindings, SampleGroup, TrainSample
 from onpolicy.weights.transports.disk import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class Run:
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals, self.best = RunHash(), RunTotals(), None
         self._probed: Metrics = {}
+        self._ask_teachers = TeacherServers(config).score
         self._is_free = config.rollout.rollout_schedule == "free"
         self._on_exit = ExitStack()
 
@@ -209,24 +212,24 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
-        kept = worth_training(groups, self.config.algorithm)
+        kept = train_samples.worth_training(groups, self.config.algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)
-        samples = make_train_samples(kept, step if self.config.plan.may_lag else None)
+        version = step if self.config.plan.may_lag else None
+        samples = train_samples.make_train_samples(kept, version)
         num_steps = min(self.config.steps_per_rollout, len({s.episode for s in samples}))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
         try:
-            outcome = self.engines.trainer.train(samples, step, rates)
+            outcome = self.engines.trainer.train(self._ask_teachers(samples), step, rates)
         except ParityError as error:
             self._note(error.findings, samples, groups, step)
             raise
         self._note(outcome.findings, samples, groups, step)
-        for number, learnt in outcome.learnt.items():
-            samples[number].sample.learnt = learnt
+        train_samples.note_learnt(outcome, samples)
         return {**outcome.metrics, **metrics, **self.learning_rate.metrics()}
 
     def _note(
@@ -237,13 +240,10 @@ class Run:
         step: int,
     ) -> None:
         """Put findings beside the samples; the first that differs becomes a case."""
-        if findings is None:
+        apart = train_samples.note_findings(findings, trained)
+        if apart is None:
             return
-        for one, count in zip(trained, findings.mismatched_tokens, strict=True):
-            one.sample.mismatched_tokens = count
-        if findings.apart is None:
-            return
-        number, log_probs = findings.apart
+        number, log_probs = apart
         sample, file = trained[number].sample, Path(self.config.output.case_file(step))
         request = self.sampler.request_of(sample, groups)
         with self._directory.writing():

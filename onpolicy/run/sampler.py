@@ -1,5 +1,4 @@
-"""Samples and scores prompts, those of a rollout and those of the evaluation sets; and what training
-takes of a rollout: the samples of groups with a signal."""
+"""Samples and scores prompts, those of a rollout and those of the evaluation sets."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from typing import Any
 
 from onpolicy.agents.chat import ChatTemplate
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import AlgorithmConfig
 from onpolicy.errors import AgentError, TrainingError
 from onpolicy.models.grammars import require_held
 from onpolicy.rewards.scorer import Scorer
@@ -29,8 +27,9 @@ from onpolicy.rollout.sampling import make_group, open_group, sample_groups
 from onpolicy.rollout.statistics import rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import Inputs
+from onpolicy.run.train_samples import has_signal
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Request, Sample, SampleGroup, SamplingParams, TrainSample
+from onpolicy.types import Request, Sample, SampleGroup, SamplingParams
 
 Metrics = dict[str, float]
 
@@ -266,34 +265,3 @@ def _end(groups: Sequence[OpenGroup]) -> None:
     for group in groups:
         for episode in group.episodes:
             episode.end()
-
-
-def worth_training(
-    groups: Sequence[SampleGroup], algorithm: AlgorithmConfig
-) -> Sequence[SampleGroup]:
-    """The groups that have an episode, or with --filter-equal-rewards those whose rewards differ."""
-    if not algorithm.filter_equal_rewards:
-        return [group for group in groups if group.samples]
-    return [group for group in groups if has_signal(group)]
-
-
-def has_signal(group: SampleGroup) -> bool:
-    """Whether the rewards of a group's episodes differ."""
-    return len(set(group.rewards)) > 1
-
-
-def make_train_samples(
-    groups: Sequence[SampleGroup], policy_version: int | None = None
-) -> list[TrainSample]:
-    """The groups' samples, in their order.
-
-    `policy_version`: of the policy that is to learn from them, if that may be a later one.
-    """
-    episodes = [
-        (number, episode) for number, group in enumerate(groups) for episode in group.episodes
-    ]
-    return [
-        TrainSample(sample=sample, group=group, episode=number, policy_version=policy_version)
-        for number, (group, episode) in enumerate(episodes)
-        for sample in episode
-    ]
