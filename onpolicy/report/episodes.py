@@ -10,10 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
 from onpolicy.errors import ConfigError
+from onpolicy.outputs.destinations import write_output
 from onpolicy.report.page import page_of
-from onpolicy.report.runs import malformed
+from onpolicy.report.runs import LoggedRun, malformed
 
 Record = dict[str, Any]
 """A line of a file of samples (`outputs/samples.py`): a trajectory."""
@@ -48,6 +50,23 @@ def read_episodes(run: str, rollouts: int) -> Record:
     version = blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
     left_out = len(files) - len(kept)
     return {"run": directory.name, "version": version, "left_out": left_out, "episodes": found}
+
+
+def write_pages(runs: Sequence[LoggedRun], report: Path, rollouts: int) -> dict[str, str]:
+    """A page beside a report for each run that has written episodes down; what links it, by the run's
+    name.
+
+    Raises ConfigError for a page that cannot be written, and for a line that cannot be read.
+    """
+    links = {}
+    for number, run in enumerate(runs, start=1):
+        directory = run.directory if run.config is not None else None
+        if directory is not None and (directory / "samples").is_dir():
+            file = report.with_name(f"{report.stem}.episodes-{number}.html")
+            page = render(read_episodes(str(directory), rollouts))
+            write_output("--episodes", str(file), page)
+            links[run.name] = quote(file.name)
+    return links
 
 
 def _step(file: Path) -> int:

@@ -36,8 +36,8 @@ TESTS = (
 VERIFIED = "test_negative_controls and (experts or router)"
 """Tests of what verify has."""
 PORTABLE = "test_portable and (every_other_machine or process_on_other_kernels)"
-"""Tests whose processes have an environment of their own, without the variables of PORTABLE_KERNELS: under
-a setting of one of those they do what `make test` does, to the bit."""
+"""Tests whose processes have an environment of their own, without the variables of PORTABLE_KERNELS:
+under a setting of one of those they do what `make test` does, to the bit."""
 
 PYTEST = ("-m", "pytest", "--hypothesis-profile=few", "--durations=3", "-p", "no:cacheprovider")
 AVX2, AVX512 = "Intel(R) Advanced Vector Extensions 2", "Intel(R) AVX-512"

@@ -165,6 +165,27 @@ def test_a_served_page_follows_the_run(run):
             thread.join()
 
 
+def links(page):
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return [each["episodes"] for each in json.loads(found[1])["runs"]]
+
+
+def test_a_report_links_the_pages_of_its_runs_that_have_episodes(run, tmp_path):
+    without = write_run(tmp_path / "without", [])
+    argv = ["report", without, run(sample()), "--output", str(tmp_path / "all of them.html")]
+    assert main(argv) == 0
+    assert links((tmp_path / "all of them.html").read_text()) == [None, None]
+    assert [*tmp_path.glob("*.html")] == [tmp_path / "all of them.html"]
+    assert main([*argv, "--episodes"]) == 0
+    assert links((tmp_path / "all of them.html").read_text()) == [
+        None, "all%20of%20them.episodes-2.html",
+    ]  # fmt: skip
+    page = (tmp_path / "all of them.episodes-2.html").read_text()
+    assert page == render(read_episodes(str(tmp_path / "run"), 20))
+    (tmp_path / "run" / "config.json").unlink()  # nothing is known of such a run but its curves
+    assert main([*argv, "--episodes"]) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
