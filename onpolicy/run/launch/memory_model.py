@@ -22,6 +22,7 @@ from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.run.launch.contracts import rollout_format
 from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.run.launch.teacher_checks import teacher_bytes
 from onpolicy.train.engine import recomputes_activations
@@ -60,10 +61,12 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
     weights = FLOAT32 * size.parameters // ranks
     orders = ranks > 1 and config.plan.is_rank_invariant
+    rounds = config.plan.starts_aligned and bool(rollout_format(config))
     return {
         "weights": weights,
         "gradients": FLOAT32 * trained // ranks,
         "AdamW": 2 * FLOAT32 * trained // ranks,
+        "masters of rounded weights": weights * rounds,
         "reference": weights * config.algorithm.reads_reference,
         "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
         "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,
@@ -177,8 +180,15 @@ class RunMemory:
         }
         host = {}
         if spec.contract.device == "cuda":
-            leaving = ("weights", "AdamW", "reference", "critic", "teacher")
-            away = sum(parts[name] for name in leaving)
+            leaving = (
+                "weights",
+                "AdamW",
+                "masters of rounded weights",
+                "reference",
+                "critic",
+                "teacher",
+            )
+            away = sum(parts.get(name, 0) for name in leaving)
             host = {"libraries": LIBRARIES, "what leaves the GPU": away * config.engine.colocate}
         return ProcessMemory("trainer rank", parts, count, host)
 

@@ -15,6 +15,11 @@ UPDATES = 3
 """Of 8 samples: the last is of two, which leaves the third of three ranks without any."""
 
 CLIPPED = {"dtype": "bfloat16", "changes": {"trainer": {"clip_grad": 0.1}}}
+ROUNDED = {
+    "dtype": "bfloat16", "changes": {"engine": {"rollout_weight_format": "fp8_e4m3_block128"}}
+}  # fmt: skip
+"""Three ranks share the 208 rows of a matrix, of which 128 have a scale."""
+
 NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel_blocks": 0}}
 """But operators of an aligned contract, so that nothing but the order of sums is in question."""
 
@@ -62,8 +67,9 @@ def same(a, b):
         ("checkpoint", {"dtype": "float32"}),
         ("checkpoint", {"dtype": "bfloat16", "changes": ASKED}),
         ("mixture", CLIPPED),
+        ("checkpoint", ROUNDED),
     ],
-    ids=["float32", "without the mode, if asked", "experts, bfloat16, clipped"],
+    ids=["float32", "without the mode, if asked", "experts, bfloat16, clipped", "rounded weights"],
 )
 def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, settings):
     check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
