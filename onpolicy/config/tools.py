@@ -266,7 +266,7 @@ class BenchConfig:
 @also(
     rollout_weight_format=[
         Against(
-            lambda run: not run.true_on_policy_mode,
+            lambda run: not run.plan.starts_aligned,
             "without --true-on-policy-mode the run that pushes the weights rounds them",
             "Give it to `onpolicy train`.",
         ),

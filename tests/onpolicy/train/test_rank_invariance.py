@@ -2,7 +2,9 @@
 
 import pytest
 
+from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.supervised import supervised_loss, supervised_step
+from onpolicy.weights.rounding import round_weight
 from tests.support.branched import branched_samples
 from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, train, weights
@@ -73,6 +75,25 @@ def same(a, b):
 )
 def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, settings):
     check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
+
+
+def round_own_rows(job):
+    """The weights of a trainer whose ranks make scales of their own rows."""
+
+    def round_own(masters):
+        for parameter in masters._rounded.values():
+            own = parameter.detach().to_local()
+            own.copy_(round_weight(own.bfloat16(), "fp8_e4m3_block128"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Masters, "round", round_own)
+        return weights(make(job))
+
+
+def test_a_scale_of_a_ranks_own_rows_has_other_bits(ranks, checkpoint):
+    job = Job(path=checkpoint, backend="fsdp", **ROUNDED)
+    alone, apart = (ranks[count].run(round_own_rows, job)[0] for count in (1, 3))
+    assert not equal(alone, apart)
 
 
 @pytest.mark.parametrize("whole_optimizer", [False, True])

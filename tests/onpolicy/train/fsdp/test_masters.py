@@ -11,7 +11,6 @@ from onpolicy.train.fsdp.sharding import gather_buckets
 from onpolicy.weights.rounding import is_rounded, round_weight
 from tests.support.megatron_training import Job, make, make_samples, weights
 from tests.support.policies_in_memory import checked_operators
-from tests.support.ranks import on_ranks
 from tests.support.tiny import make_checkpoint
 
 RATES = [1e-3]
@@ -131,20 +130,3 @@ def test_the_reference_is_rounded_as_the_policy_is(checkpoint):
     trainer = make(job(checkpoint, algorithm={"use_kl_loss": True, "kl_loss_coef": 0.1}))
     assert trainer.train(make_samples(trainer), 0, RATES).metrics["train/kl_loss"] == 0
     assert not trainer.models["reference"].masters.beside
-
-
-@torch.no_grad()
-def round_own_rows(self):
-    for parameter in self._rounded.values():
-        own = parameter.to_local()
-        own.copy_(round_weight(own.bfloat16(), self._format))
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_scale_that_ranks_share_is_of_the_whole_tensor(checkpoint, monkeypatch, whole):
-    asked = job(checkpoint, "fp8_e4m3_block128")
-    alone = weights(make(asked))
-    if not whole:
-        monkeypatch.setattr(Masters, "round", round_own_rows)
-    found = on_ranks(2, lambda rank: weights(make(asked)))
-    assert equal(found[0], alone) == whole
