@@ -220,6 +220,9 @@ class TrainSample:
     policy_version: int | None = None
     """The version of the policy that learns from it; None: the one that it was sampled from."""
 
+    teacher_log_probs: list[float] | None = None
+    """[R]: what a teacher behind a URL gives its sampled tokens; None: it was not asked."""
+
     @property
     def lags(self) -> list[int]:
         """[R]: the pushes between the policy that each token was sampled from and the one that learns
@@ -253,48 +256,3 @@ class TrainOutcome:
 
     learnt: Mapping[int, LearntTokens] = field(default_factory=dict)
     """What was learnt of the samples that are shown, by their numbers in the rollout."""
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class RunTotals:
-    """What a run has come to, from its first rollout on, however often it was resumed."""
-
-    first_reward: float = 0.0
-    last_reward: float = 0.0
-    num_compared_tokens: int = 0
-    num_mismatched_tokens: int = 0
-
-    def plus(self, metrics: Mapping[str, float], is_first: bool) -> RunTotals:
-        """With one more rollout."""
-        reward = metrics.get("rollout/raw_reward", self.last_reward)
-        compared, mismatched = parity_of(metrics)
-        return RunTotals(
-            first_reward=reward if is_first else self.first_reward,
-            last_reward=reward,
-            num_compared_tokens=self.num_compared_tokens + compared,
-            num_mismatched_tokens=self.num_mismatched_tokens + mismatched,
-        )
-
-
-def parity_of(metrics: Mapping[str, float]) -> tuple[int, int]:
-    """Tokens that a rollout's step compared, in training and by a probe, and those that differed."""
-    compared, mismatched = (
-        sum(int(metrics.get(f"{kind}/num_{what}_tokens", 0)) for kind in ("parity", "probe"))
-        for what in ("compared", "mismatched")
-    )
-    return compared, mismatched
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class RunSummary:
-    """What a run ends with."""
-
-    run_dir: str
-
-    run_hash: str
-    """Equal for two runs whose samples, rewards, losses and weights are the same bits."""
-
-    rollouts: int
-    """Rollouts of the whole run, before a resume too."""
-
-    totals: RunTotals

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from onpolicy.cli.episodes import EpisodesConfig
 from onpolicy.cli.parse import parse
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.destinations import require_writable, write_output
@@ -28,6 +30,9 @@ class ReportConfig:
     output: str = "report.html"
     """File to write. It needs nothing beside it and no network to be opened."""
 
+    episodes: bool = False
+    """Write a page of the last episodes of each run beside it too, and link that."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Read the runs and write the page."""
@@ -37,10 +42,14 @@ def main(argv: Sequence[str]) -> int:
 
     require_writable("--output", config.output)
 
+    from onpolicy.report.episodes import write_pages
     from onpolicy.report.page import render
     from onpolicy.report.runs import read_runs
 
     runs = read_runs(config.runs)
-    write_output("--output", config.output, render(runs))
+    links = {}
+    if config.episodes:
+        links = write_pages(runs, Path(config.output), EpisodesConfig.rollouts)
+    write_output("--output", config.output, render(runs, links))
     print(f"{config.output}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
     return 0

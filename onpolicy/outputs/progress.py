@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from onpolicy.outputs.console import duration, elapsed
-from onpolicy.types import RunSummary, parity_of
+from onpolicy.outputs.totals import RunSummary, parity_of
 
 RECENT = 20
 """Rollouts whose mean time tells when the run will be done: responses grow while it learns."""

@@ -10,10 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
 from onpolicy.errors import ConfigError
+from onpolicy.outputs.destinations import write_output
 from onpolicy.report.page import page_of
-from onpolicy.report.runs import malformed
+from onpolicy.report.runs import LoggedRun, malformed
 
 Record = dict[str, Any]
 """A line of a file of samples (`outputs/samples.py`): a trajectory."""
@@ -35,24 +37,50 @@ def render(data: Record) -> str:
 
 
 def read_episodes(run: str, rollouts: int) -> Record:
-    """What the page shows, as JSON values: of the last `rollouts` files of samples.
+    """What the page shows, as JSON values: of the last `rollouts` rollouts and evaluations that have
+    samples, with what failed in them.
 
     Raises ConfigError for what is no run, and for a line that cannot be read.
     """
     directory = Path(run)
     if not (directory / "config.json").is_file():
         raise ConfigError(f"RUN={run}: has no config.json. Give the --run-dir of a run.")
-    files = sorted((directory / "samples").glob("*.jsonl"), key=lambda file: (_step(file), file))
-    kept = files[-rollouts:]
-    found = [episode for file in kept for episode in _episodes(file)]
+    samples = (directory / "samples").glob("*.jsonl")
+    files = sorted(samples, key=lambda file: (_step(file), _where(file), file))
+    places = [*dict.fromkeys((_step(file), _where(file)) for file in files)]
+    kept = places[-rollouts:]
+    shown = [file for file in files if (_step(file), _where(file)) in kept]
+    found = [episode for file in shown for episode in _episodes(file)]
     version = blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
-    left_out = len(files) - len(kept)
+    left_out = len(places) - len(kept)
     return {"run": directory.name, "version": version, "left_out": left_out, "episodes": found}
+
+
+def write_pages(runs: Sequence[LoggedRun], report: Path, rollouts: int) -> dict[str, str]:
+    """A page beside a report for each run that has written episodes down; what links it, by the run's
+    name.
+
+    Raises ConfigError for a page that cannot be written, and for a line that cannot be read.
+    """
+    links = {}
+    for number, run in enumerate(runs, start=1):
+        directory = run.directory if run.config is not None else None
+        if directory is not None and (directory / "samples").is_dir():
+            file = report.with_name(f"{report.stem}.episodes-{number}.html")
+            page = render(read_episodes(str(directory), rollouts))
+            write_output("--episodes", str(file), page)
+            links[run.name] = quote(file.name)
+    return links
 
 
 def _step(file: Path) -> int:
     number = file.stem.rpartition("_")[2]
     return int(number) if number.isdigit() else -1
+
+
+def _where(file: Path) -> str:
+    """The rollout's or evaluation's name. Example: 'rollout'; 'eval_aime'"""
+    return file.stem.rpartition("_")[0].removeprefix("failed_")
 
 
 def _episodes(file: Path) -> Iterator[Record]:
@@ -80,17 +108,22 @@ def _records(file: Path) -> Iterator[Record]:
 
 def _episode(file: Path, records: Sequence[Record]) -> Record:
     first = records[0]
-    where = file.stem.rpartition("_")[0] + f" {first['step']}"
+    where = f"{_where(file)} {first['step']}"
     said = {**(first.get("metrics") or {}), **(first.get("info") or {})}
     faults = [name for name, value in said.items() if value and FAULTS.search(name)]
     faults += ["truncated"] * any(record["finish_reason"] == "length" for record in records)
     faults += ["mismatched"] * any(record["mismatched_tokens"] for record in records)
     trajectories = [_trajectory(record) for record in records]
     facts = {"label": first["label"], **(first.get("reward_parts") or {}), **said}
+    key = f"{where}, prompt {first['prompt_index']}, sample {first['sample']}"
+    has_failed = "failed" in first
+    if has_failed:
+        faults, facts = [f"failed: {first['failed']}"], {**facts, "failed": first["message"]}
+        key += f", attempt {first['attempt']}"
     return {
-        "key": f"{where}, prompt {first['prompt_index']}, sample {first['sample']}",
+        "key": key,
         "where": where,
-        "reward": fmean(record["reward"] for record in records),
+        "reward": None if has_failed else fmean(record["reward"] for record in records),
         "num_tokens": sum(record["num_tokens"] for record in records),
         "num_turns": sum(turn["sampled"] for each in trajectories for turn in each["turns"]),
         "faults": faults,

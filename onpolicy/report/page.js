@@ -21,11 +21,12 @@ function swatch(group) {
 // ---- tables and legend
 
 function nameCell(run) {
-  const cell = make("td", { class: "name" }), { name } = data.runs[run];
+  const cell = make("td", { class: "name" }), { name, episodes } = data.runs[run];
   const group = data.groups[groupOf[run]].name;
   cell.append(swatch(groupOf[run]), name);
   if (group !== name) cell.append(make("small", {}, group));
   cell.append(...sameAs(run));
+  if (episodes) cell.append(" ", make("a", { href: episodes }, "episodes"));
   return cell;
 }
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 from onpolicy.outputs.meanings import meaning
@@ -60,9 +61,10 @@ PANELS = (
 """Which metrics go where, in the page's order. A panel that no run has data for is left out."""
 
 
-def render(runs: Sequence[LoggedRun]) -> str:
-    """The page as HTML."""
-    return page_of("page.html", ["page.css"], ["elements.js", "page.js"], page_data(runs))
+def render(runs: Sequence[LoggedRun], links: Mapping[str, str] | None = None) -> str:
+    """The page as HTML; `links`: where a page of a run's episodes is, by the run's name."""
+    data = page_data(runs, links or {})
+    return page_of("page.html", ["page.css"], ["elements.js", "page.js"], data)
 
 
 def page_of(template: str, styles: Sequence[str], scripts: Sequence[str], data: Any) -> str:
@@ -77,14 +79,17 @@ def _part(name: str) -> str:
     return files("onpolicy.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_data(runs: Sequence[LoggedRun]) -> dict[str, Any]:
+def page_data(
+    runs: Sequence[LoggedRun], links: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Everything that the page shows, as JSON values."""
     groups = group_runs(runs)
     panels = [_panel(panel, runs, groups) for panel in PANELS]
     return {
         "groups": [{"name": group.name, "runs": group.runs} for group in groups],
         "runs": [
-            {**_run(run), "same_as": same} for run, same in zip(runs, _same_as(runs), strict=True)
+            {**_run(run), "same_as": same, "episodes": links.get(run.name)}
+            for run, same in zip(runs, _same_as(runs), strict=True)
         ],
         "panels": [panel for panel in panels if panel["metrics"]],
     }

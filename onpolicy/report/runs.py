@@ -38,6 +38,9 @@ class LoggedRun:
     """The end of its path, as much as tells it from the others."""
 
     config: dict[str, Any] | None
+    directory: Path | None = None
+    """Its run directory; None where a metrics file was given under another name."""
+
     curves: dict[str, Curve] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
 
@@ -75,6 +78,7 @@ def _read_run(file: Path, name: str) -> LoggedRun:
     beside = _is_of_a_directory(file)
     return LoggedRun(
         name=name,
+        directory=file.parent if beside else None,
         config=_read_config(config) if beside and config.exists() else None,
         curves=_read_curves(file),
         moves=_read_moves(moves) if beside and moves.exists() else [],

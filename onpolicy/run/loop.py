@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from onpolicy.config import TrainConfig
+from onpolicy.outputs.totals import RunSummary
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
-from onpolicy.types import RunSummary
 
 
 def train(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from onpolicy.config import TrainConfig
 from onpolicy.errors import HostLostError, TrainerLostError
+from onpolicy.outputs.totals import RunSummary
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
 from onpolicy.run.saving.checkpoint import checkpoints
-from onpolicy.types import RunSummary
 
 logger = logging.getLogger(__name__)
 

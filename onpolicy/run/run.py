@@ -20,10 +20,11 @@ from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.rollout_journal import begin as begin_journal
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.outputs.totals import RunSummary, RunTotals
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
-from onpolicy.run import saving
+from onpolicy.run import saving, train_samples
 from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
@@ -32,10 +33,11 @@ from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
-from onpolicy.run.sampler import Sampler, make_train_samples, worth_training
+from onpolicy.run.sampler import Sampler
 from onpolicy.run.saving.rollouts import is_the_same_run, read_rollouts, write_rollouts
+from onpolicy.run.teacher_servers import TeacherServers
 from onpolicy.trajectory import UNPUSHED
-from onpolicy.types import ParityFindings, RunSummary, RunTotals, SampleGroup, TrainSample
+from onpolicy.types import ParityFindings, SampleGroup, TrainSample
 from onpolicy.weights.transports.disk import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class Run:
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals, self.best = RunHash(), RunTotals(), None
         self._probed: Metrics = {}
+        self._ask_teachers = TeacherServers(config).score
         self._is_free = config.rollout.rollout_schedule == "free"
         self._on_exit = ExitStack()
 
@@ -172,8 +175,10 @@ class Run:
 
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         """The sampled and scored prompts of a step."""
-        rollout = self.rollouts.take(step)
-        self.journal.on_rollout(step, rollout.groups, self.engines.weight_digest * self._is_free)
+        with self.journal.failing(step, self.sampler.failed_so_far):
+            rollout = self.rollouts.take(step)
+        weights = self.engines.weight_digest if self._is_free else ""
+        self.journal.on_rollout(step, rollout.groups, rollout.failed, weights)
         return rollout.groups, rollout.metrics
 
     def draw_ahead(self, step: int) -> None:
@@ -191,8 +196,9 @@ class Run:
         """Sample and score the evaluation sets that are due after `step` rollouts, 0 among them."""
         for name, each in self.inputs.eval_sets.items():
             if each.settings.is_due(step):
-                groups, metrics = self.sampler.evaluate(name)
-                self.journal.on_evaluation(step, name, groups, metrics)
+                with self.journal.failing(step, self.sampler.failed_so_far, name):
+                    groups, metrics, failed = self.sampler.evaluate(name)
+                self.journal.on_evaluation(step, name, groups, metrics, failed)
                 self.best = saving.better(self.config.output, self.best, step, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
@@ -209,24 +215,24 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
-        kept = worth_training(groups, self.config.algorithm)
+        kept = train_samples.worth_training(groups, self.config.algorithm)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)
-        samples = make_train_samples(kept, step if self.config.plan.may_lag else None)
+        version = step if self.config.plan.may_lag else None
+        samples = train_samples.make_train_samples(kept, version)
         num_steps = min(self.config.steps_per_rollout, len({s.episode for s in samples}))
         rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
         try:
-            outcome = self.engines.trainer.train(samples, step, rates)
+            outcome = self.engines.trainer.train(self._ask_teachers(samples), step, rates)
         except ParityError as error:
             self._note(error.findings, samples, groups, step)
             raise
         self._note(outcome.findings, samples, groups, step)
-        for number, learnt in outcome.learnt.items():
-            samples[number].sample.learnt = learnt
+        train_samples.note_learnt(outcome, samples)
         return {**outcome.metrics, **metrics, **self.learning_rate.metrics()}
 
     def _note(
@@ -237,18 +243,12 @@ class Run:
         step: int,
     ) -> None:
         """Put findings beside the samples; the first that differs becomes a case."""
-        if findings is None:
-            return
-        for one, count in zip(trained, findings.mismatched_tokens, strict=True):
-            one.sample.mismatched_tokens = count
-        if findings.apart is None:
-            return
-        number, log_probs = findings.apart
-        sample, file = trained[number].sample, Path(self.config.output.case_file(step))
-        request = self.sampler.request_of(sample, groups)
-        with self._directory.writing():
-            write_case(make_case(request, sample, log_probs, step, self.engines), file)
-        logger.info("the first sample with a mismatch is in %s", file)
+        apart = train_samples.note_findings(findings, trained)
+        if apart is not None:
+            sample = trained[apart[0]].sample
+            given = self.sampler.request_of(sample, groups), sample, apart[1], step, self.engines
+            with self._directory.writing():
+                write_case(make_case(*given), Path(self.config.output.case_file(step)))
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
         """Let the governor, if there is one, change what the engines run on, when they draw nothing.

@@ -25,7 +25,7 @@ from onpolicy.train.shares import Outcomes
 def with_teacher(config: TrainConfig, estimator: Estimator) -> Estimator:
     """The estimator of a run: with a teacher, if it has one."""
     flags = config.distillation
-    if not flags.teachers:
+    if not flags.names:
         return estimator
     rescored = not config.plan.is_always_on_policy
     coef = flags.opd_kl_coef if flags.opd_loss == "sampled" else 0.0
@@ -70,8 +70,8 @@ class TeacherEstimator(Estimator):
         trajectory = scored.trajectory
         if other := [t for t in trajectory.temperatures if t != 1]:
             raise TrainingError(
-                f"temperature={other[0]}: with --teacher-checkpoint all tokens must be sampled at 1, "
-                "which the teacher's distribution is of. Have the episode ask for that."
+                f"temperature={other[0]}: with a teacher all tokens must be sampled at 1, which the "
+                "teacher's distribution is of. Have the episode ask for that."
             )
         teacher: Tensor = scored.scores["teacher"].log_probs
         if self.rescored:

@@ -211,7 +211,7 @@ class Learner:
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
         roles = self._roles(len(steps), corrected=corrected)
-        scores = {role: self._score(role, batches) for role in roles}
+        scores: dict[Role, Any] = {role: self._score(role, batches) for role in roles}
         if self.teachers is not None:
             scores["teacher"], batches = self.teachers.score(batches)
         old = self._old_log_probs(batches, scores, corrected=corrected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,11 +45,13 @@ class Teachers:
     """The policy's."""
 
     @staticmethod
-    def of(config: TrainConfig, models: Mapping[Role, ShardedModel]) -> Teachers | None:
+    def of(
+        config: TrainConfig, models: Mapping[Role, ShardedModel]
+    ) -> Teachers | AskedTeachers | None:
         """Those of a run, if it has any."""
         flags = config.distillation
         if not flags.teachers:
-            return None
+            return AskedTeachers() if flags.teacher_urls else None
         policy = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
         return Teachers(
             models={name: models[teacher_role(name)] for name in flags.teachers},
@@ -116,6 +118,28 @@ class Teachers:
         mine, lens = self._is_of(batch, name), batch.response_lens
         flags = torch.tensor([m for m, n in zip(mine, lens, strict=True) for _ in range(n)])
         return flags.nonzero()[:, 0].to(batch.mask.device)
+
+
+class Told(NamedTuple):
+    """What a server said of the sampled tokens."""
+
+    log_probs: Tensor
+    """float32 [R]."""
+
+
+class AskedTeachers:
+    """Servers that were asked before the samples came here (`run/teacher_servers.py`)."""
+
+    def score(self, batches: Sequence[PackedBatch]) -> tuple[list[Told], list[PackedBatch]]:
+        """What came with the samples of each micro-batch; 0 for a filler."""
+        return [Told(_told(batch)) for batch in batches], [*batches]
+
+
+def _told(batch: PackedBatch) -> Tensor:
+    if batch.is_filler:
+        return torch.zeros_like(batch.rollout_log_probs)
+    said = [x for sample in batch.samples for x in sample.teacher_log_probs or ()]
+    return torch.tensor(said, dtype=torch.float32, device=batch.mask.device)
 
 
 def _joined(

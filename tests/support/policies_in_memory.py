@@ -15,6 +15,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.ops import AttentionLayout
+from onpolicy.outputs.totals import RunSummary
 from onpolicy.rollout.prompt_order import PromptSource
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair
@@ -22,7 +23,7 @@ from onpolicy.run.launch.inputs import Inputs, make_ladder
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
 from onpolicy.train import policy_trainer
-from onpolicy.types import Prompt, RunSummary
+from onpolicy.types import Prompt
 from tests.support.engines_in_memory import Engine, Host, Memory
 from tests.support.run_in_memory import Reward, ScorerInMemory, even_tokens
 from tests.support.tiny import make_tokenizer

@@ -13,13 +13,14 @@ from transformers import Qwen3Config
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.outputs.metrics import read_jsonl
+from onpolicy.outputs.totals import RunSummary
 from onpolicy.rollout.prompt_order import PromptSource, joined
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.inputs import EvalPrompts, Inputs
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
-from onpolicy.types import Prompt, RunSummary, Sample, SampleGroup
+from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.engines_in_memory import Host
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import ALIGNED, END, STOCK

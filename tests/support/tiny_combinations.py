@@ -15,7 +15,7 @@ from tests.support.unstarted_run import changed
 NOT_HERE = {
     "agent": "one turn is what is trained on here",
     "cluster": "one process",
-    "distillation": "read by --teacher-checkpoint alone, a second checkpoint",
+    "distillation": "read with a teacher alone, a second checkpoint or a server",
     "engine": "engines in memory have no flags of SGLang's",
     "eval": "decides no weight",
     "megatron": "read by --train-backend megatron alone",

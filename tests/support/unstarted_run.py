@@ -9,11 +9,12 @@ from typing import Any
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.flags import with_flags
 from onpolicy.models.hf_config import load_config
+from onpolicy.outputs.totals import RunTotals
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.saving import RunState, digest_prompts
 from onpolicy.train import distributed, make_trainer
-from onpolicy.types import Prompt, RunTotals
+from onpolicy.types import Prompt
 
 PROMPTS = [Prompt(index=i, prompt_ids=[i + 2], label="x", text="a") for i in range(3)]
 

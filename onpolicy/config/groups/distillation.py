@@ -1,13 +1,23 @@
 """A teacher, whose log-probabilities of the sampled tokens are learnt from."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy
-from onpolicy.config.kinds import Count, NonNegative
-from onpolicy.config.rules import Against, Together
+from onpolicy.config import secrets
+from onpolicy.config.kinds import Count, HeaderText, NonNegative
+from onpolicy.config.rules import NO_RESULT, Against, Parsed, Together
 
-HAS_TEACHER = ReadBy("--teacher-checkpoint", lambda run: run.teacher_checkpoint)
+HAS_TEACHER = ReadBy(
+    "--teacher-checkpoint or --teacher-url", lambda run: run.teacher_checkpoint or run.teacher_url
+)
+AT_ONE = Against(
+    lambda run: run.rollout_temperature != 1 and run.rollout_temperature,
+    "with --rollout-temperature={found} the student samples from another distribution than its own, and "
+    "the teacher's is of temperature 1",
+    "Leave --rollout-temperature at 1.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +27,36 @@ class DistillationConfig:
         Together(lambda run: run.teacher_checkpoint and not run.config.distillation.teachers,
             "--teacher-checkpoint={run.teacher_checkpoint}: give one directory; or with --teacher-key "
             "several NAME=DIR, each name once."),
-        Against(lambda run: run.rollout_temperature != 1 and run.rollout_temperature,
-            "with --rollout-temperature={found} the student samples from another distribution than "
-            "its own, and the teacher's is of temperature 1",
-            "Leave --rollout-temperature at 1."),
+        AT_ONE,
     ] = ()  # fmt: skip
     """On-policy distillation: checkpoint of a teacher with the same tokenizer, which scores what the
     policy samples. Each token's advantage gets what its log-probability under the teacher is above that
     under the policy: the reverse KL, by its own samples. Or several as NAME=DIR, with --teacher-key."""
+
+    teacher_url: Annotated[
+        tuple[str, ...],
+        Together(lambda run: run.teacher_url and not run.config.distillation.teacher_urls,
+            "--teacher-url={run.teacher_url}: give one address; or with --teacher-key several "
+            "NAME=URL, each name once. An address begins with http:// or https://."),
+        Against(lambda run: run.teacher_checkpoint,
+            "it stands beside --teacher-checkpoint={found}, and a run has teachers of one kind"),
+        AT_ONE,
+        Against(lambda run: (run.rollout_top_k, run.rollout_top_p, run.rollout_min_p) != (-1, 1, 0),
+            "a server gives log-probabilities over the whole vocabulary, and with --rollout-top-k, "
+            "--rollout-top-p or --rollout-min-p the student samples from a part of it",
+            "Leave these out, or load the teacher with --teacher-checkpoint."),
+        Against(lambda run: run.opd_loss != "sampled" and run.opd_loss,
+            "a server is asked for the sampled tokens alone, and --opd-loss={found} needs more of the "
+            "vocabulary", "Use --opd-loss=sampled, or load the teacher with --teacher-checkpoint."),
+    ] = ()  # fmt: skip
+    """Address of an SGLang server that is the teacher instead, as `onpolicy serve` prints it; or several
+    as NAME=URL, with --teacher-key. It scores each rollout before its first optimizer step."""
+
+    teacher_api_key: Annotated[
+        HeaderText, Parsed(partial(secrets.reveal, "--teacher-api-key")),
+        ReadBy("--teacher-url", lambda run: run.teacher_url), NO_RESULT,
+    ] = ""  # fmt: skip
+    """API key of --teacher-url, or @ and a file that holds it."""
 
     teacher_key: Annotated[str, HAS_TEACHER] = ""
     """Field of a prompt's row that names the teacher of its samples."""
@@ -49,9 +81,9 @@ class DistillationConfig:
 
     opd_kl_coef: Annotated[
         NonNegative, HAS_TEACHER,
-        Together(lambda run: run.teacher_checkpoint and not run.opd_kl_coef,
-            "--opd-kl-coef=0.0: nothing would be learnt from --teacher-checkpoint. Raise it, or leave "
-            "the teacher out."),
+        Together(lambda run: (run.teacher_checkpoint or run.teacher_url) and not run.opd_kl_coef,
+            "--opd-kl-coef=0.0: nothing would be learnt from the teacher. Raise it, or leave that "
+            "out."),
     ] = 1.0  # fmt: skip
     """Weight of the reverse KL."""
 
@@ -68,9 +100,23 @@ class DistillationConfig:
     def teachers(self) -> dict[str, str]:
         """The teachers' checkpoints by their names, of which a single one has none. Empty also where
         what is given is neither one directory nor, with --teacher-key, named ones."""
-        given = self.teacher_checkpoint
+        return self._by_name(self.teacher_checkpoint)
+
+    @property
+    def teacher_urls(self) -> dict[str, str]:
+        """The addresses of those that are servers, likewise."""
+        found = self._by_name(self.teacher_url)
+        are_urls = all(url.startswith(("http://", "https://")) for url in found.values())
+        return found if are_urls else {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all teachers."""
+        return (*self.teachers, *self.teacher_urls)
+
+    def _by_name(self, given: tuple[str, ...]) -> dict[str, str]:
         if not self.teacher_key:
             return {"": given[0]} if len(given) == 1 else {}
         named = [each.partition("=") for each in given]
-        found = {name: path for name, _, path in named if name and path}
+        found = {name: source for name, _, source in named if name and source}
         return found if len(found) == len(given) else {}

@@ -39,8 +39,8 @@ def _require_verdict(pattern: str) -> None:
 
 REMOTE, JUDGE = asks("remote_rm"), asks("judge")
 EITHER = ReadBy(
-    "--rm-type remote_rm or judge, or --rewards with one of them",
-    lambda run: _is_asked(run, "remote_rm") or _is_asked(run, "judge"),
+    "--rm-type remote_rm or judge, --rewards with one of them, or --teacher-url",
+    lambda run: _is_asked(run, "remote_rm") or _is_asked(run, "judge") or run.teacher_url,
 )
 URL = Rule(
     lambda x: not x or x.startswith(("http://", "https://")),

@@ -18,6 +18,7 @@ from onpolicy.models.weight_files import require_fit
 from onpolicy.rollout.data_files import Row
 from onpolicy.rollout.prompts import rows_of
 from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.teacher_servers import require_teacher_servers
 from onpolicy.train.megatron import make as megatron
 
 FLAG = "--teacher-checkpoint"
@@ -31,6 +32,7 @@ def require_teachers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
     """
     for path in config.distillation.teachers.values():
         _require_teacher(path, config, tokenizer)
+    require_teacher_servers(config, tokenizer)
     if config.distillation.opd_loss != "sampled":
         _require_one_vocabulary(config)
     if config.distillation.teacher_key:
@@ -75,14 +77,15 @@ def _require_one_vocabulary(config: TrainConfig) -> None:
 
 
 def _require_routes(config: TrainConfig) -> None:
-    key, names = config.distillation.teacher_key, config.distillation.teachers
+    key, names = config.distillation.teacher_key, config.distillation.names
     for where, row in _rows(config):
         name = row.get(key)
         if not isinstance(name, str) or name not in names:
             found = f"{key}={name!r}" if key in row else f"no field {key!r}"
             raise ConfigError(
                 f"{where}: {found}, and the row's teacher must be one of {', '.join(names)}. Correct "
-                f"the row, or set --teacher-key to another field, or add NAME=DIR to {FLAG}."
+                f"the row, or set --teacher-key to another field, or add its name to {FLAG} or "
+                "--teacher-url."
             )
 
 

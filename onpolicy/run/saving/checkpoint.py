@@ -17,9 +17,10 @@ from typing_extensions import TypedDict
 from onpolicy.config.sft import AnyRun
 from onpolicy.errors import CheckpointError
 from onpolicy.outputs.directory import versions
+from onpolicy.outputs.totals import RunTotals
 from onpolicy.run.saving import digests
 from onpolicy.system.records import checked
-from onpolicy.types import Prompt, RunTotals
+from onpolicy.types import Prompt
 
 STATE = "state.json"
 SHOWN = 10

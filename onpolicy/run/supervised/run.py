@@ -15,6 +15,7 @@ from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.metrics import Sink
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.outputs.totals import RunTotals
 from onpolicy.run import saving
 from onpolicy.run.launch.cluster_engines import trainer_on_cluster
 from onpolicy.run.learning_rate import LearningRate
@@ -23,7 +24,6 @@ from onpolicy.run.supervised.answers import Example, samples_of
 from onpolicy.run.supervised.inputs import SftInputs
 from onpolicy.train import Trainer
 from onpolicy.train.supervised import policy_digest, supervised_loss, supervised_step
-from onpolicy.types import RunTotals
 
 logger = logging.getLogger(__name__)
 

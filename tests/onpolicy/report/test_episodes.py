@@ -98,6 +98,19 @@ def test_what_went_wrong_is_named(run, changes, faults):
     assert found["faults"] == faults
 
 
+FAILED = {"reward": None, "attempt": 1, "failed": "died", "message": "its process died"}
+
+
+def test_an_attempt_that_failed_has_no_reward_and_says_why(run):
+    directory = run(sample(**FAILED), sample(trajectory=1, **FAILED), name="failed_rollout_000003")
+    run(sample(), name="rollout_000003")
+    failed, found = episodes(directory, rollouts=1)
+    assert failed["key"] == "rollout 3, prompt 7, sample 0, attempt 1"
+    assert (failed["reward"], failed["faults"]) == (None, ["failed: died"])
+    assert dict(failed["facts"])["failed"] == "its process died"
+    assert len(failed["trajectories"]) == 2 and failed["where"] == found["where"]
+
+
 def test_infos_and_metrics_are_told(run):
     calls = [{"name": "add", "arguments": [1, 1]}]
     (found,) = episodes(run(sample(metrics={"num_calls": 1.0}, info={"calls": calls})))
@@ -163,6 +176,27 @@ def test_a_served_page_follows_the_run(run):
         finally:
             server.shutdown()
             thread.join()
+
+
+def links(page):
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return [each["episodes"] for each in json.loads(found[1])["runs"]]
+
+
+def test_a_report_links_the_pages_of_its_runs_that_have_episodes(run, tmp_path):
+    without = write_run(tmp_path / "without", [])
+    argv = ["report", without, run(sample()), "--output", str(tmp_path / "all of them.html")]
+    assert main(argv) == 0
+    assert links((tmp_path / "all of them.html").read_text()) == [None, None]
+    assert [*tmp_path.glob("*.html")] == [tmp_path / "all of them.html"]
+    assert main([*argv, "--episodes"]) == 0
+    assert links((tmp_path / "all of them.html").read_text()) == [
+        None, "all%20of%20them.episodes-2.html",
+    ]  # fmt: skip
+    page = (tmp_path / "all of them.episodes-2.html").read_text()
+    assert page == render(read_episodes(str(tmp_path / "run"), 20))
+    (tmp_path / "run" / "config.json").unlink()  # nothing is known of such a run but its curves
+    assert main([*argv, "--episodes"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_the_table_has_rewards_tokens_and_moves(tmp_path):
     assert row["moves"] == [{"step": 1, "source": "", "target": "", "reason": ""}]
     assert {k: v for k, v in row.items() if k != "moves"} == {
         "name": "run", "seed": 5, "rollouts": 2, "first_reward": 0.25, "last_reward": 0.5,
-        "compared": 20, "mismatched": 2, "same_as": None,
+        "compared": 20, "mismatched": 2, "same_as": None, "episodes": None,
     }  # fmt: skip
 
 

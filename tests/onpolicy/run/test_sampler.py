@@ -3,7 +3,7 @@
 import pytest
 
 from onpolicy.config.groups import AlgorithmConfig
-from onpolicy.run.sampler import has_signal, make_train_samples, worth_training
+from onpolicy.run.train_samples import has_signal, make_train_samples, worth_training
 from onpolicy.trajectory import Span
 from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion

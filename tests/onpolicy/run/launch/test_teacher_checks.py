@@ -11,6 +11,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.run.launch.teacher_checks import require_teachers, teacher_bytes
+from onpolicy.system.network import free_port
 from tests.support.tiny import make_checkpoint
 
 
@@ -84,7 +85,7 @@ def test_an_unknown_teacher_is_refused(checkpoint, tmp_path):
     ("argv", "message"),
     [
         (["--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
-        (["--opd-kl-coef", "0"], "nothing would be learnt from --teacher-checkpoint"),
+        (["--opd-kl-coef", "0"], "nothing would be learnt from the teacher"),
         (["--opd-loss", "full", "--rollout-top-p", "0.9"], "the KL over the whole vocabulary"),
         (["--opd-top-k", "5"], "only --opd-loss=top-k reads it"),
         (
@@ -99,9 +100,45 @@ def test_flags_that_contradict_a_teacher_are_refused(checkpoint, argv, message):
         validate(config_of(checkpoint, "--teacher-checkpoint", "t", *argv))
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--teacher-checkpoint", "t"], "stands beside --teacher-checkpoint"),
+        (["--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
+        (["--rollout-min-p", "0.1"], "a server gives log-probabilities over the whole vocabulary"),
+        (["--opd-loss", "full"], "--opd-loss=full needs more of the vocabulary"),
+        (["--teacher-key", "by"], "with --teacher-key several NAME=URL"),
+    ],
+)
+def test_flags_that_contradict_a_teacher_behind_a_url_are_refused(checkpoint, argv, message):
+    url = ["--teacher-url", "http://127.0.0.1:1"]
+    validate(config_of(checkpoint, *url, "--rm-retries", "1", "--teacher-api-key", "k"))
+    with pytest.raises(ConfigError, match=message):
+        validate(config_of(checkpoint, *url, *argv))
+
+
+@pytest.mark.parametrize("urls", [["127.0.0.1:1"], ["http://a", "http://b"]])
+def test_teachers_at_no_addresses_are_refused(checkpoint, urls):
+    with pytest.raises(ConfigError, match="give one address"):
+        validate(config_of(checkpoint, "--teacher-url", *urls))
+
+
+@pytest.mark.parametrize("argv", [["--teacher-api-key", "k"], ["--rm-retries", "1"]])
+def test_without_a_url_its_flags_are_refused(checkpoint, argv):
+    with pytest.raises(ConfigError, match=r"only .*--teacher-url reads it"):
+        validate(config_of(checkpoint, "--teacher-checkpoint", "t", *argv))
+
+
+def test_a_teacher_that_does_not_answer_is_refused(checkpoint):
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    config = config_of(checkpoint, "--teacher-url", url, "--rm-retries", "0")
+    with pytest.raises(ConfigError, match=f"--teacher-url={url}: the teacher had no answer"):
+        require_teachers(config, load_tokenizer(str(checkpoint)))
+
+
 @pytest.mark.parametrize("flag", ["--opd-kl-coef", "--opd-reward-coef"])
 def test_without_a_teacher_its_flags_are_refused(checkpoint, flag):
-    with pytest.raises(ConfigError, match="only --teacher-checkpoint reads it"):
+    with pytest.raises(ConfigError, match="only --teacher-checkpoint or --teacher-url reads it"):
         validate(config_of(checkpoint, flag, "0.5"))
 
 

@@ -1,0 +1,170 @@
+"""Teachers that are SGLang servers of somebody else's. They are asked for the log-probabilities of what
+the policy sampled, before it is trained on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.secrets import reveal
+from onpolicy.errors import ConfigError, TrainingError
+from onpolicy.rewards import Failure
+from onpolicy.rewards.endpoint import Endpoint
+from onpolicy.types import Sample, TrainSample
+
+FLAG = "--teacher-url"
+
+_TOKENS_AT_ONCE = 8192
+"""Tokens of a vocabulary in one request."""
+
+logger = logging.getLogger(__name__)
+
+
+class TeacherServers:
+    """Those of a run, by their names; none without --teacher-url."""
+
+    def __init__(self, config: TrainConfig):
+        self.flags = config.distillation
+        api_key = reveal("--teacher-api-key", self.flags.teacher_api_key)
+        self._endpoints = {
+            name: Endpoint(f"{url.rstrip('/')}/generate", config.reward, api_key)
+            for name, url in self.flags.teacher_urls.items()
+        }
+
+    def score(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
+        """The samples with their `teacher_log_probs`, each by its own teacher; a request a sample.
+
+        Raises TrainingError for one that no teacher scored, since nothing stands for what it would say.
+        """
+        if not self._endpoints:
+            return samples
+        numbers: dict[str, list[int]] = {name: [] for name in self._endpoints}
+        for number, one in enumerate(samples):
+            if one.sample.trajectory.num_sampled:
+                numbers[self._teacher_of(one.sample)].append(number)
+        begun = {
+            name: self._endpoints[name].begin([_body(samples[i].sample) for i in theirs])
+            for name, theirs in numbers.items()
+        }
+        found: dict[int, list[float]] = {}
+        for name, wait in begun.items():
+            for number, answer in zip(numbers[name], wait(), strict=True):
+                sample = samples[number].sample
+                said = _log_probs(answer, sample)
+                if isinstance(said, Failure):
+                    raise TrainingError(
+                        f"{FLAG}={self.flags.teacher_urls[name]}: {sample.name}: the teacher "
+                        f"{said.reason}. See to its server, and resume from the last checkpoint with "
+                        "--load."
+                    )
+                found[number] = said
+        return [replace(one, teacher_log_probs=found.get(i, [])) for i, one in enumerate(samples)]
+
+    def _teacher_of(self, sample: Sample) -> str:
+        key = self.flags.teacher_key
+        return str(sample.prompt.metadata[key]) if key else ""
+
+
+def _body(sample: Sample) -> dict[str, Any]:
+    if sample.trajectory.kept_tokens:
+        raise TrainingError(
+            f"{FLAG}: {sample.name}: some tokens were drawn from a part of the vocabulary (top_p, "
+            "top_k, min_p or a grammar), and a server gives log-probabilities over all of it. Have the "
+            "episode ask for all, or load the teacher with --teacher-checkpoint."
+        )
+    return _question(sample.token_ids, sample.trajectory.sampled.index(True))
+
+
+def _question(token_ids: Sequence[int], first: int) -> dict[str, Any]:
+    """What is asked for the log-probabilities of tokens from position `first` on, which is not 0.
+
+    Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first of the answers is null, of the
+    token before. Stock SGLang scores a prompt at temperature 1 whatever is asked.
+    """
+    return {
+        "input_ids": [*token_ids],
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": first - 1,
+    }
+
+
+def _log_probs(answer: Any, sample: Sample) -> list[float] | Failure:
+    """[R]: of the sampled tokens among those that were answered."""
+    sampled = sample.trajectory.sampled
+    first = sampled.index(True)
+    values = _answered(answer, len(sampled) - first)
+    if isinstance(values, Failure):
+        return values
+    return [x for x, is_sampled in zip(values, sampled[first:], strict=True) if is_sampled]
+
+
+def _answered(answer: Any, count: int) -> list[float] | Failure:
+    if isinstance(answer, Failure):
+        return answer
+    try:
+        values = [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return Failure(reason="answered without log-probabilities of the tokens")
+    if len(values) != count or not all(map(math.isfinite, values)):
+        finite = sum(map(math.isfinite, values))
+        return Failure(reason=f"gave {finite} finite log-probabilities for {count} tokens")
+    return values
+
+
+def require_teacher_servers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for a teacher that does not answer, that has another tokenizer than the policy,
+    or that gives no log-probabilities of a prompt.
+
+    tokenizer: the policy's.
+    """
+    for url in config.distillation.teacher_urls.values():
+        _require_tokenizer(config, url, tokenizer)
+        (answer,) = _ask(config, url, "/generate", [_question([0, 0], 1)])
+        said = _answered(answer, 1)
+        if isinstance(said, Failure):
+            raise ConfigError(
+                f"{FLAG}={url}: tried on two tokens, the teacher {said.reason}. Start a server with "
+                "`onpolicy serve`."
+            )
+
+
+def _require_tokenizer(config: TrainConfig, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for the first token that is another text to the teacher."""
+    tokens = [[token] for token in sorted(tokenizer.get_vocab().values())]
+    parts = [tokens[i : i + _TOKENS_AT_ONCE] for i in range(0, len(tokens), _TOKENS_AT_ONCE)]
+    bodies = [{"tokens": part, "skip_special_tokens": False} for part in parts]
+    for part, answer in zip(parts, _ask(config, url, "/detokenize", bodies), strict=True):
+        theirs = answer.get("text") if isinstance(answer, dict) else None
+        ours = tokenizer.batch_decode(part, skip_special_tokens=False)
+        if not isinstance(theirs, list) or len(theirs) != len(ours):
+            raise ConfigError(
+                f"{FLAG}={url}: what answers there is no SGLang server with a tokenizer, which is "
+                "compared with the policy's. Start one with `onpolicy serve`."
+            )
+        for (token,), text, other in zip(part, ours, theirs, strict=True):
+            if text != other:
+                raise ConfigError(
+                    f"{FLAG}={url}: its tokenizer is another than the policy's (token {token} is "
+                    f"{other!r} there and {text!r} here), so it cannot score the policy's tokens. "
+                    "Choose a teacher with the tokenizer of --hf-checkpoint."
+                )
+
+
+def _ask(config: TrainConfig, url: str, path: str, bodies: Sequence[Any]) -> list[Any]:
+    """What the teacher answers. Raises ConfigError if it does not."""
+    api_key = reveal("--teacher-api-key", config.distillation.teacher_api_key)
+    answers = Endpoint(url.rstrip("/") + path, config.reward, api_key).begin(bodies)()
+    for answer in answers:
+        if isinstance(answer, Failure):
+            raise ConfigError(
+                f"{FLAG}={url}: the teacher {answer.reason}. Start a server with `onpolicy serve`, and "
+                "give the URL and, as --teacher-api-key, the key that it prints."
+            )
+    return answers

@@ -1,0 +1,57 @@
+"""What training takes of a rollout, the samples of groups with a signal; and what it says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onpolicy.config.groups import AlgorithmConfig
+from onpolicy.types import ParityFindings, SampleGroup, TrainOutcome, TrainSample
+
+
+def worth_training(
+    groups: Sequence[SampleGroup], algorithm: AlgorithmConfig
+) -> Sequence[SampleGroup]:
+    """The groups that have an episode, or with --filter-equal-rewards those whose rewards differ."""
+    if not algorithm.filter_equal_rewards:
+        return [group for group in groups if group.samples]
+    return [group for group in groups if has_signal(group)]
+
+
+def has_signal(group: SampleGroup) -> bool:
+    """Whether the rewards of a group's episodes differ."""
+    return len(set(group.rewards)) > 1
+
+
+def make_train_samples(
+    groups: Sequence[SampleGroup], policy_version: int | None = None
+) -> list[TrainSample]:
+    """The groups' samples, in their order.
+
+    `policy_version`: of the policy that is to learn from them, if that may be a later one.
+    """
+    episodes = [
+        (number, episode) for number, group in enumerate(groups) for episode in group.episodes
+    ]
+    return [
+        TrainSample(sample=sample, group=group, episode=number, policy_version=policy_version)
+        for number, (group, episode) in enumerate(episodes)
+        for sample in episode
+    ]
+
+
+def note_learnt(outcome: TrainOutcome, samples: Sequence[TrainSample]) -> None:
+    """Put what was learnt of the samples that are shown beside them."""
+    for number, learnt in outcome.learnt.items():
+        samples[number].sample.learnt = learnt
+
+
+def note_findings(
+    findings: ParityFindings | None, samples: Sequence[TrainSample]
+) -> tuple[int, Sequence[float]] | None:
+    """Put beside the samples how many of their tokens differed; where the comparison failed, if it did
+    (`ParityFindings.apart`)."""
+    if findings is None:
+        return None
+    for one, count in zip(samples, findings.mismatched_tokens, strict=True):
+        one.sample.mismatched_tokens = count
+    return findings.apart
