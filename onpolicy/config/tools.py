@@ -88,9 +88,7 @@ def _fixed_contract(run: Facts) -> str | None:
     """The first flag that --attribution, whose contracts go from stock to aligned, cannot keep to."""
     degree = tensor_parallel_size(run.sglang_args)
     own = "it has contracts and prompts of its own"
-    weight_format = run.rollout_weight_format
     rows = (
-        (f"--rollout-weight-format={weight_format}", weight_format, own),
         (f"--align={run.align}", run.align, own),
         ("--no-true-on-policy-mode", not run.true_on_policy_mode, own),
         (f"--case={run.case}", run.case, own),
@@ -263,15 +261,6 @@ class BenchConfig:
         )
 
 
-@also(
-    rollout_weight_format=[
-        Against(
-            lambda run: not run.plan.starts_aligned,
-            "without --true-on-policy-mode the run that pushes the weights rounds them",
-            "Give it to `onpolicy train`.",
-        ),
-    ]
-)
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Start SGLang servers under a contract and print how to connect to them.

@@ -69,7 +69,7 @@ FORMATS = {
     "int3_group128": WeightFormat(3, block=(1, 128)),
     "mxfp4": WeightFormat(6, _to_fp4, (1, 32), _power_of_two),
 }
-"""By their names in --rollout-weight-format, but bf16, which has no scale."""
+"""What --rollout-weight-format names, but for bf16, which has no scale."""
 
 
 def rounded(buckets: Iterable[WeightBucket], weight_format: str) -> Iterator[WeightBucket]:

@@ -105,6 +105,10 @@ class WeightFormatConfig:
         DecidesResults(True),
         Against(lambda run: run.align,
             "with --align the servers hold the trainer's weights, bit for bit"),
+        Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
+        Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
+            "without --true-on-policy-mode the run that pushes the weights rounds them",
+            "Give it to `onpolicy train`."),
         Against(lambda run: run.plan.starts_aligned and not run.plan.is_governed
                 and getattr(run, "train_backend", "fsdp") == "megatron",
             "with --true-on-policy-mode the trainer rounds its own weights too, which is written for "

@@ -72,10 +72,11 @@ def contract_for(
 
 
 def rollout_format(config: TrainConfig | ServeConfig) -> str:
-    """--rollout-weight-format, where both engines are to compute with it: the governor's stock engines
-    alone do."""
+    """--rollout-weight-format, where both engines are to compute with it."""
     servers = config.server if isinstance(config, ServeConfig) else config.engine
-    return "" if config.plan.is_governed else servers.rollout_weight_format
+    plan = config.plan
+    is_of_both = plan.starts_aligned and not plan.is_governed
+    return servers.rollout_weight_format if is_of_both else ""
 
 
 def require_roundable(facts: ModelFacts, weight_format: str) -> None:

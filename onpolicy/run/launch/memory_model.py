@@ -61,12 +61,11 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
     weights = FLOAT32 * size.parameters // ranks
     orders = ranks > 1 and config.plan.is_rank_invariant
-    rounds = config.plan.starts_aligned and bool(rollout_format(config))
     return {
         "weights": weights,
         "gradients": FLOAT32 * trained // ranks,
         "AdamW": 2 * FLOAT32 * trained // ranks,
-        "masters of rounded weights": weights * rounds,
+        "masters": weights * bool(rollout_format(config)),
         "reference": weights * config.algorithm.reads_reference,
         "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
         "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,
@@ -180,14 +179,7 @@ class RunMemory:
         }
         host = {}
         if spec.contract.device == "cuda":
-            leaving = (
-                "weights",
-                "AdamW",
-                "masters of rounded weights",
-                "reference",
-                "critic",
-                "teacher",
-            )
+            leaving = ("weights", "AdamW", "masters", "reference", "critic", "teacher")
             away = sum(parts.get(name, 0) for name in leaving)
             host = {"libraries": LIBRARIES, "what leaves the GPU": away * config.engine.colocate}
         return ProcessMemory("trainer rank", parts, count, host)
