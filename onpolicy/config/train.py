@@ -84,6 +84,15 @@ class TrainConfig:
         return self.samples_per_rollout // self.global_batch_size
 
     @property
+    def has_ratio(self) -> bool:
+        """Whether the objective has a ratio to an old policy that may differ from 1."""
+        algorithm = self.algorithm
+        return (
+            OBJECTIVES[algorithm.policy_loss].ratio != "none"
+            and not algorithm.force_on_policy_ratio
+        )
+
+    @property
     def eps_clip_high(self) -> float:
         high = self.algorithm.eps_clip_high
         return self.algorithm.eps_clip if high is None else high
@@ -152,7 +161,14 @@ def _plan_of(config: TrainConfig) -> RunPlan:
     lags = rollout.rollout_lag or rollout.rollout_segment_tokens
     may_lag = bool(lags) or rollout.rollout_schedule == "free"
     is_alone = governed or not (corrections or fallback.use_rollout_logprobs)
-    weighs_lag = may_lag and fallback.correct_lag and is_alone
+    corrects_lag = may_lag and fallback.correct_lag and is_alone
+    # Only aligned engines say what the trainer's own earlier weights gave a token. In the one step of a
+    # rollout a ratio to the newest weights would be 1, and bound nothing.
+    always_aligned = aligned and not governed
+    bypasses_lag = (
+        corrects_lag and always_aligned and config.steps_per_rollout == 1 and config.has_ratio
+    )
+    weighs_lag = corrects_lag and not bypasses_lag
     takes_all = governed or bool(fallback.custom_tis_function_path)
     degrees = {"--megatron-tp": config.megatron.megatron_tp}
     if may_align:
@@ -174,6 +190,7 @@ def _plan_of(config: TrainConfig) -> RunPlan:
         may_lag=may_lag,
         corrections=corrections,
         weighs_lag=weighs_lag,
+        bypasses_lag=bypasses_lag,
         may_come_on=("use_tis", "use_rs") if takes_all else ("use_tis",) * weighs_lag,
         on_aligned_mismatch=policies[asked],
         on_stock_mismatch="fail" if asked == "fail" else "measure",
