@@ -119,11 +119,8 @@ def test_a_case_comes_again(microscope, tmp_path, capsys):
     (completion,) = pair.generate([request])
     prompt = Prompt(index=3, prompt_ids=request.prompt_ids, label="", text="")
     sample = Sample(prompt=prompt, sample_index=1, trajectory=answered(prompt, completion))
-    case, file = (
-        make_case(request, sample, completion.rollout_log_probs, 0, pair),
-        tmp_path / "case",
-    )
-    write_case(case, file)
+    file, apart = tmp_path / "case", [number - 1 for number in completion.rollout_log_probs]
+    write_case(make_case(request, sample, apart, 0, pair), file)
     code = main([
         "explain", "--hf-checkpoint", pair.config.model.hf_checkpoint, "--case", str(file),
         "--json", str(tmp_path / "json"), "--html", str(tmp_path / "html"),
