@@ -32,11 +32,11 @@ class _Paths:
     """The first token that each row stands for."""
 
     own: list[int]
-    """Of each sequence, its tokens that no earlier one has: its last ones."""
+    """Tokens of each sequence that no earlier one has: its last ones."""
 
     @staticmethod
     def of(labels: Sequence[Hashable], lens: Sequence[int]) -> _Paths:
-        """Of sequences laid end to end, by what a token must have in common to be the same row."""
+        """Those of sequences laid end to end, by what tokens must have in common to be one row."""
         paths = _Paths([], [], [])
         known: dict[tuple[int, Hashable], int] = {}
         start = 0
@@ -76,7 +76,7 @@ def share_prefixes(batch: PackedTokens) -> PackedTokens:
 
 
 def _layout(paths: Sequence[torch.Tensor], own: Sequence[int]) -> AttentionLayout:
-    """Of sequences by the rows of all their tokens, the last of which are their own."""
+    """The layout of sequences by the rows of all their tokens, the last of which are their own."""
     asked = [(path, count) for path, count in zip(paths, own, strict=True) if count]
     return AttentionLayout(
         query_lens=tuple(count for _, count in asked),

@@ -31,7 +31,7 @@ class SharedRows:
 
     @staticmethod
     def of(rows: Tensor) -> SharedRows:
-        """Of int64 [N]; waits for the device."""
+        """The rows of int64 [N]; waits for the device."""
         known = rows.tolist()
         breaks = (i for i, (a, b) in enumerate(pairwise(known), start=1) if b != a + 1)
         cuts = pairwise([0, *breaks, len(known)] if known else [0])

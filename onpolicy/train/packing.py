@@ -59,7 +59,7 @@ class _Part:
     """Distinct ones."""
 
     pairs: int = 0
-    """Of a distinct token and one that it sees."""
+    """Distinct tokens, each with every one that it sees."""
 
     def add(self, sample: int, length: int, shared: int) -> None:
         """A sample of so many tokens, the first of which one of these has already."""
