@@ -40,6 +40,7 @@ from onpolicy.run.launch.input_checks import (
 from onpolicy.run.launch.memory_checks import require_run_fits
 from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
+from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.run.launch.teacher_checks import require_teachers
@@ -107,6 +108,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)
+    require_classifier(config)
 
     def read(file: str, flag: str, data: DataConfig = config.data, rule: str = "") -> list[Prompt]:
         vocab_size = hf_config.vocab_size
