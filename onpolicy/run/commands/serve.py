@@ -67,17 +67,24 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
 
 
 def _contract(config: ServeConfig, hf_config: PretrainedConfig) -> NumericsContract:
-    """Of a language model, or of a sequence classifier's decoder. Raises ConfigError for a classifier
-    that would give other numbers than transformers, or that is to have sessions."""
+    """That of a language model, or of a sequence classifier's decoder.
+
+    Raises ConfigError for a classifier that would give other numbers than transformers, or that is to
+    have sessions.
+    """
     if not is_classifier(hf_config):
         return contract_for(config, hf_config, aligned=config.plan.starts_aligned)
     model = config.model
     require_rewards(model.hf_checkpoint, hf_config, model.trust_remote_code, "--hf-checkpoint")
-    wrong = "--no-true-on-policy-mode" if not config.true_on_policy_mode else ""
-    if wrong := wrong or "--sessions" * config.gateway.sessions:
+    given = {
+        "--no-true-on-policy-mode": not config.true_on_policy_mode,
+        "--sessions": config.gateway.sessions,
+        "--rollout-weight-format": config.server.rollout_weight_format,
+    }
+    if wrong := next((flag for flag, value in given.items() if value), ""):
         raise ConfigError(
             f"{wrong}: --hf-checkpoint={model.hf_checkpoint} is a sequence classifier, which is served "
-            "on aligned operators, and for /classify alone. Leave the flag out."
+            "on aligned operators, as its weights are, and for /classify alone. Leave the flag out."
         )
     return contract_for(config, as_decoder(hf_config), aligned=True)
 
