@@ -144,9 +144,8 @@ class ServersConfig(KeyConfig, EngineCountConfig):
     the trainer computes."""
 
 
-@also(colocate=[ALWAYS_SAMPLING])
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ServersConfig, ServerConfig):
+class SamplersConfig(CpuConfig, EngineCountConfig):
     rollout_max_concurrency: Count = 256
     """Requests in flight per server."""
 
@@ -172,6 +171,12 @@ class EngineConfig(ServersConfig, ServerConfig):
     ] = ""  # fmt: skip
     """Round the weights of linear layers when they are pushed to the servers, as such a deployment
     would have them; not under aligned operators."""
+
+
+@also(colocate=[ALWAYS_SAMPLING])
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ServersConfig, ServerConfig, SamplersConfig):
+    """Those of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
