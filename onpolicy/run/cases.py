@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,8 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, OPEN, checked
 from onpolicy.types import Request, Sample
+
+logger = logging.getLogger(__name__)
 
 
 @with_config(CLOSED)
@@ -99,6 +102,7 @@ def write_case(case: Case, file: Path) -> None:
     """Write the file, whole or not at all."""
     file.parent.mkdir(exist_ok=True)
     files.write(file, json.dumps(case) + "\n")
+    logger.info("the first sample with a mismatch is in %s", file)
 
 
 def read_case(file: Path) -> Case:

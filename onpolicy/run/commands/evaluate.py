@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.push import Engine, push_weights, size_of
 from onpolicy.weights.rounding import rounded
 from onpolicy.weights.transports import make_transport
+
+logger = logging.getLogger(__name__)
 
 Report = dict[str, Any]
 
@@ -86,11 +89,10 @@ def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
         make_rollout = partial(make_rollout_group, places=places)
         make_engines = partial(PublishedEngines, make_rollout=make_rollout)
         with Run(config, inputs, make_engines=make_engines) as run:
-            run.push_weights()
+            logger.info("pushing the checkpoint's weights to the servers")
+            run.engines.push_weights(0)
             for name in inputs.eval_sets:
-                groups, found = run.sampler.evaluate(name)
-                run.journal.on_evaluation(rollouts_done, name, groups, found)
-                metrics |= found
+                metrics |= run.evaluate(name, rollouts_done)
             weights = run.engines.weight_digest
     return {
         "rollouts_done": rollouts_done,
