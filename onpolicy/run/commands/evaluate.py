@@ -18,6 +18,7 @@ from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.outputs.directory import versions
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.evaluation import evaluate as evaluate_set
 from onpolicy.run.launch.cluster_engines import places_on_cluster
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.host_shares import placement_of_servers
@@ -92,7 +93,7 @@ def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
             logger.info("pushing the checkpoint's weights to the servers")
             run.engines.push_weights(0)
             for name in inputs.eval_sets:
-                metrics |= run.evaluate(name, rollouts_done)
+                metrics |= evaluate_set(run.sampler, run.journal, name, rollouts_done)
             weights = run.engines.weight_digest
     return {
         "rollouts_done": rollouts_done,
