@@ -13,6 +13,7 @@ from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from onpolicy.config.groups.engines import WeightFormat
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.run.engines import EnginePair
@@ -56,6 +57,7 @@ class _Contract(TypedDict):
     dtype: Literal["bfloat16", "float32"]
     row_parallel_blocks: Count
     kinds: list[str]
+    weight_format: NotRequired[WeightFormat]
 
 
 @with_config(CLOSED)

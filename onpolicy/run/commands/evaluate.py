@@ -58,7 +58,9 @@ class PublishedEngines(EnginePair):
             Path(self.config.output.run_dir),
         )
         transport = make_transport(self.config.sync.weight_sync, directory)
-        buckets = rounded(self._buckets(), "" if self.contract.is_aligned else asked)
+        is_aligned, on_gpu = self.contract.is_aligned, self.contract.device == "cuda"
+        by_sglang = on_gpu and asked == "fp8_e4m3" and not is_aligned
+        buckets = rounded(self._buckets(), "" if by_sglang else asked)
         try:
             return push_weights(buckets, engines, transport, version)
         finally:
