@@ -53,13 +53,10 @@ class PublishedEngines(EnginePair):
         self._push_by(self._push_files)
 
     def _push_files(self, engines: Sequence[Engine], version: int) -> str:
-        asked, directory = (
-            self.config.engine.rollout_weight_format,
-            Path(self.config.output.run_dir),
-        )
-        transport = make_transport(self.config.sync.weight_sync, directory)
-        is_aligned, on_gpu = self.contract.is_aligned, self.contract.device == "cuda"
-        by_sglang = on_gpu and asked == "fp8_e4m3" and not is_aligned
+        config, asked = self.config, self.config.engine.rollout_weight_format
+        transport = make_transport(config.sync.weight_sync, Path(config.output.run_dir))
+        is_stock, on_gpu = not self.contract.is_aligned, self.contract.device == "cuda"
+        by_sglang = is_stock and on_gpu and asked == "fp8_e4m3"
         buckets = rounded(self._buckets(), "" if by_sglang else asked)
         try:
             return push_weights(buckets, engines, transport, version)
