@@ -15,10 +15,12 @@ COMMANDS = {
     "train": "reinforcement learning with rollout and training engines that agree bit for bit",
     "data": "a first look at prompts: rows, fields, lengths, what a run would refuse",
     "sft": "supervised fine-tuning: learn given answers, by the trainer of `train`",
+    "eval": "evaluate a checkpoint alone, to the numbers that its run would have recorded",
     "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
     "explain": "name the operator and the layer that make the two engines differ",
     "bench": "aligned and stock operators side by side: `bench rollout`, `decode`, `step`, `loop`",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
+    "export": "write a checkpoint with rounded weights, as a quantised rollout has them",
     "report": "one HTML page with the curves of several runs over each other",
     "episodes": "one HTML page with the episodes of a run: turns, tool calls, tokens and branches",
 }
