@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import AttentionShape, OperatorShapes
+from onpolicy.contract import AdapterShape, AttentionShape, OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.adapters import adapter_linears, add_adapters
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
@@ -246,22 +247,28 @@ def empty_policy(
     trust_remote_code: bool = False,
     row_parallel_blocks: int = 1,
     kind: type[PolicyModel] = PolicyModel,
+    adapter: AdapterShape | None = None,
 ) -> PolicyModel:
-    """The model with parameters on the meta device, buffers in place, operators put in."""
+    """The model with parameters on the meta device, buffers in place, operators and adapters put in."""
     causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none
     align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
+    if adapter is not None:
+        add_adapters(causal_lm, operators, adapter)
     return kind(causal_lm, operators)
 
 
-def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:
+def operator_shapes(
+    facts: ModelFacts, row_parallel_blocks: int = 1, adapter: AdapterShape | None = None
+) -> OperatorShapes:
     """The sizes at which a model of this configuration calls the operators."""
     model = facts.model
     linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
     shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
+    whole = _linear_shapes(linears - shared) | router_shapes(model)
     return OperatorShapes(
-        linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
+        linear=tuple(sorted(whole | adapter_linears(model, adapter))),
         attention=_attention_shapes(facts),
         norm=facts.norm_sizes(centered=False),
         layer_norm=facts.norm_sizes(centered=True),

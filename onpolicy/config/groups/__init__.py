@@ -25,6 +25,7 @@ from onpolicy.config.groups.engines import (
 )  # fmt: skip
 from onpolicy.config.groups.evaluation import NEVER_BEST, EvalConfig, EvalSet, sets_of
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
+from onpolicy.config.groups.lora import LoraConfig
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
 from onpolicy.config.groups.reward import RewardConfig
@@ -49,6 +50,7 @@ __all__ = [
     "FallbackConfig",
     "GovernorFlags",
     "HostsConfig",
+    "LoraConfig",
     "LossAggregation",
     "MegatronConfig",
     "ModelConfig",

@@ -24,6 +24,7 @@ from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.ops.backends import choose_backend
 from onpolicy.ops.environment import require_exact
 from onpolicy.ops.machine import Machine
+from onpolicy.run.launch.adapters import adapter_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ def contract_for(
     if aligned_by:
         require_alignable(facts, context, aligned_by)
         require_exact(os.environ, aligned_by)
-    shapes = operator_shapes(facts, blocks)
+    adapter = adapter_of(config, facts) if aligned else None
+    shapes = operator_shapes(facts, blocks, adapter)
     kinds = () if aligned else config.operators.kinds
     backend = "stock"
     if aligned_by:
@@ -63,6 +65,7 @@ def contract_for(
         row_parallel_blocks=blocks,
         context=_deciding(context, hf_config),
         kinds=kinds,
+        adapter=adapter,
     )
 
 
