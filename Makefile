@@ -25,7 +25,7 @@ GPU_BENCH_ARGS ?=
 CPU_SETTINGS ?=
 ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-runs test-kernels test-cpus test-sglang soak architectures lint gpu-test gpu-bench
+.PHONY: setup demo test test-runs test-kernels test-all test-cpus test-sglang soak architectures lint gpu-test gpu-bench
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -54,6 +54,10 @@ test-runs: setup
 # Every kernel of the Triton operators, compiled for the generations of GPUs that `test` leaves out.
 test-kernels: setup
 	$(PYTEST) -m kernels
+
+# The three above at once, as CI runs them: collected once, and no worker waits for another's last test twice.
+test-all: setup
+	$(PYTEST)
 
 # The tests of what decides bits, under the instruction sets of other processors.
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'

@@ -8,6 +8,7 @@ from onpolicy.compat.process import prepare_process
 prepare_process()  # before torch is imported
 
 import atexit
+import gc
 import logging
 import multiprocessing.util
 import os
@@ -62,6 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long, as servers do, comes first, so that all workers end together."""
     longest = ("engine", "long", "runs")
     items.sort(key=lambda item: not any(map(item.get_closest_marker, longest)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no search for garbage walks through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ class EpisodesConfig:
     """Serve the page at http://127.0.0.1:PORT instead, as the run goes on; 0: at any free port."""
 
     rollouts: Count = 20
-    """Files of samples to show, the last ones; an evaluation has its own."""
+    """Rollouts and evaluations to show, the last ones that have samples."""
 
 
 def main(argv: Sequence[str]) -> int:

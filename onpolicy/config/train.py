@@ -97,8 +97,7 @@ class TrainConfig:
 
     @property
     def loads_reference(self) -> bool:
-        """Whether a reference policy has weights of its own: it is what adapters are beside, if there are
-        any and no other is given."""
+        """Whether a reference policy has weights of its own; what adapters are beside has none."""
         is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint
         return self.algorithm.reads_reference and not is_base
 

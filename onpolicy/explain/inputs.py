@@ -107,12 +107,13 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
         return config
     case = read_case(Path(config.case))
     contract, trajectory = case["contract"], read(case["trajectory"])
-    kinds = contract["kinds"]
+    kinds, weight_format = contract["kinds"], contract.get("weight_format", "")
     is_aligned = contract["backend"] != "stock" and not kinds
     blocks = contract["row_parallel_blocks"] if is_aligned else 0
     return replace(
         config,
         operators=replace(config.operators, row_parallel_blocks=blocks, align=",".join(kinds)),
+        servers=replace(config.servers, rollout_weight_format=weight_format),
         temperature=case["params"]["temperature"],
         max_prompt_len=max(8, len(trajectory.prompt_ids)),
         max_new_tokens=trajectory.num_sampled,

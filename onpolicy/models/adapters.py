@@ -2,10 +2,10 @@
 
     y = x W^T + s (x A^T) B^T
 
-A: [r, K]; B: [N, r]. W is frozen, A and B are trained. Both products are `Operators.linear`, each rounded
-to the dtype of x; the scaled second one is added to x W^T in float32, and the sum is rounded. The trainer's
-linear and SGLang's have the same module beside them, which a forward hook calls, so they do the same to the
-same bits.
+A: [r, K]; B: [N, r]. W is frozen, A and B are trained. Both products are `Operators.linear`, each
+rounded to the dtype of x; the scaled second one is added to x W^T in float32, and the sum is rounded.
+The trainer's linear and SGLang's have the same module beside them, which a forward hook calls, so they
+do the same to the same bits.
 Source: Hu et al., LoRA (arXiv 2106.09685), eq. 3; s = alpha / sqrt(r) is Kalajdzievski, rsLoRA
 (arXiv 2312.03732), eq. 4.
 """
@@ -99,8 +99,8 @@ def is_adapters(name: str) -> bool:
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """What training begins with: float32 zeros for B; for A numbers between -1 / sqrt(K) and 1 / sqrt(K), as
-    PEFT draws them, from the run's seed and the parameter's name, whatever the number of ranks."""
+    """What training begins with, in float32: zeros for B, and for A numbers of absolute value below
+    1 / sqrt(K), as PEFT draws them, from the run's seed and the parameter's name alone."""
     if name.endswith(".B"):
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -116,7 +116,8 @@ def target_names(model: nn.Module, asked: str) -> tuple[str, ...]:
     """
     kinds: dict[str, set[type]] = {}
     for name, module in model.named_modules():
-        kinds.setdefault(_leaf(name), set()).add(type(module))
+        if name:
+            kinds.setdefault(_leaf(name), set()).add(type(module))
     head = {_leaf(name) for name, m in model.named_modules() if m is _output_of(model)}
     linears = {name for name, types in kinds.items() if types == {nn.Linear}} - head
     names = linears if asked == ALL_LINEAR else {name.strip() for name in asked.split(",")}
@@ -127,7 +128,7 @@ def target_names(model: nn.Module, asked: str) -> tuple[str, ...]:
             else "is no module of this model"
         )  # fmt: skip
         raise ConfigError(
-            f"--lora-target-modules={asked}: {name} {rule}. Choose from {', '.join(sorted(linears))}."
+            f"--lora-target-modules={asked}: {name or '""'} {rule}. Choose from {', '.join(sorted(linears))}."
         )
     return tuple(sorted(names))
 

@@ -1,6 +1,7 @@
 """Samples for people to read: some of every rollout and evaluation, in the run directory.
 
 samples/rollout_000003.jsonl  samples/eval_000010.jsonl  samples/eval_NAME_000010.jsonl
+samples/failed_rollout_000003.jsonl  ...
 
 One file a rollout, so that a resumed run replaces what it repeats. A line is a sample: its prompt and
 response as the model saw and sampled them, special tokens included; and where its episode has several
@@ -13,12 +14,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from onpolicy.system import files
-from onpolicy.types import Sample, SampleGroup
+from onpolicy.trajectory import Trajectory
+from onpolicy.types import Prompt, Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4
 """Episodes of one prompt that are written at most, so that several prompts are seen."""
@@ -26,10 +29,33 @@ MOST_OF_A_PROMPT = 4
 MOST_CHARACTERS = 600
 """Longest text of a prompt or a response on the console."""
 
-_NAME = re.compile(r"(?:rollout|eval|eval_.+)_(\d{6,})\.jsonl")
+_NAME = re.compile(r"(?:failed_)?(?:rollout|eval|eval_.+)_(\d{6,})\.jsonl")
+
+_ATTEMPT = ("prompt_index", "sample", "attempt", "message")
+"""What tells an attempt that failed from the others in its file, and from another run's."""
 
 Decode = Callable[[list[int]], str]
 """Token ids to text that shows special tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAttempt:
+    """An attempt at an episode that came to nothing."""
+
+    prompt: Prompt
+    sample_index: int
+
+    attempt: int
+    """How many at the same episode failed before."""
+
+    reason: str
+    """In a word."""
+
+    message: str
+    """In a line."""
+
+    said: Sequence[Trajectory]
+    """What its branches had come to. A run that goes on fails it earlier, and has less of that."""
 
 
 class SampleLog:
@@ -37,18 +63,52 @@ class SampleLog:
 
     def __init__(self, directory: Path, decode: Decode, count: int, first_step: int):
         self._directory, self._decode, self._count = directory, decode, count
+        self._said_before: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for file in directory.glob("*.jsonl"):
             found = _NAME.fullmatch(file.name)
             if found and int(found[1]) >= first_step:
+                self._remember(file)
                 file.unlink()
+
+    def _remember(self, file: Path) -> None:
+        """Keep what failed attempts said, which fail again at their next word, or unbegun."""
+        if file.name.startswith("failed_"):
+            for record in map(json.loads, file.read_bytes().splitlines()):
+                key = (file.name, *(record[name] for name in _ATTEMPT))
+                self._said_before.setdefault(key, []).append(record)
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         """Write some samples of rollout or evaluation `name`, replacing what there is of this step."""
-        lines = [_line(self._record(step, e, i)) for e, i in self._chosen(groups)]
-        if lines:
+        self._write(
+            f"{name}_{step:06d}.jsonl", [self._record(step, e, i) for e, i in self._chosen(groups)]
+        )
+
+    def write_failed(self, name: str, step: int, attempts: Sequence[FailedAttempt]) -> None:
+        """Write what was said in some attempts of rollout or evaluation `name` that failed, and why."""
+        file = f"failed_{name}_{step:06d}.jsonl"
+        of_prompts = groupby(attempts, key=lambda each: each.prompt.index)
+        chosen = (each for _, found in of_prompts for each in islice(found, MOST_OF_A_PROMPT))
+        records = (record for each in chosen for record in self._of_attempt(file, step, each))
+        self._write(file, [*islice(records, self._count)])
+
+    def _of_attempt(self, file: str, step: int, failed: FailedAttempt) -> list[dict[str, Any]]:
+        said = failed.said or [Trajectory.begin(failed.prompt.prompt_ids)]
+        samples = [
+            Sample(
+                prompt=failed.prompt, sample_index=failed.sample_index, number=i, trajectory=each
+            )
+            for i, each in enumerate(said)
+        ]
+        why = {"attempt": failed.attempt, "failed": failed.reason, "message": failed.message}
+        found = [self._record(step, samples, i) | {"reward": None, **why} for i in range(len(said))]
+        before = self._said_before.get((file, *(found[0][name] for name in _ATTEMPT)), [])
+        return max(found, before, key=lambda records: sum(each["num_tokens"] for each in records))
+
+    def _write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
+        if records:
             self._directory.mkdir(exist_ok=True)
-            file = self._directory / f"{name}_{step:06d}.jsonl"
-            files.write(file, "".join(lines).encode("utf-8", "backslashreplace"))
+            text = "".join(map(_line, records))
+            files.write(self._directory / name, text.encode("utf-8", "backslashreplace"))
 
     def shown(self, groups: Sequence[SampleGroup]) -> list[Sample]:
         """The samples that `write` would write."""

@@ -43,7 +43,7 @@ function fillChoices() {
 function isListed(episode) {
   const within = [...document.querySelectorAll("#filters input")].every((input) => {
     const side = Number(input.dataset.side), value = episode[input.dataset.name];
-    return input.value === "" || side * (Number(input.value) - value) >= 0;
+    return input.value === "" || (value !== null && side * (Number(input.value) - value) >= 0);
   });
   return within && [...document.querySelectorAll("#filters select")].every((select) => {
     const has = [episode[select.dataset.name]].flat();
@@ -61,7 +61,7 @@ function drawList() {
   const titles = [["episode", ""], ["reward", "number"], ["tokens", "number"], ["turns", "number"],
     ["trajectories", "number"], ["faults", ""]];
   addTable(table, titles, listed.map(listRow));
-  const more = data.left_out ? `, of the last rollouts; ${data.left_out} files are left out` : "";
+  const more = data.left_out ? `, of the last rollouts; ${data.left_out} are left out` : "";
   document.getElementById("about").textContent =
     `${data.run}: ${listed.length} of ${data.episodes.length} episodes that were written down${more}`;
 }
@@ -113,7 +113,8 @@ function factRow([name, value]) {
 function drawTrajectory(episode, trajectory, number) {
   const several = episode.trajectories.length > 1;
   const compared = trajectory.mismatched === null ? "not compared" : `${trajectory.mismatched} mismatched`;
-  const told = `reward ${format(trajectory.reward)}, ended by ${trajectory.finish_reason}, ${compared}`;
+  const told = episode.reward === null ? "failed"
+    : `reward ${format(trajectory.reward)}, ended by ${trajectory.finish_reason}, ${compared}`;
   const title = several ? `trajectory ${number}: ${told}` : told;
   const largest = Math.max(1e-9, ...trajectory.turns.flatMap((turn) => (
     [turn.advantages ?? 0].flat().map(Math.abs))));

@@ -37,18 +37,22 @@ def render(data: Record) -> str:
 
 
 def read_episodes(run: str, rollouts: int) -> Record:
-    """What the page shows, as JSON values: of the last `rollouts` files of samples.
+    """What the page shows, as JSON values: of the last `rollouts` rollouts and evaluations that have
+    samples, with what failed in them.
 
     Raises ConfigError for what is no run, and for a line that cannot be read.
     """
     directory = Path(run)
     if not (directory / "config.json").is_file():
         raise ConfigError(f"RUN={run}: has no config.json. Give the --run-dir of a run.")
-    files = sorted((directory / "samples").glob("*.jsonl"), key=lambda file: (_step(file), file))
-    kept = files[-rollouts:]
-    found = [episode for file in kept for episode in _episodes(file)]
+    samples = (directory / "samples").glob("*.jsonl")
+    files = sorted(samples, key=lambda file: (_step(file), _where(file), file))
+    places = [*dict.fromkeys((_step(file), _where(file)) for file in files)]
+    kept = places[-rollouts:]
+    shown = [file for file in files if (_step(file), _where(file)) in kept]
+    found = [episode for file in shown for episode in _episodes(file)]
     version = blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
-    left_out = len(files) - len(kept)
+    left_out = len(places) - len(kept)
     return {"run": directory.name, "version": version, "left_out": left_out, "episodes": found}
 
 
@@ -72,6 +76,11 @@ def write_pages(runs: Sequence[LoggedRun], report: Path, rollouts: int) -> dict[
 def _step(file: Path) -> int:
     number = file.stem.rpartition("_")[2]
     return int(number) if number.isdigit() else -1
+
+
+def _where(file: Path) -> str:
+    """The rollout's or evaluation's name. Example: 'rollout'; 'eval_aime'"""
+    return file.stem.rpartition("_")[0].removeprefix("failed_")
 
 
 def _episodes(file: Path) -> Iterator[Record]:
@@ -99,17 +108,22 @@ def _records(file: Path) -> Iterator[Record]:
 
 def _episode(file: Path, records: Sequence[Record]) -> Record:
     first = records[0]
-    where = file.stem.rpartition("_")[0] + f" {first['step']}"
+    where = f"{_where(file)} {first['step']}"
     said = {**(first.get("metrics") or {}), **(first.get("info") or {})}
     faults = [name for name, value in said.items() if value and FAULTS.search(name)]
     faults += ["truncated"] * any(record["finish_reason"] == "length" for record in records)
     faults += ["mismatched"] * any(record["mismatched_tokens"] for record in records)
     trajectories = [_trajectory(record) for record in records]
     facts = {"label": first["label"], **(first.get("reward_parts") or {}), **said}
+    key = f"{where}, prompt {first['prompt_index']}, sample {first['sample']}"
+    has_failed = "failed" in first
+    if has_failed:
+        faults, facts = [f"failed: {first['failed']}"], {**facts, "failed": first["message"]}
+        key += f", attempt {first['attempt']}"
     return {
-        "key": f"{where}, prompt {first['prompt_index']}, sample {first['sample']}",
+        "key": key,
         "where": where,
-        "reward": fmean(record["reward"] for record in records),
+        "reward": None if has_failed else fmean(record["reward"] for record in records),
         "num_tokens": sum(record["num_tokens"] for record in records),
         "num_turns": sum(turn["sampled"] for each in trajectories for turn in each["turns"]),
         "faults": faults,

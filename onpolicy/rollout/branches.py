@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from onpolicy.errors import AgentError
 from onpolicy.rollout.turns import BranchRecord
@@ -32,6 +33,19 @@ def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
             )
         found.append(own)
     return found
+
+
+def said_by(branches: Sequence[BranchRecord]) -> tuple[Trajectory, ...]:
+    """What an attempt has come to, to be read: every sampled token once, and no branch that has none of
+    its own but the first."""
+    found = list[Trajectory]()
+    for number, branch in enumerate(branches):
+        whole = [each.trajectory for each in branches[:number]]
+        shared = max((num_shared(branch.trajectory, other) for other in whole), default=0)
+        own = branch.trajectory.as_given(shared)
+        if own.num_sampled or not found:
+            found.append(replace(own, routed_experts=None))
+    return tuple(found)
 
 
 def require_own(returned: Iterable[Trajectory], branches: Sequence[Trajectory]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from onpolicy.errors import AgentError, OnPolicyError
 from onpolicy.rollout.observations import Observations
 from onpolicy.system.user_functions import describe
+from onpolicy.trajectory import Trajectory
 
 OnFailure = Literal["drop", "retry", "stop"]
 
@@ -33,6 +34,9 @@ class EpisodeFailure:
 
     message: str
     """With the last line of a traceback, if there is one."""
+
+    said: tuple[Trajectory, ...] = field(default=(), compare=False)
+    """What its branches had come to; nothing sampled where it failed as before, without being begun."""
 
     @staticmethod
     def of(error: BaseException) -> EpisodeFailure:
@@ -64,7 +68,7 @@ class WrittenFailures:
         self._observations, self._number, self._index = observations, number, index
 
     def write(self, attempt: int, failure: EpisodeFailure, sampled: int) -> None:
-        value = {"sampled": sampled, **asdict(failure)}
+        value = {"sampled": sampled, "reason": failure.reason, "message": failure.message}
         self._observations.note(self._number, self._key(attempt), value)
 
     def of(self, attempt: int, sampled: int | None = None) -> EpisodeFailure | None:
@@ -76,6 +80,23 @@ class WrittenFailures:
 
     def _key(self, attempt: int) -> str:
         return f"{self._index}/{attempt}/failed"
+
+
+def stops(name: str, failure: EpisodeFailure) -> AgentError:
+    """What ends a run of which no episode may fail."""
+    return AgentError(
+        f"--episode-failures=stop: {name}: the episode {failure.message}. Mend its function, or have "
+        "such episodes dropped or retried.",
+        reason=failure.reason,
+    )
+
+
+def failed_this_time(name: str, failure: EpisodeFailure) -> OtherTokensError:
+    """What ends a replay of which an episode fails that did not."""
+    return OtherTokensError(
+        f"--replay: {name}: the episode {failure.message}, and in the run that is repeated it did not. "
+        "Have it find what it found then."
+    )
 
 
 class EpisodeTimeoutError(TimeoutError):

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from onpolicy.errors import AgentError, ConfigError
-from onpolicy.rollout.branches import order_of, require_possible
+from onpolicy.errors import ConfigError
+from onpolicy.rollout.branches import order_of, require_possible, said_by
 from onpolicy.rollout.deadline import Stopwatch, within
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.episode_rules import EpisodeRules
@@ -19,6 +19,8 @@ from onpolicy.rollout.failures import (
     EpisodeFailure,
     OtherTokensError,
     WrittenFailures,
+    failed_this_time,
+    stops,
 )
 from onpolicy.rollout.past import answer_as_before, require_past
 from onpolicy.rollout.results import result_of
@@ -141,17 +143,10 @@ class OpenEpisode:
         elif failed:
             logger.info("%s: as before, the episode %s", self.name, failure.message)
         elif self.rules.is_repeated:
-            self.error = OtherTokensError(
-                f"--replay: {self.name}: the episode {failure.message}, and in the run that is "
-                "repeated it did not. Have it find what it found then."
-            )
+            self.error = failed_this_time(self.name, failure)
             self.error.__cause__ = error
         elif self.rules.on_failure == "stop":
-            self.error = AgentError(
-                f"--episode-failures=stop: {self.name}: the episode {failure.message}. Mend its "
-                "function, or have such episodes dropped or retried.",
-                reason=failure.reason,
-            )
+            self.error = stops(self.name, failure)
             self.error.__cause__ = error
         else:
             logger.warning("%s: the episode %s", self.name, failure.message)
@@ -163,7 +158,7 @@ class OpenEpisode:
 
     def _give_up(self, failure: EpisodeFailure) -> None:
         """It begins anew, or is complete without anything to learn."""
-        self.failures.append(failure)
+        self.failures.append(replace(failure, said=said_by(self.record())))
         with self._lock:
             for branch in self.branches.values():
                 branch.ask = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,12 +13,15 @@ from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from onpolicy.config.groups.engines import WeightFormat
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, OPEN, checked
 from onpolicy.types import Request, Sample
+
+logger = logging.getLogger(__name__)
 
 
 @with_config(CLOSED)
@@ -53,6 +57,7 @@ class _Contract(TypedDict):
     dtype: Literal["bfloat16", "float32"]
     row_parallel_blocks: Count
     kinds: list[str]
+    weight_format: NotRequired[WeightFormat]
 
 
 @with_config(CLOSED)
@@ -99,6 +104,7 @@ def write_case(case: Case, file: Path) -> None:
     """Write the file, whole or not at all."""
     file.parent.mkdir(exist_ok=True)
     files.write(file, json.dumps(case) + "\n")
+    logger.info("the first sample with a mismatch is in %s", file)
 
 
 def read_case(file: Path) -> Case:

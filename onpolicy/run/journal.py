@@ -10,12 +10,13 @@ from rich.console import Console
 
 from fallback_correction.governor import Move
 from onpolicy.config import TrainConfig
+from onpolicy.errors import OnPolicyError
 from onpolicy.outputs import rollout_journal
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import Sink
 from onpolicy.outputs.plot import plot_run
 from onpolicy.outputs.progress import Progress
-from onpolicy.outputs.samples import SampleLog
+from onpolicy.outputs.samples import FailedAttempt, SampleLog
 from onpolicy.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,16 @@ class Journal:
         """`num_done` of them are there; the latest has `num_tokens`."""
         self._progress.on_response(num_done, num_tokens)
 
-    def on_rollout(self, step: int, groups: Sequence[SampleGroup], weights: str = "") -> None:
-        """A rollout is sampled and scored. `weights`: the digest of those that are to learn from it,
-        where the clock has decided what it is."""
+    def on_rollout(
+        self,
+        step: int,
+        groups: Sequence[SampleGroup],
+        failed: Sequence[FailedAttempt],
+        weights: str = "",
+    ) -> None:
+        """A rollout is sampled and scored, and some attempts at its episodes failed. `weights`: the
+        digest of those that are to learn from it, where the clock has decided what it is."""
+        self._write_failed("rollout", step, failed)
         if weights:
             with self._directory.writing():
                 record = rollout_journal.record_of(step, weights, groups)
@@ -78,11 +86,17 @@ class Journal:
             logger.info("%s", self._samples.describe(first))
 
     def on_evaluation(
-        self, step: int, name: str, groups: Sequence[SampleGroup], metrics: Metrics
+        self,
+        step: int,
+        name: str,
+        groups: Sequence[SampleGroup],
+        metrics: Metrics,
+        failed: Sequence[FailedAttempt],
     ) -> None:
-        """After `step` rollouts, an evaluation set is sampled and scored."""
+        """After `step` rollouts, an evaluation set is sampled and scored; some attempts failed."""
         self._log(step, metrics)
-        self._write_samples(f"eval_{name}" if name else "eval", step, groups)
+        self._write_samples(_eval_file(name), step, groups)
+        self._write_failed(_eval_file(name), step, failed)
         numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
         logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
 
@@ -96,6 +110,22 @@ class Journal:
         """A rollout was trained on, or training on it failed."""
         if step % self._log_samples_interval == 0:
             self._write_samples("rollout", step, groups)
+
+    @contextmanager
+    def failing(
+        self,
+        step: int,
+        failed: Callable[[], Sequence[FailedAttempt]],
+        eval_set: str | None = None,
+    ) -> Iterator[None]:
+        """Around what draws a rollout or an evaluation set: if it ends with an error, what failed in
+        it until then is written."""
+        try:
+            yield
+        except OnPolicyError:
+            name = "rollout" if eval_set is None else _eval_file(eval_set)
+            self._write_failed(name, step, failed())
+            raise
 
     def on_move(self, step: int, move: Move) -> None:
         """The governor changes what the engines run on."""
@@ -122,3 +152,12 @@ class Journal:
     def _write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         with self._directory.writing():
             self._samples.write(name, step, groups)
+
+    def _write_failed(self, name: str, step: int, failed: Sequence[FailedAttempt]) -> None:
+        with self._directory.writing():
+            self._samples.write_failed(name, step, failed)
+
+
+def _eval_file(name: str) -> str:
+    """What the files of samples of an evaluation set are called."""
+    return f"eval_{name}" if name else "eval"

@@ -175,8 +175,10 @@ class Run:
 
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         """The sampled and scored prompts of a step."""
-        rollout = self.rollouts.take(step)
-        self.journal.on_rollout(step, rollout.groups, self.engines.weight_digest * self._is_free)
+        with self.journal.failing(step, self.sampler.failed_so_far):
+            rollout = self.rollouts.take(step)
+        weights = self.engines.weight_digest if self._is_free else ""
+        self.journal.on_rollout(step, rollout.groups, rollout.failed, weights)
         return rollout.groups, rollout.metrics
 
     def draw_ahead(self, step: int) -> None:
@@ -194,8 +196,9 @@ class Run:
         """Sample and score the evaluation sets that are due after `step` rollouts, 0 among them."""
         for name, each in self.inputs.eval_sets.items():
             if each.settings.is_due(step):
-                groups, metrics = self.sampler.evaluate(name)
-                self.journal.on_evaluation(step, name, groups, metrics)
+                with self.journal.failing(step, self.sampler.failed_so_far, name):
+                    groups, metrics, failed = self.sampler.evaluate(name)
+                self.journal.on_evaluation(step, name, groups, metrics, failed)
                 self.best = saving.better(self.config.output, self.best, step, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
@@ -241,14 +244,11 @@ class Run:
     ) -> None:
         """Put findings beside the samples; the first that differs becomes a case."""
         apart = train_samples.note_findings(findings, trained)
-        if apart is None:
-            return
-        number, log_probs = apart
-        sample, file = trained[number].sample, Path(self.config.output.case_file(step))
-        request = self.sampler.request_of(sample, groups)
-        with self._directory.writing():
-            write_case(make_case(request, sample, log_probs, step, self.engines), file)
-        logger.info("the first sample with a mismatch is in %s", file)
+        if apart is not None:
+            sample = trained[apart[0]].sample
+            given = self.sampler.request_of(sample, groups), sample, apart[1], step, self.engines
+            with self._directory.writing():
+                write_case(make_case(*given), Path(self.config.output.case_file(step)))
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
         """Let the governor, if there is one, change what the engines run on, when they draw nothing.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from onpolicy.agents.chat import ChatTemplate
 from onpolicy.config import TrainConfig
 from onpolicy.errors import AgentError, TrainingError
 from onpolicy.models.grammars import require_held
+from onpolicy.outputs.samples import FailedAttempt
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.curriculum import Curriculum
@@ -26,6 +27,7 @@ from onpolicy.rollout.rounds import Round
 from onpolicy.rollout.sampling import make_group, open_group, sample_groups
 from onpolicy.rollout.statistics import rollout_metrics
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.failed import failed_attempts, failure_metrics
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.train_samples import has_signal
 from onpolicy.trajectory import Trajectory
@@ -44,9 +46,16 @@ class Rollout:
     groups: list[SampleGroup]
     metrics: Metrics
 
+    failed: list[FailedAttempt] = field(default_factory=list)
+    """Attempts that came to nothing since the last rollout."""
+
 
 def _rollout_of(
-    groups: list[SampleGroup], metrics: Metrics, tokens: float, seconds: float
+    groups: list[SampleGroup],
+    metrics: Metrics,
+    failed: list[FailedAttempt],
+    tokens: float,
+    seconds: float,
 ) -> Rollout:
     """With `metrics` and those of the groups; `tokens` were drawn in `seconds`."""
     if not any(group.samples for group in groups):
@@ -58,7 +67,8 @@ def _rollout_of(
         )
     speed = tokens / seconds if seconds else 0.0
     drawing = {"perf/rollout_tokens_per_second": speed}
-    return Rollout(groups=groups, metrics={**rollout_metrics(groups), **metrics, **drawing})
+    metrics = {**rollout_metrics(groups), **metrics, **drawing}
+    return Rollout(groups=groups, metrics=metrics, failed=failed)
 
 
 class Sampler:
@@ -95,6 +105,12 @@ class Sampler:
         self.ready: list[SampleGroup] = []
         """Complete, scored, and not trained on; the oldest first."""
 
+        self._failed: list[FailedAttempt] = []
+        """Attempts at episodes of groups that were complete since the last rollout."""
+
+        self._evaluated: list[OpenGroup] = []
+        """The groups of an evaluation that is under way."""
+
     def _tokens_of(self, more: Any, so_far: Trajectory) -> list[int]:
         """What is given to an episode, as tokens."""
         if isinstance(more, str):
@@ -125,7 +141,9 @@ class Sampler:
 
         `tokens`, `seconds`: what was drawn since the last rollout, and how long that took.
         """
-        return _rollout_of(*self._scored(complete), tokens, seconds)
+        groups, metrics = self._scored(complete)
+        self._failed = failed_attempts(complete)
+        return _rollout_of(groups, metrics, self._failed, tokens, seconds)
 
     def roll_out(self, step: int, version: int, work: Work) -> Rollout:
         """Draw the groups of a step: the oldest that are complete, in rounds until there are enough.
@@ -134,6 +152,7 @@ class Sampler:
         TrainingError if too many groups in a row are without a signal.
         """
         self.curriculum.begin(step, version)
+        self._failed = []
         wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)
         while len(self.ready) < wanted:
             self._draw_round(version, work, found)
@@ -143,7 +162,7 @@ class Sampler:
             found["rollout/num_surplus_groups"] += len(self.ready)
             self.ready = []  # a step's samples are all of one version
         tokens, seconds = found.pop("tokens", 0.0), found.pop("seconds", 0.0)
-        return _rollout_of(groups, found, tokens, seconds)
+        return _rollout_of(groups, found, self._failed, tokens, seconds)
 
     def _draw_round(self, version: int, work: Work, found: Metrics) -> None:
         started = time.perf_counter()
@@ -153,7 +172,9 @@ class Sampler:
         work(drawn)
         found["tokens"] += drawn.num_tokens
         found["seconds"] += time.perf_counter() - started
-        for name, value in self._make_ready(self.open.take_complete()).items():
+        complete = self.open.take_complete()
+        self._failed += failed_attempts(complete)
+        for name, value in self._make_ready(complete).items():
             found[name] += value
 
     def _make_ready(self, complete: Sequence[OpenGroup]) -> Metrics:
@@ -178,7 +199,7 @@ class Sampler:
             if group.samples:
                 self._rollouter.finish_group(group)
         if not isinstance(self._rollouter, SingleTurn):
-            metrics |= _failures_of(complete)
+            metrics |= failure_metrics(failed_attempts(complete))
         self.observations.forget(group.number for group in groups)
         return groups, metrics
 
@@ -208,15 +229,16 @@ class Sampler:
         group = next(g for g in groups if any(s is sample for s in g.samples))
         return self.open_group(group.number).episodes[sample.sample_index].turns.request
 
-    def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics]:
-        """Sample and score one evaluation set; another set beside it changes nothing."""
+    def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics, list[FailedAttempt]]:
+        """Sample and score one evaluation set; another set beside it changes nothing. What failed in
+        it comes too."""
         settings, prompts = self.inputs.eval_sets[name]
         params = self._params(settings.temperature, settings.max_response_len)
         params = replace(params, top_p=settings.top_p, top_k=settings.top_k)
         count = settings.n_samples_per_eval_prompt
         seed_key = ["eval", name] if name else ["eval"]
         rules = replace(self._rules, observations=Observations(), is_repeated=False)
-        drawn = [
+        self._evaluated = drawn = [
             open_group(
                 position,
                 prompt,
@@ -233,7 +255,15 @@ class Sampler:
         finally:
             _end(drawn)
         groups, found = self._scored(drawn)
-        return groups, eval_metrics(groups, count, name, found.get("rollout/num_failed_episodes"))
+        self._evaluated, failed = [], failed_attempts(drawn)
+        num_failed = found.get("rollout/num_failed_episodes")
+        return groups, eval_metrics(groups, count, name, num_failed), failed
+
+    def failed_so_far(self) -> list[FailedAttempt]:
+        """For a run that ends: attempts that failed in its evaluation, or since its last rollout."""
+        if self._evaluated:
+            return failed_attempts(self._evaluated)
+        return [*self._failed, *failed_attempts(self.open.groups)]
 
     def close(self) -> None:
         """End the episodes that are under way, and who rolls them out."""
@@ -250,15 +280,6 @@ class Sampler:
             top_k=rollout.rollout_top_k,
             min_p=rollout.rollout_min_p,
         )
-
-
-def _failures_of(groups: Sequence[OpenGroup]) -> Metrics:
-    """Attempts at episodes that came to nothing, and why."""
-    found = [failure for group in groups for each in group.episodes for failure in each.failures]
-    reasons = Counter(f"rollout/failed_episodes/{failure.reason}" for failure in found)
-    return {"rollout/num_failed_episodes": float(len(found))} | {
-        name: float(count) for name, count in sorted(reasons.items())
-    }
 
 
 def _end(groups: Sequence[OpenGroup]) -> None:

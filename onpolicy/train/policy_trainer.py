@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,11 +70,14 @@ class PolicyTrainer(Trainer):
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
         estimator = with_teacher(config, estimator or _estimator(config))
-        self.models: Models = {"policy": load_model(source, self.operators, trained=True)}
+        load_rounded = partial(load_model, weight_format=contract.weight_format)
+        self.models: Models = {"policy": load_rounded(source, self.operators, trained=True)}
         if algorithm.reads_reference or "reference" in estimator.roles:
             base = None if algorithm.ref_checkpoint else self.policy.without_adapters()
             reference = algorithm.ref_checkpoint or source
-            self.models["reference"] = base or load_model(reference, self.operators, trained=False)
+            self.models["reference"] = base or load_rounded(
+                reference, self.operators, trained=False
+            )
         if "critic" in estimator.roles:
             path = config.critic_checkpoint
             self.models["critic"] = load_model(path, self.operators, trained=True, has_values=True)

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from onpolicy.contract import PORTABLE_KERNELS
+
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/onpolicy/ops",
@@ -29,9 +31,13 @@ TESTS = (
     "--ignore=tests/onpolicy/ops/hopper",  # calls that are recorded
     "tests/onpolicy/models/test_policy.py",
     "tests/parity",
-    "-k=not (test_negative_controls and (experts or router))",  # verify has them
     "tests/e2e/test_verify.py::test_no_token_differs_in_float32[qwen3-moe]",
 )
+VERIFIED = "test_negative_controls and (experts or router)"
+"""Tests of what verify has."""
+PORTABLE = "test_portable and (every_other_machine or process_on_other_kernels)"
+"""Tests whose processes have an environment of their own, without the variables of PORTABLE_KERNELS:
+under a setting of one of those they do what `make test` does, to the bit."""
 
 PYTEST = ("-m", "pytest", "--hypothesis-profile=few", "--durations=3", "-p", "no:cacheprovider")
 AVX2, AVX512 = "Intel(R) Advanced Vector Extensions 2", "Intel(R) AVX-512"
@@ -47,6 +53,16 @@ class Setting:
     """Whether MKL must take the processor for one of Intel's."""
     needs: str = ""
     """A flag of /proc/cpuinfo."""
+
+    @property
+    def selection(self) -> str:
+        """pytest's argument that leaves out what this setting changes nothing of."""
+        is_theirs = self.values.keys() <= PORTABLE_KERNELS.keys() and not self.intel
+        return f"-k=not ({VERIFIED})" + f" and not ({PORTABLE})" * is_theirs
+
+    @property
+    def values(self) -> dict[str, str]:
+        return dict(pair.split("=", 1) for pair in self.variables.split())
 
 
 SETTINGS = (
@@ -96,7 +112,7 @@ def in_force(environment: dict[str, str]) -> str:
 
 def run(setting: Setting, directory: str) -> str | None:
     """Run the tests; what went wrong, or None."""
-    variables = dict(pair.split("=", 1) for pair in setting.variables.split())
+    variables = setting.values
     if setting.intel:
         variables |= intel_kernels(directory)
     environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
@@ -108,7 +124,7 @@ def run(setting: Setting, directory: str) -> str | None:
 
 def _pass(setting: Setting, environment: dict[str, str]) -> bool:
     done = subprocess.run(
-        [sys.executable, *PYTEST, *TESTS],
+        [sys.executable, *PYTEST, *TESTS, setting.selection],
         env=environment,
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.instruction_sets import ROOT, SETTINGS, TESTS, Setting, run
+from tests.support.instruction_sets import PORTABLE, ROOT, SETTINGS, TESTS, Setting, run
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="settings of x86 libraries")
 
@@ -22,4 +22,10 @@ def test_every_setting_says_how_it_is_known_to_be_in_force():
 def test_what_is_run_exists():
     for test in TESTS:
         path = test.removeprefix("--ignore=").partition("::")[0]
-        assert test.startswith("-k=") or Path(ROOT, path).exists()
+        assert Path(ROOT, path).exists()
+
+
+def test_only_settings_of_the_portable_kernels_leave_out_what_replaces_them_by_its_own():
+    complete = [s.variables for s in SETTINGS if PORTABLE not in s.selection]
+    assert complete == ["MKL_ENABLE_INSTRUCTIONS=AVX2", "MKL_ENABLE_INSTRUCTIONS=AVX512"]
+    assert PORTABLE not in Setting("MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41").selection

@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
-from pydantic import TypeAdapter, with_config
-from typing_extensions import TypedDict
+from pydantic import TypeAdapter
 
 from onpolicy.config import TrainConfig, settings
 from onpolicy.errors import ConfigError
-from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
+from onpolicy.outputs.samples import FailedAttempt
+from onpolicy.outputs.trajectories import read, write
 from onpolicy.rollout.episodes import Episode
 from onpolicy.rollout.failures import EpisodeFailure
 from onpolicy.rollout.observations import Observations
@@ -26,8 +25,9 @@ from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.turns import BranchRecord
 from onpolicy.run.ahead import Drawing
 from onpolicy.run.sampler import Rollout, Sampler
+from onpolicy.run.saving import records
 from onpolicy.run.saving.checkpoint import Checkpoint
-from onpolicy.system.records import CLOSED, checked
+from onpolicy.system.records import checked
 from onpolicy.trajectory import FinishReason
 from onpolicy.types import Prompt, Sample, SampleGroup
 
@@ -35,97 +35,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "rollouts.json"
 
-
-@with_config(CLOSED)
-class _Sample(TypedDict):
-    index: Count
-    trajectory: TrajectoryRecord
-    response: str
-    reward: float
-    reward_parts: dict[str, float]
-    is_rewarded: bool
-    token_rewards: list[float] | None
-    metrics: dict[str, float]
-    info: dict[str, Any]
-
-
-@with_config(CLOSED)
-class _Group(TypedDict):
-    prompt: Count
-    number: Count
-    samples: list[_Sample]
-
-
-@with_config(CLOSED)
-class _Answer(TypedDict):
-    end: Count
-    finish_reason: str
-
-
-@with_config(CLOSED)
-class _Branch(TypedDict):
-    key: list[str]
-    trajectory: TrajectoryRecord
-    answers: list[_Answer]
-
-
-@with_config(CLOSED)
-class _Result(TypedDict):
-    trajectories: list[TrajectoryRecord]
-    reward: float | None
-    rewards: list[float] | None
-    token_rewards: list[list[float]] | None
-    metrics: dict[str, float]
-    info: dict[str, Any]
-
-
-@with_config(CLOSED)
-class _Failure(TypedDict):
-    reason: str
-    message: str
-
-
-@with_config(CLOSED)
-class _Episode(TypedDict):
-    branches: list[_Branch]
-    failures: list[_Failure]
-    result: _Result | None
-    """What became of a complete one."""
-
-
-@with_config(CLOSED)
-class _OpenGroup(TypedDict):
-    number: Count
-    episodes: list[_Episode]
-    observations: dict[str, Any]
-    """Under their keys (`rollout/observations.py`)."""
-
-
-@with_config(CLOSED)
-class _Drawn(TypedDict):
-    metrics: dict[str, float]
-    groups: list[_Group]
-
-
-@with_config(CLOSED)
-class _Curriculum(TypedDict):
-    step: Count
-    position: Count
-    chosen: dict[str, Count]
-    rates: dict[str, list[float]]
-    measured: list[list[float]]
-
-
-@with_config(CLOSED)
-class _Record(TypedDict):
-    next_number: Count
-    open: list[_OpenGroup]
-    ready: list[_Group]
-    drawn: dict[str, _Drawn]
-    curriculum: NotRequired[_Curriculum]
-
-
-_SHAPE = TypeAdapter(_Record)
+_SHAPE = TypeAdapter(records.Rollouts)
 
 
 def is_the_same_run(config: TrainConfig, prompts: str, resumed: Checkpoint) -> bool:
@@ -150,7 +60,11 @@ def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None
         "open": [_open_group(group, sampler.observations) for group in sampler.open.groups],
         "ready": [_group(group) for group in sampler.ready],
         "drawn": {
-            str(step): {"metrics": rollout.metrics, "groups": [_group(g) for g in rollout.groups]}
+            str(step): {
+                "metrics": rollout.metrics,
+                "groups": [_group(group) for group in rollout.groups],
+                "failed": [_failed(each) for each in rollout.failed],
+            }
             for step, rollout in rollouts.drawn.items()
         },
     }
@@ -176,7 +90,7 @@ def read_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
         ) from error
 
 
-def _take(record: _Record, sampler: Sampler, rollouts: Drawing) -> None:
+def _take(record: records.Rollouts, sampler: Sampler, rollouts: Drawing) -> None:
     prompts = sampler.inputs.prompts.prompts
     if (curriculum := record.get("curriculum")) is not None:
         sampler.curriculum.load_state_dict({**curriculum})
@@ -185,7 +99,8 @@ def _take(record: _Record, sampler: Sampler, rollouts: Drawing) -> None:
     sampler.ready = [_read_group(prompts, each) for each in record["ready"]]
     for step, each in record["drawn"].items():
         groups = [_read_group(prompts, group) for group in each["groups"]]
-        rollouts.drawn[int(step)] = Rollout(groups=groups, metrics=each["metrics"])
+        failed = [_read_failed(prompts, attempt) for attempt in each.get("failed", ())]
+        rollouts.drawn[int(step)] = Rollout(groups=groups, metrics=each["metrics"], failed=failed)
 
 
 def _open_group(group: OpenGroup, observations: Observations) -> dict[str, Any]:
@@ -196,7 +111,7 @@ def _open_group(group: OpenGroup, observations: Observations) -> dict[str, Any]:
 
 def _episode(episode: OpenEpisode) -> dict[str, Any]:
     branches = [_branch(each) for each in episode.record()]
-    record = {"branches": branches, "failures": [asdict(each) for each in episode.failures]}
+    record = {"branches": branches, "failures": [_failure(each) for each in episode.failures]}
     if (found := episode.episode) is None:
         return {**record, "result": None}
     result = {
@@ -208,6 +123,38 @@ def _episode(episode: OpenEpisode) -> dict[str, Any]:
     return {**record, "result": result}
 
 
+def _failure(failure: EpisodeFailure) -> dict[str, Any]:
+    said = [write(trajectory) for trajectory in failure.said]
+    return {"reason": failure.reason, "message": failure.message, "said": said}
+
+
+def _read_failure(record: records.Failure) -> EpisodeFailure:
+    said = tuple(read(each) for each in record.get("said", ()))
+    return EpisodeFailure(reason=record["reason"], message=record["message"], said=said)
+
+
+def _failed(failed: FailedAttempt) -> dict[str, Any]:
+    return {
+        "prompt": failed.prompt.index,
+        "sample": failed.sample_index,
+        "attempt": failed.attempt,
+        "reason": failed.reason,
+        "message": failed.message,
+        "said": [write(trajectory) for trajectory in failed.said],
+    }
+
+
+def _read_failed(prompts: Sequence[Prompt], record: records.FailedAttempt) -> FailedAttempt:
+    return FailedAttempt(
+        prompt=_prompt(prompts, record["prompt"]),
+        sample_index=record["sample"],
+        attempt=record["attempt"],
+        reason=record["reason"],
+        message=record["message"],
+        said=[read(each) for each in record["said"]],
+    )
+
+
 def _branch(branch: BranchRecord) -> dict[str, Any]:
     return {
         "key": [*branch.key],
@@ -216,7 +163,7 @@ def _branch(branch: BranchRecord) -> dict[str, Any]:
     }
 
 
-def _read_open_group(sampler: Sampler, record: _OpenGroup) -> OpenGroup:
+def _read_open_group(sampler: Sampler, record: records.OpenGroup) -> OpenGroup:
     group = sampler.open_group(record["number"])
     if len(record["episodes"]) != len(group.episodes):
         raise ValueError(
@@ -225,14 +172,14 @@ def _read_open_group(sampler: Sampler, record: _OpenGroup) -> OpenGroup:
         )
     sampler.observations.know(group.number, record["observations"])
     for episode, before in zip(group.episodes, record["episodes"], strict=True):
-        failures = [EpisodeFailure(**each) for each in before["failures"]]
+        failures = [_read_failure(each) for each in before["failures"]]
         episode.resume([_read_branch(each) for each in before["branches"]], failures)
         if (result := before["result"]) is not None:
             episode.finish(_read_result(result))
     return group
 
 
-def _read_result(record: _Result) -> Episode:
+def _read_result(record: records.Result) -> Episode:
     return Episode(
         trajectories=[read(each) for each in record["trajectories"]],
         reward=record["reward"],
@@ -243,7 +190,7 @@ def _read_result(record: _Result) -> Episode:
     )
 
 
-def _read_branch(record: _Branch) -> BranchRecord:
+def _read_branch(record: records.Branch) -> BranchRecord:
     return BranchRecord(
         key=tuple(record["key"]),
         trajectory=read(record["trajectory"]),
@@ -269,10 +216,14 @@ def _group(group: SampleGroup) -> dict[str, Any]:
     return {"prompt": group.prompt.index, "number": group.number, "samples": samples}
 
 
-def _read_group(prompts: Sequence[Prompt], record: _Group) -> SampleGroup:
-    if record["prompt"] >= len(prompts):
-        raise ValueError(f"prompt={record['prompt']}: there are {len(prompts)}")
-    prompt = prompts[record["prompt"]]
+def _prompt(prompts: Sequence[Prompt], index: int) -> Prompt:
+    if index >= len(prompts):
+        raise ValueError(f"prompt={index}: there are {len(prompts)}")
+    return prompts[index]
+
+
+def _read_group(prompts: Sequence[Prompt], record: records.Group) -> SampleGroup:
+    prompt = _prompt(prompts, record["prompt"])
     for each in record["samples"]:
         rewards, count = each["token_rewards"], len(each["trajectory"]["rollout_log_probs"])
         if rewards is not None and len(rewards) != count:

@@ -5,7 +5,13 @@ import json
 
 import pytest
 
-from onpolicy.outputs.samples import MOST_CHARACTERS, MOST_OF_A_PROMPT, SampleLog
+from onpolicy.outputs.samples import (
+    MOST_CHARACTERS,
+    MOST_OF_A_PROMPT,
+    FailedAttempt,
+    SampleLog,
+)
+from onpolicy.trajectory import Trajectory
 from onpolicy.types import LearntTokens, Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion
 
@@ -151,3 +157,55 @@ def test_on_the_console_a_long_text_has_its_beginning_and_its_end(log):
     assert '"aaaa' in response and response.endswith('z<eos>"') and "characters" in response
     assert len(response) < MOST_CHARACTERS + 80
     assert label.endswith('"2"') and reward.endswith("-1")
+
+
+def failed(index, place=0, attempt=0, said="12", **changes):
+    asked = Prompt(index=index, prompt_ids=[*map(ord, "1+1=")], label="2", text="1+1=")
+    begun = Trajectory.begin(asked.prompt_ids)
+    if said:
+        begun = begun.plus(make_completion([*map(ord, said)], [-0.5] * len(said)), 1.0)
+    values = {"reason": "raised", "message": "raised KeyError: 'x'", "said": [begun], **changes}
+    return FailedAttempt(prompt=asked, sample_index=place, attempt=attempt, **values)
+
+
+def test_an_attempt_that_failed_says_what_was_said_and_why_it_failed(log, files):
+    attempt = failed(12, 3, attempt=1)
+    fork = attempt.said[0].as_given(6).forked(6, "again")
+    fork = fork.plus(make_completion([ord("4")], [-1.0]), 1.0)
+    both = dataclasses.replace(attempt, said=[*attempt.said, fork])
+    log().write_failed("eval_aime", 7, [both])
+    ((name, (one, two)),) = files().items()
+    assert name == "failed_eval_aime_000007.jsonl"
+    assert one["reward"] is None and (one["prompt_index"], one["sample"], one["attempt"]) == (
+        12,
+        3,
+        1,
+    )
+    assert (one["failed"], one["message"]) == ("raised", "raised KeyError: 'x'")
+    assert (one["prompt"], one["response"], two["response"]) == ("1+1=", "12", "4")
+    assert (one["trajectory"], two["trajectory"], two["forks"]) == (0, 1, [["again", 6]])
+
+
+def test_no_more_attempts_are_written_than_samples(log, files):
+    log(count=6).write_failed("rollout", 0, [failed(i, k) for i in range(9) for k in range(8)])
+    (lines,) = files().values()
+    assert [(line["prompt_index"], line["sample"]) for line in lines] == [
+        *((0, i) for i in range(MOST_OF_A_PROMPT)), (1, 0), (1, 1),
+    ]  # fmt: skip
+    log(count=0).write_failed("rollout", 1, [failed(0)])
+    assert list(files()) == []
+
+
+def test_an_attempt_that_fails_again_unbegun_keeps_what_was_said(log, files):
+    said = [failed(0), failed(1), failed(2)]
+    log().write_failed("rollout", 3, said)
+    before = files()
+    resumed = log(first_step=3)
+    assert files() == {}
+    unsaid = [failed(0, said=""), failed(1, said="", message="another"), failed(2, said="345")]
+    resumed.write_failed("rollout", 3, unsaid)
+    ((first, second, third),) = files().values()
+    assert first == before["failed_rollout_000003.jsonl"][0]
+    assert (second["response"], third["response"]) == ("", "345")
+    resumed.write_failed("rollout", 4, unsaid[:1])
+    assert files()["failed_rollout_000004.jsonl"][0]["response"] == ""

@@ -98,6 +98,19 @@ def test_what_went_wrong_is_named(run, changes, faults):
     assert found["faults"] == faults
 
 
+FAILED = {"reward": None, "attempt": 1, "failed": "died", "message": "its process died"}
+
+
+def test_an_attempt_that_failed_has_no_reward_and_says_why(run):
+    directory = run(sample(**FAILED), sample(trajectory=1, **FAILED), name="failed_rollout_000003")
+    run(sample(), name="rollout_000003")
+    failed, found = episodes(directory, rollouts=1)
+    assert failed["key"] == "rollout 3, prompt 7, sample 0, attempt 1"
+    assert (failed["reward"], failed["faults"]) == (None, ["failed: died"])
+    assert dict(failed["facts"])["failed"] == "its process died"
+    assert len(failed["trajectories"]) == 2 and failed["where"] == found["where"]
+
+
 def test_infos_and_metrics_are_told(run):
     calls = [{"name": "add", "arguments": [1, 1]}]
     (found,) = episodes(run(sample(metrics={"num_calls": 1.0}, info={"calls": calls})))

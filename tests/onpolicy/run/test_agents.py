@@ -1,5 +1,7 @@
 """Whole runs whose prompts a function of the user's own rolls out."""
 
+import json
+import re
 import shutil
 
 import pytest
@@ -32,6 +34,12 @@ MODES = {
 @pytest.fixture(autouse=True)
 def told_watch(monkeypatch):
     monkeypatch.setattr("onpolicy.rollout.open_episode.Stopwatch", ToldWatch)
+
+
+def failed_of(directory):
+    """What is written of attempts that failed, by file."""
+    files = sorted((directory / "run" / "samples").glob("failed_*.jsonl"))
+    return {file.name: [*map(json.loads, file.read_text().splitlines())] for file in files}
 
 
 def path_of(name):
@@ -105,7 +113,7 @@ def test_what_the_clock_had_fail_in_a_free_run_fails_in_its_replay(tmp_path, mon
         journal = journal_of(tmp_path / name)
 
 
-@pytest.mark.parametrize("mode", ["lag 0", "segments"])
+@pytest.mark.parametrize("mode", ["lag 0", "lag 1", "segments"])
 def test_what_the_clock_had_fail_fails_again_in_a_run_that_was_killed(tmp_path, monkeypatch, mode):
     save = tmp_path / "save"
     values = {
@@ -115,11 +123,14 @@ def test_what_the_clock_had_fail_fails_again_in_a_run_that_was_killed(tmp_path, 
     }  # fmt: skip
     ran = run(tmp_path, "acts_or_takes_long", **values)
     failed = [record["rollout/num_failed_episodes"] for record in records_of(tmp_path)]
+    written = failed_of(tmp_path)
+    assert all(any(each["tokens"]["texts"] for each in lines) for lines in written.values())
     shutil.rmtree(save / "step_000002")
     monkeypatch.setattr("tests.support.agents.is_held_up", False)
     assert run(tmp_path, "acts_or_takes_long", **values).run_hash == ran.run_hash
     assert failed[1] > 0
     assert [record["rollout/num_failed_episodes"] for record in records_of(tmp_path)] == failed
+    assert failed_of(tmp_path) == written  # what was said too, though no attempt was begun again
 
 
 def test_a_replay_whose_agent_says_something_else_ends_and_names_the_episode(tmp_path, monkeypatch):
@@ -156,6 +167,13 @@ def test_an_episode_that_fails_ends_the_run_and_says_why(tmp_path, name, reason,
     with pytest.raises(AgentError, match=rf"--episode-failures=stop: prompt \d, .*{says}") as ended:
         run(tmp_path, name, **values)
     assert ended.value.reason == reason
+    ((file, lines),) = failed_of(tmp_path).items()
+    assert file == "failed_rollout_000000.jsonl"
+    said = [each for each in lines if each["failed"] == reason and re.search(says, each["message"])]
+    assert len(said) == len(lines)
+    assert all(each["reward"] is None and each["tokens"]["texts"] for each in said) == (
+        name != "samples_nothing"
+    )
 
 
 @pytest.mark.parametrize("name", ["raises", "never_ends", "exceeds"])
@@ -168,6 +186,11 @@ def test_episodes_that_fail_are_dropped_and_counted(tmp_path, name):
         failed = record["rollout/num_failed_episodes"]
         assert failed in (0, 4, 8) and failed == record.get(f"rollout/failed_episodes/{reason}", 0)
     assert sum(record["rollout/num_failed_episodes"] for record in records) > 0
+    written = failed_of(tmp_path)
+    assert {"eval" in file for file in written} == {False} and len(written) > 1
+    for file, lines in written.items():
+        (record,) = [each for each in records if file == f"failed_rollout_{each['step']:06d}.jsonl"]
+        assert len(lines) == record["rollout/num_failed_episodes"]
 
 
 def test_episodes_that_are_begun_anew_have_other_seeds_and_are_dropped_after_three(tmp_path):
@@ -202,6 +225,10 @@ def test_an_evaluation_counts_the_attempts_that_failed_in_it(tmp_path):
     run(tmp_path, "raises", episode_failures="drop", eval_interval=4)
     evaluated = [record for record in records_of(tmp_path) if "eval/avg@1" in record]
     assert evaluated and all(record["eval/num_failed_episodes"] > 0 for record in evaluated)
+    for record in evaluated:
+        lines = failed_of(tmp_path)[f"failed_eval_{record['step']:06d}.jsonl"]
+        assert len(lines) == record["eval/num_failed_episodes"]
+        assert all("no such tool" in each["message"] and each["response"] for each in lines)
     run(tmp_path / "other", "acts", eval_interval=4)
     evaluated = [record for record in records_of(tmp_path / "other") if "eval/avg@1" in record]
     assert evaluated and all(record["eval/num_failed_episodes"] == 0 for record in evaluated)
