@@ -128,7 +128,7 @@ def target_names(model: nn.Module, asked: str) -> tuple[str, ...]:
             else "is no module of this model"
         )  # fmt: skip
         raise ConfigError(
-            f"--lora-target-modules={asked}: {name or '""'} {rule}. Choose from {', '.join(sorted(linears))}."
+            f"--lora-target-modules={asked}: {name!r} {rule}. Choose from {', '.join(sorted(linears))}."
         )
     return tuple(sorted(names))
 

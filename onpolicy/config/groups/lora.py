@@ -30,8 +30,8 @@ class LoraConfig:
             "adapters are not shared out over tensor-parallel ranks yet",
             "Leave out --sglang-tp-size and --row-parallel-blocks, or --lora-rank."),
         Against(lambda run: run.rollout_weight_format,
-            "--rollout-weight-format {run.rollout_weight_format} would round adapters like the base, and "
-            "they are to stay as they are",
+            "--rollout-weight-format {run.rollout_weight_format} would round adapters like the base, "
+            "and they are to stay as they are",
             "Leave one of the two out."),
         Against(lambda run: run.rollout_server_url,
             "servers that run already (--rollout-server-url) were started without adapters",

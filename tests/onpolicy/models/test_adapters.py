@@ -102,9 +102,9 @@ def test_all_linear_is_every_linear_but_the_output_projection(model):
 @pytest.mark.parametrize(
     ("asked", "rule"),
     [
-        ("q_proj,lm_head", "lm_head is the output projection"),
-        ("query", "query is no module of this model"),
-        ("q_norm", "q_norm is not a plain linear"),
+        ("q_proj,lm_head", "'lm_head' is the output projection"),
+        ("query", "'query' is no module of this model"),
+        ("q_norm", "'q_norm' is not a plain linear"),
         ("q_proj,", "is no module of"),
     ],
 )
