@@ -1,6 +1,6 @@
 """Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-Source: peft/tuners/lora/config.py, and get_peft_model_state_dict in peft/utils/save_and_load.py.
+Source: `LoraConfig` and `get_peft_model_state_dict` of the package peft.
 """
 
 from __future__ import annotations
