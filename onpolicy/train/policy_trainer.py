@@ -23,6 +23,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, TrainingError
 from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
@@ -35,7 +36,8 @@ from onpolicy.train.distillation import with_teacher
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
-from onpolicy.train.shares import Share, make_shares, pack
+from onpolicy.train.packing import pack
+from onpolicy.train.shares import Share, make_shares
 from onpolicy.train.state import load_state, save_state
 from onpolicy.train.teachers import teacher_role
 from onpolicy.train.weight_outlet import WeightOutlet, bucket_bytes, export
@@ -108,8 +110,9 @@ class PolicyTrainer(Trainer):
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> TrainOutcome:
-        max_tokens = self.config.trainer.max_tokens_per_gpu
-        shares = make_shares(samples, len(rates), distributed.data_size(), max_tokens)
+        flags, num_ranks = self.config.trainer, distributed.data_size()
+        most, shared = flags.max_tokens_per_gpu, flags.share_prefixes
+        shares = make_shares(samples, len(rates), num_ranks, most, shared)
         return self.train_share(shares[distributed.data_rank()], step, rates)
 
     def train_share(self, share: Share, step: int, rates: Sequence[float]) -> TrainOutcome:
@@ -163,6 +166,8 @@ class PolicyTrainer(Trainer):
             ).with_own_cut(self.learner.cut)
             for indices in plan
         ]
+        if self.config.trainer.share_prefixes:
+            batches = [share_prefixes(batch) for batch in batches]
         mine: dict[int, Tensor] = {}
         for indices, scores in zip(plan, self.policy.score(batches), strict=True):
             responses = [lens[i] - prompt_lens[i] for i in indices]

@@ -120,14 +120,17 @@ def learn_episodes(job):
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce_plus_plus"])
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    ("backend", "shared"), [("fsdp", False), ("fsdp", True), ("megatron", False)]
+)
 def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
-    ranks, checkpoint, backend, estimator
+    ranks, checkpoint, backend, estimator, shared
 ):
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     algorithm = {"advantage_estimator": estimator, "loss_aggregation": "seq-mean-token-mean"}
-    changes = {"algorithm": algorithm, "trainer": {"max_tokens_per_gpu": 12}}
+    trainer = {"max_tokens_per_gpu": 12, "share_prefixes": shared}
+    changes = {"algorithm": algorithm, "trainer": trainer}
     job = Job(path=checkpoint, backend=backend, changes=changes)
     (metrics, alone), *others = (group.run(learn_episodes, job)[0] for group in ranks.values())
     assert metrics["train/grad_norm"] > 0 == metrics["parity/num_mismatched_tokens"]

@@ -3,14 +3,17 @@
 import pytest
 import torch
 
+from onpolicy.errors import ParityError
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.train import policy_trainer
+from onpolicy.train.fsdp import masters as masters_module
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.sharding import gather_buckets
-from onpolicy.weights.rounding import is_rounded, round_weight
+from onpolicy.weights.rounding import dequantise, is_rounded, quantise, round_weight
 from tests.support.megatron_training import Job, make, make_samples, weights
 from tests.support.policies_in_memory import checked_operators
+from tests.support.samples import make_train_sample
 from tests.support.tiny import make_checkpoint
 
 RATES = [1e-3]
@@ -130,3 +133,50 @@ def test_the_reference_is_rounded_as_the_policy_is(checkpoint):
     trainer = make(job(checkpoint, algorithm={"use_kl_loss": True, "kl_loss_coef": 0.1}))
     assert trainer.train(make_samples(trainer), 0, RATES).metrics["train/kl_loss"] == 0
     assert not trainer.models["reference"].masters.beside
+
+
+def test_one_scale_that_is_off_by_an_ulp_is_a_mismatch(checkpoint, monkeypatch):
+    trainer, off = make(job(checkpoint, dtype="float32")), []
+    samples = make_samples(trainer)
+
+    def one_off(weight, weight_format):
+        numbers, scale = quantise(weight, weight_format)
+        if not off:
+            off.append(scale[0, 0].clone())
+            scale[0, 0] = torch.nextafter(off[0], torch.tensor(torch.inf))
+        return dequantise(numbers, scale, weight_format, weight.dtype)
+
+    monkeypatch.setattr(masters_module, "round_weight", one_off)
+    trainer.policy.masters.round()
+    with pytest.raises(ParityError):
+        trainer.train(samples, 0, RATES)
+    assert off
+
+
+PROMPT, VOCAB = [5, 9, 3], 137
+
+
+def answers(trainer, mu=None, b=1.0):
+    """Every answer of one token, with b mu(answer) for a reward: their mean is an expectation."""
+    sequences = [[*PROMPT, token] for token in range(VOCAB)]
+    log_probs = trainer.log_probs(sequences, [len(PROMPT)] * VOCAB, 1.0)
+    mu = torch.cat(log_probs).exp() if mu is None else mu
+    return mu, [
+        make_train_sample(sequence, len(PROMPT), own.tolist(), b * float(weight), i)
+        for i, (sequence, own, weight) in enumerate(zip(sequences, log_probs, mu, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_constant_reward_teaches_nothing_if_what_learns_is_what_samples(checkpoint, both):
+    """The drift b (mu - pi) of docs/collapse.md, by enumeration through a run's own step: 0 to the
+    rounding of sums where both engines round, and not where the rollout alone does."""
+    rounded = make(job(checkpoint, dtype="float32"))
+    mu, _ = answers(rounded)
+    trainer = rounded if both else make(job(checkpoint, "", dtype="float32"))
+    for b in (-0.5, 2.0):
+        _, samples = answers(trainer, mu, b)
+        metrics = trainer.train(samples, 0, [0.0]).metrics
+        assert metrics["parity/num_mismatched_tokens"] == 0
+        assert (metrics["train/grad_norm"] < 1e-6 * abs(b)) == both
+        assert (metrics["train/grad_norm"] > 1e-3 * abs(b)) != both
