@@ -39,8 +39,7 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         registry.report["self_check"] = checked
         if fuses and not contract.is_partial:
             fuse(runner, operators)
-        if contract.adapter is not None:
-            add_adapters(runner.model.model, operators, contract.adapter)
+        add_adapters(runner.model.model, operators, contract.adapter)
         return result
 
     own_norms = keep_norms(contract) if contract.aligns("norm") else set()

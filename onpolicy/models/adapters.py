@@ -50,12 +50,14 @@ class LowRank(nn.Module):
         return (out.float() + added.float() * self.scale).to(out.dtype)
 
 
-def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape) -> None:
+def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | None) -> None:
     """Put adapters, which are zeros, beside the linears of `model` that a contract names; all else is
-    frozen from now on.
+    frozen from now on. Without a shape nothing is done.
 
     Raises ConfigError if the model does not have one of the names.
     """
+    if shape is None:
+        return
     model.requires_grad_(False)
     linears = [m for name, m in model.named_modules() if _leaf(name) in shape.targets]
     missing = set(shape.targets) - {_leaf(name) for name, _ in model.named_modules()}

@@ -257,8 +257,7 @@ def empty_policy(
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none
     align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
-    if adapter is not None:
-        add_adapters(causal_lm, operators, adapter)
+    add_adapters(causal_lm, operators, adapter)
     return kind(causal_lm, operators)
 
 
@@ -269,9 +268,11 @@ def operator_shapes(
     model = facts.model
     linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
     shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
-    whole = _linear_shapes(linears - shared) | router_shapes(model)
+    whole = (
+        _linear_shapes(linears - shared) | router_shapes(model) | adapter_linears(model, adapter)
+    )
     return OperatorShapes(
-        linear=tuple(sorted(whole | adapter_linears(model, adapter))),
+        linear=tuple(sorted(whole)),
         attention=_attention_shapes(facts),
         norm=facts.norm_sizes(centered=False),
         layer_norm=facts.norm_sizes(centered=True),
