@@ -139,19 +139,18 @@ def _output_of(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
-def adapter_linears(model: nn.Module, shape: AdapterShape | None) -> set[tuple[int, int, bool]]:
+def adapter_linears(model: nn.Module, shape: AdapterShape) -> set[tuple[int, int, bool]]:
     """What `OperatorShapes.linear` says of the products with A and B."""
-    sizes, rank = adapted_sizes(model, shape), shape.rank if shape else 0
+    sizes, rank = adapted_sizes(model, shape), shape.rank
     return {(rank, k, False) for _, k in sizes} | {(n, rank, False) for n, _ in sizes}
 
 
-def adapted_sizes(model: nn.Module, shape: AdapterShape | None) -> list[tuple[int, int]]:
+def adapted_sizes(model: nn.Module, shape: AdapterShape) -> list[tuple[int, int]]:
     """(N, K) of each linear of a model, without adapters, that is to get one."""
-    targets = shape.targets if shape else ()
     return [
         (module.weight.shape[0], module.weight.shape[1])
         for name, module in model.named_modules()
-        if _leaf(name) in targets and isinstance(module, nn.Linear)
+        if _leaf(name) in shape.targets and isinstance(module, nn.Linear)
     ]
 
 

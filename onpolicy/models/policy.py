@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape, AttentionShape, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import adapter_linears, add_adapters
+from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
@@ -261,18 +261,13 @@ def empty_policy(
     return kind(causal_lm, operators)
 
 
-def operator_shapes(
-    facts: ModelFacts, row_parallel_blocks: int = 1, adapter: AdapterShape | None = None
-) -> OperatorShapes:
+def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:
     """The sizes at which a model of this configuration calls the operators."""
     model = facts.model
     linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
     shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
-    whole = (
-        _linear_shapes(linears - shared) | router_shapes(model) | adapter_linears(model, adapter)
-    )
     return OperatorShapes(
-        linear=tuple(sorted(whole)),
+        linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
         attention=_attention_shapes(facts),
         norm=facts.norm_sizes(centered=False),
         layer_norm=facts.norm_sizes(centered=True),
