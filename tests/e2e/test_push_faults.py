@@ -128,8 +128,9 @@ def test_a_process_that_is_killed_during_a_push_costs_a_restart_and_no_bit(
     pair, expected, monkeypatch, tmp_path, way, engine, path, process
 ):
     monkeypatch.setattr(pair.trainer.outlet, "transport", make_transport(way, tmp_path / "w"))
-    struck = strike(pair, monkeypatch, engine, path, process)
-    pair.push_weights(next(versions))
+    with hanging_is_noticed(pair, after=9.0):  # a child may hold a dead one's socket
+        struck = strike(pair, monkeypatch, engine, path, process)
+        pair.push_weights(next(versions))
     assert struck.struck
     assert (sampled(pair), pair.weight_digest) == expected
 

@@ -73,7 +73,7 @@ def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
 def hanging_is_noticed(pair: EnginePair, after: float) -> Iterator[None]:
     """Give up engines that answer no health check for `after` seconds.
 
-    Only while one hangs: on a busy machine others may be given up with it, and start again.
+    Only where one hangs or dies: on a busy machine others may be given up with it, and start again.
     """
     group = pair.rollout
     config = dataclasses.replace(group.config, rollout_health_timeout=after)
