@@ -168,9 +168,8 @@ class ServersConfig(KeyConfig, EngineCountConfig, WeightFormatConfig):
     the trainer computes."""
 
 
-@also(colocate=[ALWAYS_SAMPLING])
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ServersConfig, ServerConfig):
+class SamplersConfig(CpuConfig, EngineCountConfig, WeightFormatConfig):
     rollout_max_concurrency: Count = 256
     """Requests in flight per server."""
 
@@ -186,6 +185,12 @@ class EngineConfig(ServersConfig, ServerConfig):
 
     rollout_max_restarts: Annotated[CountOrZero, OWN_SERVERS] = 3
     """How often dead servers are started again before the run gives up, in all."""
+
+
+@also(colocate=[ALWAYS_SAMPLING])
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ServersConfig, ServerConfig, SamplersConfig):
+    """Those of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

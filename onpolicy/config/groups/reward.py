@@ -58,7 +58,7 @@ def weights_of(rewards: Sequence[str]) -> dict[str, float]:
 class RewardConfig(RemoteRewardConfig):
     rm_type: Annotated[
         Literal["", RuleName, RemoteName],
-        Together(lambda run: not (
+        Together(lambda run: run.num_rollout and not (
                 run.config.reward.sources or has_agent(run) or says_rewards(run)
             ),
             "--rm-type='', --custom-rm-path='', --rewards=(): a run needs exactly one of them. Give "
