@@ -34,7 +34,7 @@ WeightSync = Annotated[
 ]
 WeightFormat = Literal[
     "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
-    "int3_group128", "mxfp4",
+    "int3_group128", "mxfp4", "nvfp4",
 ]  # fmt: skip
 OWN_SERVERS = ReadBy(
     "a run without --rollout-server-url, which starts its servers itself,",
@@ -115,8 +115,9 @@ class WeightFormatConfig:
             "fsdp alone", "Choose --train-backend fsdp, or leave the flag out."),
     ] = ""  # fmt: skip
     """Round the weights of linear layers, as a deployment in this format would have them: with a scale
-    for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), or for
-    32 (mxfp4). With --true-on-policy-mode both engines compute with them, else the servers alone."""
+    for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), for 32
+    (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
+    them, else the servers alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from onpolicy.run.launch.memory_checks import require_run_fits
 from onpolicy.run.launch.prompt_inputs import EvalPrompts, PromptReader
 from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
+from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.run.launch.teacher_checks import require_teachers
@@ -98,6 +99,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)
+    require_classifier(config)
 
     reader = PromptReader(
         config=config,
