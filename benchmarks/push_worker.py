@@ -62,7 +62,11 @@ class Source:
         self._tensors = tensors
 
     def weight_buckets(
-        self, max_bytes: int, part: str = "all", ranks: Collection[int] = (0,)
+        self,
+        max_bytes: int,
+        part: str = "all",
+        ranks: Collection[int] = (0,),
+        masters: bool = False,
     ) -> Iterator[WeightBucket]:
         for bucket in buckets(((name, x.clone()) for name, x in self._tensors), max_bytes):
             if distributed.rank() in ranks:

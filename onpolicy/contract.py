@@ -130,6 +130,10 @@ class NumericsContract:
     """Tokens that the engine serves at most, where they decide the angles of the rotary embedding
     (`onpolicy/models/rotary_factors.py`); None: angles depend on positions alone."""
 
+    weight_format: str = ""
+    """The format that linears' weights are rounded to before either engine computes with them, a name in
+    `onpolicy/weights/rounding.py`; empty: they are those that are trained, in `dtype`."""
+
     log_prob: str = LOG_PROB
 
     attention_chunk: int = ATTENTION_CHUNK

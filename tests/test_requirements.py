@@ -1,11 +1,13 @@
 """The extras can be installed as pyproject.toml names them, and tests compile with what they install."""
 
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,10 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 UV = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+PYTHONS = ["3.11", "3.12", "3.13"]
+BESIDE = ["megatron", "agents"]
+"""Extras that can be installed beside the one of a GPU."""
 
 COMPILER = {"nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-nvvm"}
 
@@ -39,24 +45,33 @@ def index():
         pytest.skip("no package index can be reached")
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_the_gpu_extra_can_be_installed_and_megatron_beside_it(python):
-    extras = ("--extra", "gpu", "--extra", "megatron")
-    done = resolve("pyproject.toml", "--python-version", python, *extras)
-    assert done.returncode == 0, done.stderr
-    versions = dict(line.split("==") for line in done.stdout.split() if "==" in line)
+@pytest.fixture(scope="module")
+def resolved(index):
+    """Version by package for an extra and a Python: asked for at once, since answers are waited for."""
+
+    def versions(extra, python):
+        extras = ("--extra", "gpu", "--extra", extra)
+        done = resolve("pyproject.toml", "--python-version", python, *extras)
+        assert done.returncode == 0, done.stderr
+        return dict(line.split("==") for line in done.stdout.split() if "==" in line)
+
+    with ThreadPoolExecutor() as pool:
+        asked = {each: pool.submit(versions, *each) for each in itertools.product(BESIDE, PYTHONS)}
+        yield lambda *each: asked[each].result()
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_gpu_extra_can_be_installed_and_megatron_beside_it(resolved, python):
+    versions = resolved("megatron", python)
     assert {"sglang", "sglang-kernel", "sgl-deep-gemm", "megatron-core"} <= versions.keys()
     toolkit = versions["nvidia-cuda-runtime"].split(".")[:2]
     assert all(versions[package].split(".")[:2] == toolkit for package in COMPILER)
     assert versions["triton"] == pinned("triton")
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_the_agents_extra_can_be_installed_beside_the_gpu_extra(python):
-    extras = ("--extra", "gpu", "--extra", "agents")
-    done = resolve("pyproject.toml", "--python-version", python, *extras)
-    assert done.returncode == 0, done.stderr
-    versions = dict(line.split("==") for line in done.stdout.split() if "==" in line)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_agents_extra_can_be_installed_beside_the_gpu_extra(resolved, python):
+    versions = resolved("agents", python)
     assert {"sglang", "verifiers", "mini-swe-agent"} <= versions.keys()
     assert versions["verifiers"].startswith(("0.1.", "0.2.0"))
 
@@ -69,4 +84,4 @@ def pinned(package):
 def test_the_supported_pythons_are_those_that_are_resolved():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3." in c}
-    assert project["requires-python"] == ">=3.11" and named == {"3.11", "3.12", "3.13"}
+    assert project["requires-python"] == ">=3.11" and named == set(PYTHONS)

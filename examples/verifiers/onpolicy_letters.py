@@ -7,7 +7,7 @@ after (">") in the alphabet; "!" says that the guess was no letter.
 import verifiers as vf
 from datasets import Dataset
 
-LETTERS = "abcdefghijkl"
+LETTERS = "abcdef"
 
 
 class FindLetter(vf.MultiTurnEnv):
@@ -21,16 +21,17 @@ class FindLetter(vf.MultiTurnEnv):
         return [{"role": "user", "content": "<" if letter < guess else ">"}]
 
 
-def quickly(completion, answer) -> float:
-    """1 for the first guess, a tenth less for each further one, 0 if the letter is not found."""
+def found(completion, answer) -> float:
+    """1 if the last guess is the letter."""
     guesses = [message.content for message in completion if message.role == "assistant"]
-    return 1.1 - 0.1 * len(guesses) if guesses and guesses[-1] == answer else 0.0
+    return float(bool(guesses) and guesses[-1] == answer)
 
 
-def load_environment(max_turns: int = 5) -> vf.Environment:
+def load_environment(max_turns: int = 3) -> vf.Environment:
+    """Of six letters, three guesses are enough for who halves what the hints leave."""
     return FindLetter(
         dataset=Dataset.from_list([{"question": "?", "answer": letter} for letter in LETTERS]),
-        rubric=vf.Rubric(funcs=[quickly]),
+        rubric=vf.Rubric(funcs=[found]),
         sampling_args={"max_tokens": 2},
         max_turns=max_turns,
     )

@@ -5,8 +5,9 @@
 OUT_DIR/warm_start.jsonl    what the model has seen
 OUT_DIR/model/              a real Hugging Face checkpoint with a character tokenizer and a chat template
 
-It has seen games whose guesses are letters that were drawn at random: half of them on the right side of
-the guess before. Does nothing if OUT_DIR is complete.
+It has seen games whose guesses were drawn at random: half of them from all letters, half from those
+that the hints leave. So it knows what hints mean, and heeds every other. Does nothing if OUT_DIR is
+complete.
 """
 
 from __future__ import annotations
@@ -18,25 +19,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from warm_start import is_complete, make_tokenizer, warm_start
 
-LETTERS = "abcdefghijkl"
+LETTERS = "abcdef"
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-NUM_ROWS, STEPS = 20_000, 150
+NUM_ROWS, STEPS = 20_000, 300
 
 
 def seen(rng: random.Random) -> dict[str, str]:
     """A game up to some guess, and that guess."""
-    letter, game, side = rng.choice(LETTERS), "?", LETTERS
-    for _ in range(rng.randint(0, 4)):
-        guess = rng.choice(side)
+    letter, game, left = rng.choice(LETTERS), "?", LETTERS
+    for _ in range(rng.randint(0, 2)):
+        guess = rng.choice(LETTERS if rng.random() < 0.5 else left)
         if guess == letter:
             break
         game += f"{guess}<eos>{'<' if letter < guess else '>'}"
-        right = [each for each in LETTERS if each != guess and (each < guess) == (letter < guess)]
-        side = "".join(right) if rng.random() < 0.5 else LETTERS
-    return {"prompt": game, "response": rng.choice(side)}
+        left = "".join(x for x in left if x != guess and (x < guess) == (letter < guess))
+    return {"prompt": game, "response": rng.choice(LETTERS if rng.random() < 0.5 else left)}
 
 
 def main(out: Path) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "name the operator and the layer that make the two engines differ",
     "bench": "aligned and stock operators side by side: `bench rollout`, `decode`, `step`, `loop`",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
+    "export": "write a checkpoint with rounded weights, as a quantised rollout has them",
     "report": "one HTML page with the curves of several runs over each other",
     "episodes": "one HTML page with the episodes of a run: turns, tool calls, tokens and branches",
 }

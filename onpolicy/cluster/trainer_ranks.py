@@ -93,8 +93,9 @@ class TrainerRanks(Trainer):
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> TrainOutcome:
-        max_tokens = self.config.trainer.max_tokens_per_gpu
-        shares = make_shares(samples, len(rates), max(self._shares) + 1, max_tokens)
+        flags, num_ranks = self.config.trainer, max(self._shares) + 1
+        most, shared = flags.max_tokens_per_gpu, flags.share_prefixes
+        shares = make_shares(samples, len(rates), num_ranks, most, shared)
         mine = [(shares[i], step, rates) for i in self._shares]
         return self._ask_each(PolicyTrainer.train_share, mine)[0]
 

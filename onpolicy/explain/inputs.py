@@ -19,7 +19,6 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.directory import versions
-from onpolicy.outputs.trajectories import read
 from onpolicy.run.cases import Case, read_case
 from onpolicy.run.commands.verify import requests_of
 from onpolicy.run.commands.verify_inputs import longest_prompt, make_prompts, make_train_config
@@ -106,32 +105,34 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
     if not config.case:
         return config
     case = read_case(Path(config.case))
-    contract, trajectory = case["contract"], read(case["trajectory"])
-    kinds = contract["kinds"]
+    contract = case["contract"]
+    kinds, weight_format = contract["kinds"], contract.get("weight_format", "")
     is_aligned = contract["backend"] != "stock" and not kinds
     blocks = contract["row_parallel_blocks"] if is_aligned else 0
     return replace(
         config,
         operators=replace(config.operators, row_parallel_blocks=blocks, align=",".join(kinds)),
+        servers=replace(config.servers, rollout_weight_format=weight_format),
         temperature=case["params"]["temperature"],
-        max_prompt_len=max(8, len(trajectory.prompt_ids)),
-        max_new_tokens=trajectory.num_sampled,
+        max_prompt_len=max(8, case["prompt_len"]),
+        max_new_tokens=case["params"]["max_new_tokens"],
         model=replace(config.model, dtype=contract["dtype"]),
         true_on_policy_mode=is_aligned,
     )
 
 
 def case_request(case: Case) -> Request:
-    """What the response of a case was sampled by."""
+    """What the answer of a case was sampled by."""
     params: dict[str, Any] = {**case["params"]}
     params |= {name: tuple(params.get(name, ())) for name in ("stop_token_ids", "stop")}
     if grammar := params.get("grammar"):
         stops = tuple(grammar["stop_token_ids"])
         params["grammar"] = Grammar(**{**grammar, "stop_token_ids": stops})
     return Request(
-        prompt_ids=read(case["trajectory"]).prompt_ids,
+        prompt_ids=case["trajectory"]["token_ids"][: case["prompt_len"]],
         sampling_seed=case["sampling_seed"],
         params=SamplingParams(**params),
+        num_begun=case["num_begun"],
     )
 
 

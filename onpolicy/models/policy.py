@@ -31,6 +31,7 @@ from onpolicy.ops.kept_tokens import WHOLE, KeptTokens
 from onpolicy.ops.log_probs import Head, Scores, VocabParallel
 from onpolicy.ops.reverse_kl import TeacherRows
 from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.ops.shared_rows import SharedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,8 @@ class PolicyModel(nn.Module):
             use_cache=False,
             attention_function=attention,
         )[0][0]
+        if batch.layout.shares_keys:
+            return SharedRows.of(batch.rows).take(hidden)
         rows: Tensor = hidden[batch.rows]
         return rows
 

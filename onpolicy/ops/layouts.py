@@ -27,6 +27,10 @@ class AttentionLayout:
     key_rows: Tensor
     """int64 [S, >= max(key_lens)]: row of the store that holds each key; padding is any valid row."""
 
+    shares_keys: bool = False
+    """Whether a row of the store may be a key of several sequences; its gradient is then a sum over
+    them, in their order."""
+
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What an implementation worked out for this layout, kept for the model's other layers."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import accumulate, compress, count
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -13,11 +15,14 @@ from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from onpolicy.config.groups.engines import WeightFormat
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
+from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, OPEN, checked
+from onpolicy.trajectory import GrammarSpan, Trajectory
 from onpolicy.types import Request, Sample
 
 logger = logging.getLogger(__name__)
@@ -56,6 +61,7 @@ class _Contract(TypedDict):
     dtype: Literal["bfloat16", "float32"]
     row_parallel_blocks: Count
     kinds: list[str]
+    weight_format: NotRequired[WeightFormat]
 
 
 @with_config(CLOSED)
@@ -67,8 +73,12 @@ class Case(TypedDict):
     trajectory: TrajectoryRecord
     train_log_probs: list[float]
     """What the trainer gives the sampled tokens."""
+    prompt_len: Count
+    """The tokens before the answer that has the first token that differs."""
+    num_begun: Count
     sampling_seed: int
     params: _Params
+    """How that answer was sampled, as many tokens as it has."""
     weight_digest: str
     contract: _Contract
 
@@ -83,19 +93,69 @@ def make_case(
     step: int,
     engines: EnginePair,
 ) -> Case:
-    """A sample of rollout `step` whose log-probabilities differ, and what both engines were then."""
+    """A sample of rollout `step` whose log-probabilities differ, and what both engines were then.
+
+    request: what its episode began with.
+    """
+    asked = asked_at(request, sample.trajectory, first_apart(sample.trajectory, train_log_probs))
     contract: Any = json.loads(engines.contract.to_json())
-    params: Any = asdict(request.params)
+    params: Any = asdict(asked.params)
     return {
         "step": step,
         "sample": sample.name,
         "trajectory": write(sample.trajectory),
         "train_log_probs": list(train_log_probs),
-        "sampling_seed": request.sampling_seed,
+        "prompt_len": len(asked.prompt_ids),
+        "num_begun": asked.num_begun,
+        "sampling_seed": asked.sampling_seed,
         "params": params,
         "weight_digest": engines.weight_digest,
         "contract": contract,
     }
+
+
+def first_apart(trajectory: Trajectory, train_log_probs: Sequence[float]) -> int:
+    """The place in the trajectory of the first sampled token with another number in training, or none
+    that is finite."""
+    places = compress(count(), trajectory.sampled)
+    pairs = zip(places, trajectory.rollout_log_probs, train_log_probs, strict=True)
+    return next(place for place, a, b in pairs if a != b or not isfinite(a))
+
+
+def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
+    """What the sampled token at `place` of a trajectory was part of an answer to: a request that gives
+    the tokens of that answer again, and no more.
+
+    request: what its episode began with. Answers that follow each other alike count as one.
+    """
+    branch, start, end = next(s for s in trajectory.stretches if s[1] <= place < s[2])
+    numbers = [*accumulate(trajectory.sampled, initial=0)]
+
+    def way(at: int) -> tuple[float, GrammarSpan | None] | None:
+        if not (start <= at < end and trajectory.sampled[at]):
+            return None
+        within = (span for span in trajectory.grammars if span.start <= at < span.end)
+        return trajectory.temperatures[numbers[at]], next(within, None)
+
+    sampled = way(place)
+    assert sampled is not None
+    temperature, span = sampled
+    first = next(at for at in count(place, -1) if way(at - 1) != sampled)
+    last = next(at for at in count(place) if way(at + 1) != sampled)
+    seed = request.sampling_seed
+    for key, length in branch:
+        seed = sampling_seed(seed, key, length)
+    return Request(
+        prompt_ids=trajectory.token_ids[:first],
+        sampling_seed=seed,
+        params=replace(
+            request.params,
+            temperature=temperature,
+            max_new_tokens=last + 1 - first,
+            grammar=None if span is None else span.grammar,
+        ),
+        num_begun=first - span.start if span else 0,
+    )
 
 
 def write_case(case: Case, file: Path) -> None:

@@ -21,6 +21,7 @@ from fallback_correction.ratios import without_nonfinite
 from fallback_correction.tokens import TokenBatch
 from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cuts import Cut
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
@@ -165,20 +166,23 @@ CustomCorrection = Callable[
 """(loss [R], its log-probabilities [R], detached, micro-batch) -> (loss [R], mask [R], metrics)."""
 
 
-def packed_batch(numbered: Mapping[int, TrainSample], device: torch.device) -> PackedBatch:
+def packed_batch(
+    numbered: Mapping[int, TrainSample], device: torch.device, shares_prefixes: bool = False
+) -> PackedBatch:
     """The first stage of a micro-batch of these samples, by their numbers; of none, it is a filler."""
     samples = list(numbered.values()) or [_FILLER]
     trajectories = [s.sample.trajectory for s in samples]
     log_probs = [x for t in trajectories for x in t.rollout_log_probs]
+    packed = PackedTokens.pack(
+        [t.token_ids for t in trajectories],
+        [t.sampled for t in trajectories],
+        [t.temperatures for t in trajectories],
+        device,
+        [t.routed_experts for t in trajectories],
+        [t.kept_tokens for t in trajectories],
+    )
     return PackedBatch(
-        packed=PackedTokens.pack(
-            [t.token_ids for t in trajectories],
-            [t.sampled for t in trajectories],
-            [t.temperatures for t in trajectories],
-            device,
-            [t.routed_experts for t in trajectories],
-            [t.kept_tokens for t in trajectories],
-        ),
+        packed=share_prefixes(packed) if shares_prefixes else packed,
         samples=samples,
         numbers=list(numbered),
         rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),

@@ -79,9 +79,14 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def weight_buckets(
-        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+        self,
+        max_bytes: int,
+        part: WeightPart = "all",
+        ranks: Collection[int] = (0,),
+        masters: bool = False,
     ) -> Iterator[WeightBucket]:
-        """A part of the weights on some ranks, gathered `max_bytes` at a time, in a fixed order.
+        """A part of the weights on some ranks, gathered `max_bytes` at a time, in a fixed order: those
+        that the model computes with, or, where they are rounded, their `masters`.
 
         Every rank has to take all of them.
         """
@@ -117,10 +122,17 @@ class TrainingEngine(Protocol):
     """Makes the models of a run, one for each role."""
 
     def __call__(
-        self, path: str, operators: Operators, *, trained: bool, has_values: bool = False
+        self,
+        path: str,
+        operators: Operators,
+        *,
+        trained: bool,
+        has_values: bool = False,
+        weight_format: str = "",
     ) -> ShardedModel:
-        """Load a Hugging Face checkpoint; with an optimizer if the model is `trained`, and with a value
-        head in the place of its output projection if it `has_values`."""
+        """Load a Hugging Face checkpoint; with an optimizer if the model is `trained`, with a value
+        head in the place of its output projection if it `has_values`, and with weights that are rounded
+        before it computes with them if it has a `weight_format`."""
 
 
 def recomputes_activations(config: TrainerConfig, hf_config: PretrainedConfig) -> bool:

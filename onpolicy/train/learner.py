@@ -82,8 +82,8 @@ class Learner:
         """
         self.loss_settings = replace(self.loss_settings, entropy_coef=self.bonus.coef)
         steps = [
-            [packed_batch(samples, self.device) for samples in share.micro_batches(number)]
-            for number in range(len(rates))
+            [packed_batch(x, self.device, share.shares_prefixes) for x in share.micro_batches(n)]
+            for n in range(len(rates))
         ]
         gate = self._gate(step, contract)
         corrected = not contract.is_aligned or any(share.lags)

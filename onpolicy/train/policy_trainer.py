@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, TrainingError
 from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
@@ -34,7 +36,8 @@ from onpolicy.train.distillation import with_teacher
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
-from onpolicy.train.shares import Share, make_shares, pack
+from onpolicy.train.packing import pack
+from onpolicy.train.shares import Share, make_shares
 from onpolicy.train.state import load_state, save_state
 from onpolicy.train.teachers import teacher_role
 from onpolicy.train.weight_outlet import WeightOutlet, bucket_bytes, export
@@ -69,10 +72,11 @@ class PolicyTrainer(Trainer):
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
         estimator = with_teacher(config, estimator or _estimator(config))
-        self.models: Models = {"policy": load_model(source, self.operators, trained=True)}
+        load_rounded = partial(load_model, weight_format=contract.weight_format)
+        self.models: Models = {"policy": load_rounded(source, self.operators, trained=True)}
         if algorithm.reads_reference or "reference" in estimator.roles:
             reference = algorithm.ref_checkpoint or source
-            self.models["reference"] = load_model(reference, self.operators, trained=False)
+            self.models["reference"] = load_rounded(reference, self.operators, trained=False)
         if "critic" in estimator.roles:
             path = config.critic_checkpoint
             self.models["critic"] = load_model(path, self.operators, trained=True, has_values=True)
@@ -103,8 +107,9 @@ class PolicyTrainer(Trainer):
     def train(
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> TrainOutcome:
-        max_tokens = self.config.trainer.max_tokens_per_gpu
-        shares = make_shares(samples, len(rates), distributed.data_size(), max_tokens)
+        flags, num_ranks = self.config.trainer, distributed.data_size()
+        most, shared = flags.max_tokens_per_gpu, flags.share_prefixes
+        shares = make_shares(samples, len(rates), num_ranks, most, shared)
         return self.train_share(shares[distributed.data_rank()], step, rates)
 
     def train_share(self, share: Share, step: int, rates: Sequence[float]) -> TrainOutcome:
@@ -158,6 +163,8 @@ class PolicyTrainer(Trainer):
             ).with_own_cut(self.learner.cut)
             for indices in plan
         ]
+        if self.config.trainer.share_prefixes:
+            batches = [share_prefixes(batch) for batch in batches]
         mine: dict[int, Tensor] = {}
         for indices, scores in zip(plan, self.policy.score(batches), strict=True):
             responses = [lens[i] - prompt_lens[i] for i in indices]

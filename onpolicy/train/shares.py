@@ -1,6 +1,6 @@
 """Which samples of a rollout a rank computes, in which micro-batches; cut by whoever has them all.
 
-Micro-batches are packed to a budget of tokens, and spread evenly over ranks.
+Micro-batches are packed to a budget of tokens (`packing.py`), and spread evenly over ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 
 from onpolicy.errors import TrainingError
+from onpolicy.train.packing import pack, pack_groups
 from onpolicy.trajectory import Forks
 from onpolicy.types import Sample, TrainSample
 
@@ -90,25 +91,36 @@ class Share:
     lags: tuple[int, ...] = (0,)
     """Those that tokens of all ranks have."""
 
+    shares_prefixes: bool = False
+    """Whether samples of a micro-batch that begin alike have that computed once."""
+
     def micro_batches(self, step: int) -> list[dict[int, TrainSample]]:
         """The samples of each micro-batch of an optimizer step."""
         return [{i: self.samples[i] for i in part} for part in self.steps[step]]
 
 
 def make_shares(
-    samples: Sequence[TrainSample], num_steps: int, num_ranks: int, max_tokens: int
+    samples: Sequence[TrainSample],
+    num_steps: int,
+    num_ranks: int,
+    max_tokens: int,
+    shares_prefixes: bool = False,
 ) -> list[Share]:
     """Every rank's share of a rollout that is trained on in so many optimizer steps.
 
+    shares_prefixes: whether the trainer computes once what samples of a micro-batch begin with.
     Raises TrainingError for a token that several trajectories of its episode would learn.
     """
     for _, episode in groupby(samples, key=lambda s: s.episode):
         _require_learnt_once([s.sample for s in episode])
     lens = [len(s.sample.token_ids) for s in samples]
-    plans = [
-        _numbered(pack([lens[i] for i in part], num_ranks, max_tokens), part.start)
-        for part in split_into_steps(samples, num_steps)
-    ]
+    plans = []
+    for part in split_into_steps(samples, num_steps):
+        if shares_prefixes:
+            plan = pack_groups(samples[part.start : part.stop], num_ranks, max_tokens)
+        else:
+            plan = pack([lens[i] for i in part], num_ranks, max_tokens)
+        plans.append(_numbered(plan, part.start))
     lags = tuple(sorted({lag for s in samples for lag in s.lags}))
     outcomes = Outcomes.of(samples)
     return [
@@ -118,6 +130,7 @@ def make_shares(
             outcomes=outcomes,
             num_tokens=sum(lens),
             lags=lags,
+            shares_prefixes=shares_prefixes,
         )
         for steps in zip(*plans, strict=True)
     ]
@@ -150,32 +163,6 @@ def split_into_steps(samples: Sequence[TrainSample], num_steps: int) -> list[ran
     starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
     edges = [*starts, len(samples)]
     return [range(edges[p.start], edges[p.stop]) for p in split_evenly(len(starts), num_steps)]
-
-
-def pack(lens: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Indices of samples, by rank and micro-batch: every rank has equally many micro-batches.
-
-    Longest first, each into the micro-batch with most room; a sample longer than the budget gets
-    a micro-batch of its own. Micro-batches may be empty (more ranks than samples), since ranks
-    must take part in the same number of collective operations. Depends on its arguments alone, so
-    every rank computes the same plan.
-    """
-    order = sorted(range(len(lens)), key=lambda i: (-lens[i], i))
-    bins: list[list[int]] = []
-    tokens: list[int] = []
-    for i in order:
-        emptiest = min(range(len(bins)), key=lambda b: (tokens[b], b), default=None)
-        if emptiest is None or tokens[emptiest] + lens[i] > max_tokens:
-            emptiest = len(bins)
-            bins.append([])
-            tokens.append(0)
-        bins[emptiest].append(i)
-        tokens[emptiest] += lens[i]
-    fullest_first = sorted(range(len(bins)), key=lambda b: (-tokens[b], b))
-    per_rank = max(1, -(-len(bins) // num_ranks))
-    padded = [sorted(bins[b]) for b in fullest_first]
-    padded += [[] for _ in range(per_rank * num_ranks - len(bins))]
-    return [padded[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

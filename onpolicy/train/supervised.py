@@ -56,10 +56,12 @@ def supervised_batches(
     trainer: PolicyTrainer, samples: Sequence[TrainSample]
 ) -> list[WeighedBatch]:
     """This rank's micro-batches, in which each token counts 1 over those of all ranks."""
-    most = trainer.config.trainer.max_tokens_per_gpu
-    share = make_shares(samples, 1, distributed.data_size(), most)[distributed.data_rank()]
+    flags = trainer.config.trainer
+    most, shares = flags.max_tokens_per_gpu, flags.share_prefixes
+    plan = make_shares(samples, 1, distributed.data_size(), most, shares)
+    share = plan[distributed.data_rank()]
     weight = 1 / max(sum(s.sample.trajectory.num_sampled for s in samples), 1)
-    batches = [packed_batch(each, trainer.device) for each in share.micro_batches(0)]
+    batches = [packed_batch(each, trainer.device, shares) for each in share.micro_batches(0)]
     return [
         WeighedBatch.after(
             batch,

@@ -110,7 +110,8 @@ class Teachers:
         if all(mine):
             return batch.packed.with_own_routing()
         numbered = zip(batch.numbers, batch.samples, mine, strict=True)
-        part = packed_batch({n: s for n, s, is_mine in numbered if is_mine}, batch.mask.device)
+        samples = {n: s for n, s, is_mine in numbered if is_mine}
+        part = packed_batch(samples, batch.mask.device, batch.packed.layout.shares_keys)
         return part.packed.with_own_routing()
 
     def _rows(self, batch: PackedBatch, name: str) -> Tensor:

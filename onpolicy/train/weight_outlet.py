@@ -34,7 +34,11 @@ class WeightSource(Protocol):
     """The part of a `ShardedModel` that weights come from."""
 
     def weight_buckets(
-        self, max_bytes: int, part: WeightPart = ..., ranks: Collection[int] = ...
+        self,
+        max_bytes: int,
+        part: WeightPart = ...,
+        ranks: Collection[int] = ...,
+        masters: bool = ...,
     ) -> Iterator[WeightBucket]: ...
     def frozen_digest(self) -> str: ...
 
@@ -155,7 +159,8 @@ class WeightOutlet:
         self.transport.end()
 
     def _weight_format(self, contract: NumericsContract) -> str:
-        """How weights are rounded here; on GPUs SGLang itself makes them FP8."""
+        """How weights are rounded here: an aligned trainer's are already, and on GPUs SGLang itself
+        makes them FP8."""
         asked = self.config.engine.rollout_weight_format
         by_sglang = contract.device == "cuda" and asked == "fp8_e4m3"
         return "" if by_sglang or contract.is_aligned else asked
@@ -177,7 +182,7 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face checkpoint, with what is beside the weights of the one that it was
     made from; collective. `has_values`: it is a critic."""
-    with _gathered(source, max_bytes, "all", ranks={0}) as parts:
+    with _gathered(source, max_bytes, "all", ranks={0}, masters=True) as parts:
         if distributed.rank() == 0:
             origin = Path(made_from)
             export_checkpoint(parts["all"], directory, origin, dtype, has_values=has_values)
@@ -185,11 +190,15 @@ def export(
 
 @contextmanager
 def _gathered(
-    source: WeightSource, max_bytes: int, *parts: WeightPart, ranks: Collection[int]
+    source: WeightSource,
+    max_bytes: int,
+    *parts: WeightPart,
+    ranks: Collection[int],
+    masters: bool = False,
 ) -> Iterator[dict[WeightPart, Iterator[WeightBucket]]]:
     """The buckets of each part, to be taken in this order; what nobody has taken is gathered in the
     end, since the other ranks take part."""
-    gathered = {part: source.weight_buckets(max_bytes, part, ranks) for part in parts}
+    gathered = {part: source.weight_buckets(max_bytes, part, ranks, masters) for part in parts}
     try:
         yield gathered
     finally:

@@ -1,45 +1,122 @@
-"""Weights as a rollout in a small number format holds them, in the engine's own dtype.
+"""Weights in a small number format, as a deployment computes with them, in the engine's own dtype.
 
-A linear layer's weight is divided by one scale per output channel, rounded, and multiplied again:
-what an FP8 or integer deployment computes with, on machines without such kernels. Embeddings, the
-output projection, routers, norms and biases stay as they are, as deployments have it.
+A linear layer's weight is divided by a scale that it shares with others of its block, rounded, and
+multiplied again: on machines without such kernels too. Embeddings, the output projection, routers, norms
+and biases stay as they are, as deployments have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.weights.digest import WeightBucket
 
-KEPT = ("embed", "lm_head", "gate.weight", "router.weight")
+KEPT = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.")
 FP8 = torch.float8_e4m3fn
-LARGEST = {"fp8_e4m3": torch.finfo(FP8).max, "int8": 127.0, "int4": 7.0, "int3": 3.0}
-"""What a row's largest weight becomes; integers are symmetric around 0."""
+
+
+def _to_fp8(scaled: Tensor) -> Tensor:
+    largest = torch.finfo(FP8).max
+    return scaled.clamp(-largest, largest).to(FP8).float()
+
+
+def _to_fp4(scaled: Tensor) -> Tensor:
+    """E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code."""
+    size = scaled.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (scaled / step).round().mul(step).clamp(-6, 6)
+
+
+def _linear_scale(largest: Tensor, format_largest: float) -> Tensor:
+    return largest / format_largest
+
+
+def _power_of_two(largest: Tensor, _: float) -> Tensor:
+    """OCP MX 1.0, section 6.3: 2 ** (floor(log2(largest)) - 2), 2 being E2M1's largest exponent."""
+    exponent = torch.frexp(largest).exponent - 3
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Numbers that a weight may be, in units of its block's scale."""
+
+    largest: float
+    """What a block's largest weight becomes; integers are symmetric around 0."""
+
+    nearest: Callable[[Tensor], Tensor] = torch.round
+    """float32 in units of the scale -> the nearest number of the format, float32."""
+
+    block: tuple[int, int] = (1, 0)
+    """Output and input channels that share a scale; 0: all. The last block may be a smaller one."""
+
+    scale: Callable[[Tensor, float], Tensor] = _linear_scale
+    """(a block's largest, `largest`) -> its scale, float32."""
+
+
+FORMATS = {
+    "fp8_e4m3": WeightFormat(448, _to_fp8),
+    "fp8_e4m3_block128": WeightFormat(448, _to_fp8, (128, 128)),
+    "int8": WeightFormat(127),
+    "int4": WeightFormat(7),
+    "int4_group128": WeightFormat(7, block=(1, 128)),
+    "int3": WeightFormat(3),
+    "int3_group128": WeightFormat(3, block=(1, 128)),
+    "mxfp4": WeightFormat(6, _to_fp4, (1, 32), _power_of_two),
+}
+"""What --rollout-weight-format names, but for bf16, which has no scale."""
 
 
 def rounded(buckets: Iterable[WeightBucket], weight_format: str) -> Iterator[WeightBucket]:
-    """The buckets with rounded weights. weight_format: bf16 or a key of LARGEST; empty: as they are."""
+    """The buckets with rounded weights; by an empty format they are as they were."""
     for bucket in buckets:
-        yield [(name, _round(name, tensor, weight_format)) for name, tensor in bucket]
+        yield [
+            (name, round_weight(tensor, weight_format) if weight_format and is_rounded(name, tensor)
+             else tensor)
+            for name, tensor in bucket
+        ]  # fmt: skip
 
 
-def _round(name: str, weight: Tensor, weight_format: str) -> Tensor:
-    if not weight_format or weight.dim() != 2 or any(part in name for part in KEPT):
-        return weight
+def is_rounded(name: str, weight: Tensor) -> bool:
+    """Whether a format is for this tensor of a checkpoint: the weight of a linear layer, or of one
+    expert's."""
+    return weight.dim() == 2 and not any(part in name for part in KEPT)
+
+
+def round_weight(weight: Tensor, weight_format: str) -> Tensor:
+    """[N, K] -> [N, K] in the same dtype. weight_format: bf16 or a key of FORMATS."""
     if weight_format == "bf16":
         return weight.bfloat16().to(weight.dtype)
-    return round_per_channel(weight, weight_format)
+    return dequantise(*quantise(weight, weight_format), weight_format, weight.dtype)
 
 
-def round_per_channel(weight: Tensor, weight_format: str) -> Tensor:
-    """[N, K] -> [N, K] in the same dtype, each row rounded with a scale of its own."""
-    values, largest = weight.float(), LARGEST[weight_format]
-    scale = values.abs().amax(1, keepdim=True) / largest
+def quantise(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
+    """[N, K] -> numbers of the format, float32 [N, K], and scales, float32 [blocks of N, of K]."""
+    asked = FORMATS[weight_format]
+    blocks = _in_blocks(weight.float(), asked.block)
+    scale = asked.scale(blocks.abs().amax((1, 3), keepdim=True), asked.largest)
     scale = torch.where(scale > 0, scale, 1)
-    scaled = values / scale
-    is_integer = weight_format.startswith("int")
-    steps = scaled.round() if is_integer else scaled.clamp(-largest, largest).to(FP8)
-    return (steps.float() * scale).to(weight.dtype)
+    numbers = _from_blocks(asked.nearest(blocks / scale), weight.shape)
+    return numbers, scale[:, 0, :, 0]
+
+
+def dequantise(numbers: Tensor, scale: Tensor, weight_format: str, dtype: torch.dtype) -> Tensor:
+    """What `quantise` gave -> [N, K], each product rounded once."""
+    blocks = _in_blocks(numbers, FORMATS[weight_format].block) * scale[:, None, :, None]
+    return _from_blocks(blocks, numbers.shape).to(dtype)
+
+
+def _in_blocks(whole: Tensor, block: tuple[int, int]) -> Tensor:
+    """[N, K] -> [blocks of N, rows, blocks of K, columns], filled up with zeros."""
+    rows, columns = (asked or size for asked, size in zip(block, whole.shape, strict=True))
+    padded = F.pad(whole, (0, -whole.shape[1] % columns, 0, -whole.shape[0] % rows))
+    return padded.view(-1, rows, padded.shape[1] // columns, columns)
+
+
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return blocks.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]].contiguous()

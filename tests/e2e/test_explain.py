@@ -12,13 +12,13 @@ from onpolicy.cli.main import main
 from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.launch.engine_specs import make_rollout_group
+from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
 from tests.support.after_import import after_import
 from tests.support.broken_engine import PLACES, breakable_engines
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.faults import one_ulp_in_three_rows
 from tests.support.recorded_policies import replace_in
-from tests.support.samples import answered
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import IN_RANKS, ROOT, TWO_RANKS
 
@@ -118,12 +118,10 @@ def test_a_case_comes_again(microscope, tmp_path, capsys):
     pair, request = microscope.engines, microscope.requests[0]
     (completion,) = pair.generate([request])
     prompt = Prompt(index=3, prompt_ids=request.prompt_ids, label="", text="")
-    sample = Sample(prompt=prompt, sample_index=1, trajectory=answered(prompt, completion))
-    case, file = (
-        make_case(request, sample, completion.rollout_log_probs, 0, pair),
-        tmp_path / "case",
-    )
-    write_case(case, file)
+    trajectory = Trajectory.begin(request.prompt_ids).plus(completion, TEMPERATURE)
+    sample = Sample(prompt=prompt, sample_index=1, trajectory=trajectory)
+    file, apart = tmp_path / "case", [number - 1 for number in completion.rollout_log_probs]
+    write_case(make_case(request, sample, apart, 0, pair), file)
     code = main([
         "explain", "--hf-checkpoint", pair.config.model.hf_checkpoint, "--case", str(file),
         "--json", str(tmp_path / "json"), "--html", str(tmp_path / "html"),

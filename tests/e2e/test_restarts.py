@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from onpolicy.rollout.server import EngineServer
-from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.engines_fixture import hanging_is_noticed, make_engines, make_requests, running
 from tests.support.processes import engine_processes, is_gone
 from tests.support.train_runs import wait_for
 
@@ -19,7 +19,8 @@ REQUESTS += make_requests(24, seed=31, max_new_tokens=100)
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory):
     directory = tmp_path_factory.mktemp("restarts")
-    with running(make_engines(checkpoint, directory, rollout_health_timeout=9.0)) as engines:
+    flags = {"rollout_max_restarts": 1000, "rollout_health_timeout": 300.0}
+    with running(make_engines(checkpoint, directory, **flags)) as engines:
         yield engines
 
 
@@ -48,7 +49,8 @@ def test_a_server_that_hangs_is_found_by_its_health_checks(pair, caplog):
             process.send_signal(signal.SIGSTOP)
 
     pair.on_progress = freeze
-    assert sampled(pair) == before
+    with hanging_is_noticed(pair, after=9.0):
+        assert sampled(pair) == before
     assert "failed its health checks for 9 s" in caplog.text
     assert all(map(is_gone, [guard, *frozen.values()]))
 

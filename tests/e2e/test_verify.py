@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from onpolicy.cli.main import main
-from onpolicy.config.groups import ModelConfig
+from onpolicy.config.groups import ModelConfig, ServersConfig
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.run.commands.verify import passes, verify
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -56,6 +56,21 @@ def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture,
     )
     report = verify(config)
     assert report["num_compared_tokens"] == 2 * 6 * 12
+    assert passes(report, config)
+
+
+def test_no_token_differs_where_both_engines_round(tmp_path):
+    path = make_checkpoint(tmp_path / "model", "qwen3-moe")
+    config = VerifyConfig(
+        model=ModelConfig(hf_checkpoint=str(path)),
+        servers=ServersConfig(rollout_weight_format="int3"),
+        num_prompts=6,
+        max_new_tokens=12,
+        run_dir=str(tmp_path / "run"),
+    )
+    report = verify(config)
+    assert report["num_compared_tokens"] == 2 * 6 * 12
+    assert report["contract"]["weight_format"] == "int3"
     assert passes(report, config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,21 @@ def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
         yield pair
     finally:
         pair.stop()
+
+
+@contextmanager
+def hanging_is_noticed(pair: EnginePair, after: float) -> Iterator[None]:
+    """Give up engines that answer no health check for `after` seconds.
+
+    Only where one hangs or dies: on a busy machine others may be given up with it, and start again.
+    """
+    group = pair.rollout
+    config = dataclasses.replace(group.config, rollout_health_timeout=after)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "config", config)
+        for client in group.clients:
+            patch.setattr(client, "health_timeout", after)
+        yield
 
 
 @pytest.fixture(scope="session")

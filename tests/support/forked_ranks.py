@@ -10,12 +10,16 @@ import multiprocessing
 
 import torch.multiprocessing
 
+from onpolicy.system.garbage import collect_rarely
+
 IMPORTED = (
     "tests.support.recorded_megatron", "tests.support.megatron_training",
     "onpolicy.train.fsdp.sharded_model", "onpolicy.train.megatron.sharded_model",
+    "tests.support.all_is_imported",
 )  # fmt: skip
 """What ranks call, or import when they make a trainer: each would import it for itself."""
 
+collect_rarely()  # in ranks too, which import this first
 multiprocessing.set_forkserver_preload(["tests.support.megatron_ranks", *IMPORTED])
 CONTEXT = multiprocessing.get_context("forkserver")
 

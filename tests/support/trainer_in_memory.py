@@ -128,7 +128,11 @@ class TrainerInMemory(Trainer):
         self.outlet.close()
 
     def weight_buckets(
-        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+        self,
+        max_bytes: int,
+        part: WeightPart = "all",
+        ranks: Collection[int] = (0,),
+        masters: bool = False,
     ) -> Iterator[WeightBucket]:
         for name, table in self.weights.items():
             if part in ("all", "frozen" if name in self.frozen else "trained"):

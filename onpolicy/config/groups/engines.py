@@ -32,6 +32,10 @@ WeightSync = Annotated[
         "Choose --weight-sync tensor or ipc.",
     ),
 ]
+WeightFormat = Literal[
+    "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
+    "int3_group128", "mxfp4",
+]  # fmt: skip
 OWN_SERVERS = ReadBy(
     "a run without --rollout-server-url, which starts its servers itself,",
     lambda run: run.plan.starts_servers,
@@ -44,7 +48,6 @@ ALWAYS_SAMPLING = Against(
     "servers give their memory back while the trainer computes, and with --rollout-schedule free they "
     "sample meanwhile",
 )
-SAME_WEIGHTS = "the servers hold the trainer's weights, bit for bit"
 
 
 def require_urls(urls: Sequence[str]) -> None:
@@ -96,7 +99,28 @@ class KeyConfig(CpuConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(KeyConfig):
+class WeightFormatConfig:
+    rollout_weight_format: Annotated[
+        WeightFormat,
+        DecidesResults(True),
+        Against(lambda run: run.align,
+            "with --align the servers hold the trainer's weights, bit for bit"),
+        Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
+        Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
+            "without --true-on-policy-mode the run that pushes the weights rounds them",
+            "Give it to `onpolicy train`."),
+        Against(lambda run: run.plan.starts_aligned and not run.plan.is_governed
+                and getattr(run, "train_backend", "fsdp") == "megatron",
+            "with --true-on-policy-mode the trainer rounds its own weights too, which is written for "
+            "fsdp alone", "Choose --train-backend fsdp, or leave the flag out."),
+    ] = ""  # fmt: skip
+    """Round the weights of linear layers, as a deployment in this format would have them: with a scale
+    for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), or for
+    32 (mxfp4). With --true-on-policy-mode both engines compute with them, else the servers alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(KeyConfig, WeightFormatConfig):
     rollout_host: Annotated[
         str, OWN_SERVERS,
         Against(lambda run: not is_loopback(run.rollout_host) and not run.rollout_api_key,
@@ -128,7 +152,7 @@ class EngineCountConfig:
 
 @also(rollout_num_engines=[NONE_STARTED])
 @dataclass(frozen=True, kw_only=True)
-class ServersConfig(KeyConfig, EngineCountConfig):
+class ServersConfig(KeyConfig, EngineCountConfig, WeightFormatConfig):
     rollout_server_url: Annotated[
         tuple[str, ...],
         Together(lambda run: run.rollout_server_url and " ".join(secrets.hide(run.sglang_args)),
@@ -162,16 +186,6 @@ class EngineConfig(ServersConfig, ServerConfig):
 
     rollout_max_restarts: Annotated[CountOrZero, OWN_SERVERS] = 3
     """How often dead servers are started again before the run gives up, in all."""
-
-    rollout_weight_format: Annotated[
-        Literal["", "bf16", "fp8_e4m3", "int8", "int4", "int3"],
-        DecidesResults(True),
-        Against(lambda run: run.plan.starts_aligned and not run.plan.is_governed,
-            "with --true-on-policy-mode " + SAME_WEIGHTS),
-        Against(lambda run: run.align, "with --align " + SAME_WEIGHTS),
-    ] = ""  # fmt: skip
-    """Round the weights of linear layers when they are pushed to the servers, as such a deployment
-    would have them; not under aligned operators."""
 
 
 @dataclass(frozen=True, kw_only=True)

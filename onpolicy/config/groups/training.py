@@ -51,6 +51,17 @@ class TrainerConfig:
     max_tokens_per_gpu: Count = 8192
     """Tokens that one rank packs into a micro-batch; a longer sequence gets one of its own."""
 
+    share_prefixes: Annotated[
+        bool,
+        Against(lambda run: run.train_backend != "fsdp" and run.train_backend,
+            "--train-backend {found} computes whole sequences"),
+        Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
+            "operators that are not aligned compute a token otherwise where its past is shared",
+            "Add --true-on-policy-mode, without --mismatch-governor, or leave it out."),
+    ] = False  # fmt: skip
+    """Compute once what samples of a micro-batch begin with, as a group's prompt. Log-probabilities keep
+    their bits; gradients of shared tokens are summed in another order."""
+
     rank_invariant: Annotated[
         bool,
         Together(lambda run: run.rank_invariant and _without_order(run),

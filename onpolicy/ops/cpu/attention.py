@@ -33,6 +33,7 @@ from onpolicy.ops.cpu.attention_sums import Sums, attend
 from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, Shape, Tile
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule, sink_gradient
+from onpolicy.ops.shared_rows import Gradients, attention_gradients
 
 ROW_BLOCK = 64
 """Query rows of one product in the backward pass, where keys and values sum over them."""
@@ -212,10 +213,15 @@ class AlignedAttention(torch.autograd.Function):
         layout: AttentionLayout = ctx.layout  # type: ignore[attr-defined]
         pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
         scores: ScoreRule = ctx.scores  # type: ignore[attr-defined]
-        shape = _shape(q, k, v, scores)
-        grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        flops, inputs = 2.5 * work(layout, shape), (q, k, v, out, lse)
-        batches = batches_of(layout, shape, pool.threads_for(flops))
-        pieces = [partial(_backward_batch, x, inputs, grad_out, scores, grads) for x in batches]
-        pool.run(pieces, flops)
+
+        def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
+            shape = _shape(q, k, v, scores)
+            grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+            flops, inputs = 2.5 * work(layout, shape), (q, k, v, out, lse)
+            batches = batches_of(layout, shape, pool.threads_for(flops))
+            pieces = [partial(_backward_batch, x, inputs, grad_out, scores, grads) for x in batches]
+            pool.run(pieces, flops)
+            return grads
+
+        grads = attention_gradients(gradients, k, v, layout)
         return (*grads, sink_gradient(sinks, grad_out, out, lse[..., 0]), None, None, None)

@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from onpolicy.errors import ContractError
 from onpolicy.ops.hopper import flash_backward
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
+from onpolicy.ops.shared_rows import Gradients, attention_gradients
 from onpolicy.ops.triton.attention_backward import attention_backward
 
 
@@ -112,7 +113,7 @@ def _attend(
 
 
 class HopperAttention(torch.autograd.Function):
-    """See `Operators.attention`; the gradients need every key row to be used at most once."""
+    """See `Operators.attention`."""
 
     @staticmethod
     def forward(
@@ -133,11 +134,16 @@ class HopperAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
-        if scores.softcap:  # which PyTorch's backward pass does not know
-            by_row = lse.t().contiguous()
-            return (*attention_backward(grad, q, k, v, out, by_row, layout, scores), None, None)
-        rows = flash_backward.PackedKeys.of(layout).rows
-        dq, dk, dv = flash_backward.backward(grad, (q, k[rows], v[rows]), out, lse, layout, scores)
-        grad_k = torch.zeros_like(k).index_copy_(0, rows, dk)
-        grad_v = torch.zeros_like(v).index_copy_(0, rows, dv)
-        return dq, grad_k, grad_v, None, None
+
+        def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
+            if scores.softcap:  # which PyTorch's backward pass does not know
+                by_row = lse.t().contiguous()
+                return attention_backward(grad, q, k, v, out, by_row, layout, scores)
+            rows = flash_backward.PackedKeys.of(layout).rows
+            inputs = q, k[rows], v[rows]
+            dq, dk, dv = flash_backward.backward(grad, inputs, out, lse, layout, scores)
+            grad_k = torch.zeros_like(k).index_copy_(0, rows, dk)
+            grad_v = torch.zeros_like(v).index_copy_(0, rows, dv)
+            return dq, grad_k, grad_v
+
+        return (*attention_gradients(gradients, k, v, layout), None, None)

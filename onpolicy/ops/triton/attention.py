@@ -29,6 +29,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.contract import ATTENTION_CHUNK
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule, sink_gradient
+from onpolicy.ops.shared_rows import Gradients, attention_gradients
 from onpolicy.ops.triton.attention_backward import attention_backward
 from onpolicy.ops.triton.attention_split import attend_split, is_split
 from onpolicy.ops.triton.attention_tiles import (
@@ -176,5 +177,9 @@ class TritonAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
-        grads = attention_backward(grad, q, k, v, out, lse, layout, scores)
+
+        def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
+            return attention_backward(grad, q, k, v, out, lse, layout, scores)
+
+        grads = attention_gradients(gradients, k, v, layout)
         return (*grads, sink_gradient(sinks, grad, out, lse), None, None)

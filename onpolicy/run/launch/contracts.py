@@ -20,6 +20,7 @@ from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.llama4 import require_context
 from onpolicy.models.policy import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
+from onpolicy.models.stored import stored_tensors
 from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.ops.backends import choose_backend
 from onpolicy.ops.environment import require_exact
@@ -55,8 +56,12 @@ def contract_for(
         logger.info("aligned operators: %s, %s", backend, model.dtype)
         if kinds:
             logger.info("aligned kinds: %s; parity is measured, not promised", ", ".join(kinds))
+    weight_format = rollout_format(config) if aligned else ""
+    if weight_format:
+        require_roundable(facts, weight_format)
     return NumericsContract(
         backend=backend,
+        weight_format=weight_format,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=model.dtype,
         shapes=shapes,
@@ -64,6 +69,25 @@ def contract_for(
         context=_deciding(context, hf_config),
         kinds=kinds,
     )
+
+
+def rollout_format(config: TrainConfig | ServeConfig) -> str:
+    """--rollout-weight-format, where both engines are to compute with it."""
+    servers = config.server if isinstance(config, ServeConfig) else config.engine
+    plan = config.plan
+    is_of_both = plan.starts_aligned and not plan.is_governed
+    return servers.rollout_weight_format if is_of_both else ""
+
+
+def require_roundable(facts: ModelFacts, weight_format: str) -> None:
+    """Raise ConfigError if some linears' weights are no matrices of their own in a checkpoint."""
+    for name, parameter in facts.model.named_parameters():
+        for stored, tensor in stored_tensors(facts.model, name, parameter).items():
+            if tensor.dim() == 3:
+                raise ConfigError(
+                    f"--rollout-weight-format={weight_format}: the checkpoint has all experts of a "
+                    f"layer in one tensor ({stored}), and only matrices are rounded. Leave the flag out."
+                )
 
 
 def _deciding(context: int, hf_config: PretrainedConfig) -> int | None:

@@ -22,6 +22,7 @@ from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.run.launch.contracts import rollout_format
 from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.run.launch.teacher_checks import teacher_bytes
 from onpolicy.train.engine import recomputes_activations
@@ -64,6 +65,7 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
         "weights": weights,
         "gradients": FLOAT32 * trained // ranks,
         "AdamW": 2 * FLOAT32 * trained // ranks,
+        "masters": weights * bool(rollout_format(config)),
         "reference": weights * config.algorithm.reads_reference,
         "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
         "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,
@@ -177,8 +179,8 @@ class RunMemory:
         }
         host = {}
         if spec.contract.device == "cuda":
-            leaving = ("weights", "AdamW", "reference", "critic", "teacher")
-            away = sum(parts[name] for name in leaving)
+            leaving = ("weights", "AdamW", "masters", "reference", "critic", "teacher")
+            away = sum(parts.get(name, 0) for name in leaving)
             host = {"libraries": LIBRARIES, "what leaves the GPU": away * config.engine.colocate}
         return ProcessMemory("trainer rank", parts, count, host)
 

@@ -20,7 +20,6 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel
-from onpolicy.models.trainable import trainable_parameters
 from onpolicy.models.value_head import ValueModel
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head
@@ -28,6 +27,7 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
 from onpolicy.train.fsdp.gradients import sum_gradients
+from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
 from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
 from onpolicy.train.gradient_norm import global_norm
@@ -49,6 +49,7 @@ class FsdpModel(ShardedModel):
         *,
         trained: bool,
         has_values: bool = False,
+        weight_format: str = "",
     ):
         self.config = config
         self.kind = ValueModel if has_values else PolicyModel
@@ -56,11 +57,12 @@ class FsdpModel(ShardedModel):
         self.module = self._load(path, contract, operators)
         if not trained:
             self.module.requires_grad_(False)
+        self.masters = Masters(self.module, weight_format, self.dtype, trained=trained)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
             self.optimizer = make_optimizer(
-                trainable_parameters(self.module),
+                [held for held in self.masters.held.values() if held.requires_grad],
                 config.trainer,
                 portable=config.operators.is_portable,
             )
@@ -128,8 +130,10 @@ class FsdpModel(ShardedModel):
 
     def take_step(self, rate: float) -> None:
         assert self.optimizer is not None
+        self.masters.take_gradients()
         take_step(self.optimizer, self.module.operators, rate)
         self._forget_gradients()
+        self.masters.round()
 
     def _forget_gradients(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -141,13 +145,19 @@ class FsdpModel(ShardedModel):
         self.module.reshard()
 
     def weight_buckets(
-        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+        self,
+        max_bytes: int,
+        part: WeightPart = "all",
+        ranks: Collection[int] = (0,),
+        masters: bool = False,
     ) -> Iterator[WeightBucket]:
-        return gather_buckets(self.module, self.dtype, max_bytes, part, ranks)
+        held = self.masters.beside if masters else {}
+        return gather_buckets(self.module, self.dtype, max_bytes, part, ranks, held)
 
     def optimizer_tensors(self) -> list[Tensor]:
         states = self.optimizer.state.values() if self.optimizer is not None else ()
-        return [tensor for state in states for tensor in state.values()]
+        moments = [tensor for state in states for tensor in state.values()]
+        return [*self.masters.beside.values(), *moments]
 
     def write_tensors(self, directory: Path) -> None:
         dcp.save(self._tensors(), checkpoint_id=str(directory))
@@ -156,13 +166,14 @@ class FsdpModel(ShardedModel):
         tensors = self._tensors()
         dcp.load(tensors, storage_reader=IndexReader(directory))
         torch.set_rng_state(tensors["random_state"])
+        self.masters.round()
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that is saved, under flat names: weights, moments and random state."""
         assert self.optimizer is not None
         create_missing_moments(self.optimizer)
         tensors = {"random_state": torch.get_rng_state()}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.masters.held.items():
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value

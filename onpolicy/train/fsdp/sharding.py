@@ -7,7 +7,7 @@ parameter, on the meta device, and reads those of its rows that are its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,7 @@ from onpolicy.ops import Operators
 from onpolicy.train import distributed
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
-_PREFIX = "causal_lm."
+PREFIX = "causal_lm."
 _VALUE_HEAD = "value_head."
 
 
@@ -56,7 +56,7 @@ def load_sharded_policy(
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         _assign_buffer(model, name, buffer.to(device))
-    load_shards(model, _PREFIX, path, config, trust_remote_code)
+    load_shards(model, PREFIX, path, config, trust_remote_code)
     if isinstance(model, ValueModel):
         _load_head(model.value_head, path)
     return model
@@ -92,15 +92,17 @@ def gather_buckets(
     max_bytes: int,
     part: WeightPart = "all",
     ranks: Collection[int] = (0,),
+    masters: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
     """Whole tensors of a part under the names a checkpoint has for them, `max_bytes` at a time.
 
     Parameters are cast to `dtype`, buffers are what they are. Collective: every rank has to take all
-    of them. They are full on `ranks`; the others keep nothing of what they help to gather.
+    of them. They are full on `ranks`; the others keep nothing of what they help to gather. `masters`, by
+    the names of parameters, take their places.
     """
     bucket: WeightBucket = []
     size = 0
-    for name, tensor in _checkpoint_tensors(model, dtype, part):
+    for name, tensor in _checkpoint_tensors(model, dtype, part, masters or {}):
         if distributed.rank() not in ranks:
             continue
         if bucket and size + tensor.nbytes > max_bytes:
@@ -113,14 +115,14 @@ def gather_buckets(
 
 
 def _checkpoint_tensors(
-    model: PolicyModel, dtype: torch.dtype, part: WeightPart
+    model: PolicyModel, dtype: torch.dtype, part: WeightPart, masters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     names: set[str] = set()
-    for name, tensor in _whole_tensors(model, dtype, part):
+    for name, tensor in _whole_tensors(model, dtype, part, masters):
         if name.startswith(_VALUE_HEAD):
             yield VALUE_HEAD + name.removeprefix(_VALUE_HEAD), tensor
             continue
-        stored = stored_tensors(model.causal_lm, name.removeprefix(_PREFIX), tensor)
+        stored = stored_tensors(model.causal_lm, name.removeprefix(PREFIX), tensor)
         if twice := sorted(names & stored.keys()):
             raise ConfigError(
                 f"parameter={name}: transformers stores it together with another one as {twice[0]}, so "
@@ -131,13 +133,13 @@ def _checkpoint_tensors(
 
 
 def _whole_tensors(
-    model: PolicyModel, dtype: torch.dtype, part: WeightPart
+    model: PolicyModel, dtype: torch.dtype, part: WeightPart, masters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """One at a time, gathered from all ranks; never the model's own memory."""
     for name, parameter in model.named_parameters():
         if part not in ("all", "trained" if parameter.requires_grad else "frozen"):
             continue
-        cast = parameter.detach().to(dtype, copy=True)
+        cast = masters.get(name, parameter).detach().to(dtype, copy=True)
         assert isinstance(cast, DTensor)
         yield name, cast.full_tensor()
     if part != "frozen":
@@ -193,6 +195,12 @@ def _names(model: PreTrainedModel, name: str) -> Iterator[str]:
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     yield from (other for other, source in tied.items() if source == name)
     yield name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def rows_of(parameter: DTensor, whole: Tensor) -> Tensor:
+    """This rank's rows of a whole tensor, as it holds those of `parameter`."""
+    shard = _Shard.of(parameter)
+    return whole[shard.first : shard.first + len(shard.held)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ class MegatronModel(ShardedModel):
         *,
         trained: bool,
         has_values: bool = False,
+        weight_format: str = "",
     ):
+        assert not weight_format  # refused (config/groups/engines.py)
         self.config, self.operators = config, operators
         self.device = distributed.device(contract.device)
         self.module = self._load(path, contract, layout, has_values)
@@ -152,7 +154,11 @@ class MegatronModel(ShardedModel):
         self.optimizer.zero_grad()
 
     def weight_buckets(
-        self, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+        self,
+        max_bytes: int,
+        part: WeightPart = "all",
+        ranks: Collection[int] = (0,),
+        masters: bool = False,
     ) -> Iterator[WeightBucket]:
         return export_buckets(self.module, max_bytes, part, ranks)
 

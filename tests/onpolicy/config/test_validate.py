@@ -210,7 +210,10 @@ GOVERNOR = ["--mismatch-governor"]
             r"--parity-policy=fallback: without aligned",
         ),
         (FALLBACK, r"--parity-policy=fallback: needs a correction to fall back to"),
-        ([*MODE, "--rollout-weight-format", "int8"], r"the servers hold the trainer's weights"),
+        (
+            [*MODE, "--rollout-weight-format", "int8", "--train-backend", "megatron"],
+            r"--rollout-weight-format=int8: .*written for fsdp alone",
+        ),
         (
             [*GOVERNOR, "--rollout-server-url", "http://x"],
             r"--mismatch-governor=True: .*cannot start",
@@ -234,6 +237,7 @@ def test_a_correction_that_nothing_would_apply_is_refused(argv, message):
         [*FALLBACK, "--use-tis"],
         [*GOVERNOR, "--rollout-weight-format", "int8"],
         [*GOVERNOR, *MODE],
+        [*MODE, "--rollout-weight-format", "int8"],
         [*GOVERNOR, "--governor-highest", "decay", "--rollout-top-k", "1"],
         [*MODE, "--rollout-top-p", "0.9", "--rollout-top-k", "20", "--rollout-min-p", "0.1"],
     ],

@@ -24,6 +24,7 @@ ANSWERED = Trajectory.begin([5, 6, 7]).plus(make_completion([8, 9], [-0.5, -1.0]
 CASE = {
     "sample": "rollout 2", "train_log_probs": [-0.5, float("nan")], "weight_digest": "a",
     "trajectory": write(ANSWERED), "sampling_seed": 11, "step": 2,
+    "prompt_len": 3, "num_begun": 0,
     "params": {
         "temperature": 0.7, "max_new_tokens": 4, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1,
         "min_p": 0.0, "ignore_eos": False, "return_routed_experts": False,

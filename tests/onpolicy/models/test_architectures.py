@@ -15,6 +15,7 @@ from onpolicy.models.align import replace_operators
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.policy import PackedTokens, empty_policy
+from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.decode_loop import decode_log_probs
 from tests.support.tiny import ALL_ARCHITECTURES, REFUSED, make_checkpoint
@@ -58,6 +59,17 @@ def packed_log_probs(policy):
     return policy(PackedTokens.after_prompts(sequences(), [1] * len(LENS), TEMPERATURE))[0]
 
 
+def require_shared_prefixes_change_no_bit(policy):
+    """A group of one prompt, one of whose responses goes on, and a branch of that."""
+    (long, *_, last) = sequences()
+    group = [long[:70] + tail for tail in (last, long[80:], [5, 6, 7], [5, 6, 9, 8], [])]
+    apart = PackedTokens.after_prompts(group, [60] * len(group), TEMPERATURE)
+    shared = share_prefixes(apart)
+    assert len(shared.tokens) < len(apart.tokens) / 3
+    with torch.no_grad():
+        assert torch.equal(policy(shared)[0], policy(apart)[0])
+
+
 def both(policy, operators=None):
     """The trainer's log-probabilities and the decode loop's."""
     with torch.no_grad():
@@ -90,6 +102,7 @@ def test_training_and_decoding_agree_before_and_after_a_step(architecture, dtype
     after, decoded = both(policy)
     assert after.isfinite().all() and torch.equal(after, decoded)
     assert not torch.equal(after, packed)
+    require_shared_prefixes_change_no_bit(policy)
 
 
 @pytest.mark.parametrize("architecture", REFUSED)

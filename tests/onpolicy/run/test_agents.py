@@ -136,7 +136,7 @@ def test_what_the_clock_had_fail_fails_again_in_a_run_that_was_killed(tmp_path, 
 def test_a_replay_whose_agent_says_something_else_ends_and_names_the_episode(tmp_path, monkeypatch):
     values = free_values("forks_by")
     Clock(2).run(tmp_path / "ran", **values)
-    monkeypatch.setattr("onpolicy.run.drawing.PATIENCE", 0.3)
+    monkeypatch.setattr("onpolicy.run.drawing.PATIENCE", 2.0)
     monkeypatch.setattr("tests.support.agents.hears", lambda index: f"other{index}")
     replay = str(journal_of(tmp_path / "ran"))
     with pytest.raises(OtherTokensError, match=r"^--replay.* prompt \d, sample \d: .*other\d"):

@@ -3,7 +3,7 @@
 import pytest
 
 from onpolicy.train.distributed import gather_micro_batches, sum_micro_batches
-from onpolicy.train.shares import pack
+from onpolicy.train.packing import pack
 from tests.support.ranks import on_ranks
 
 LENS = [90, 80, 70, 60, 50]

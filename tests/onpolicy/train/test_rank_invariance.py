@@ -2,7 +2,9 @@
 
 import pytest
 
+from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.supervised import supervised_loss, supervised_step
+from onpolicy.weights.rounding import round_weight
 from tests.support.branched import branched_samples
 from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, train, weights
@@ -15,6 +17,11 @@ UPDATES = 3
 """Of 8 samples: the last is of two, which leaves the third of three ranks without any."""
 
 CLIPPED = {"dtype": "bfloat16", "changes": {"trainer": {"clip_grad": 0.1}}}
+ROUNDED = {
+    "dtype": "bfloat16", "changes": {"engine": {"rollout_weight_format": "fp8_e4m3_block128"}}
+}  # fmt: skip
+"""Three ranks share the 208 rows of a matrix, of which 128 have a scale."""
+
 NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel_blocks": 0}}
 """But operators of an aligned contract, so that nothing but the order of sums is in question."""
 
@@ -62,11 +69,31 @@ def same(a, b):
         ("checkpoint", {"dtype": "float32"}),
         ("checkpoint", {"dtype": "bfloat16", "changes": ASKED}),
         ("mixture", CLIPPED),
+        ("checkpoint", ROUNDED),
     ],
-    ids=["float32", "without the mode, if asked", "experts, bfloat16, clipped"],
+    ids=["float32", "without the mode, if asked", "experts, bfloat16, clipped", "rounded weights"],
 )
 def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, settings):
     check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
+
+
+def round_own_rows(job):
+    """The weights of a trainer whose ranks make scales of their own rows."""
+
+    def round_own(masters):
+        for parameter in masters._rounded.values():
+            own = parameter.detach().to_local()
+            own.copy_(round_weight(own.bfloat16(), "fp8_e4m3_block128"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Masters, "round", round_own)
+        return weights(make(job))
+
+
+def test_a_scale_of_a_ranks_own_rows_has_other_bits(ranks, checkpoint):
+    job = Job(path=checkpoint, backend="fsdp", **ROUNDED)
+    alone, apart = (ranks[count].run(round_own_rows, job)[0] for count in (1, 3))
+    assert not equal(alone, apart)
 
 
 @pytest.mark.parametrize("whole_optimizer", [False, True])
@@ -93,14 +120,17 @@ def learn_episodes(job):
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce_plus_plus"])
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    ("backend", "shared"), [("fsdp", False), ("fsdp", True), ("megatron", False)]
+)
 def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
-    ranks, checkpoint, backend, estimator
+    ranks, checkpoint, backend, estimator, shared
 ):
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     algorithm = {"advantage_estimator": estimator, "loss_aggregation": "seq-mean-token-mean"}
-    changes = {"algorithm": algorithm, "trainer": {"max_tokens_per_gpu": 12}}
+    trainer = {"max_tokens_per_gpu": 12, "share_prefixes": shared}
+    changes = {"algorithm": algorithm, "trainer": trainer}
     job = Job(path=checkpoint, backend=backend, changes=changes)
     (metrics, alone), *others = (group.run(learn_episodes, job)[0] for group in ranks.values())
     assert metrics["train/grad_norm"] > 0 == metrics["parity/num_mismatched_tokens"]

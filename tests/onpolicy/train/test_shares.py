@@ -3,7 +3,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.train.shares import make_shares, pack, split_evenly, split_into_steps
+from onpolicy.train.packing import pack
+from onpolicy.train.shares import make_shares, split_evenly, split_into_steps
 from tests.support.samples import make_train_sample, with_trajectory
 
 

@@ -135,3 +135,13 @@ def test_an_attribution_has_contracts_of_its_own(argv):
     TOOLS["explain"](*argv)
     with pytest.raises(ConfigError, match=r"--attribution: .* Leave one of the two out"):
         TOOLS["explain"]("--attribution", "layers", *argv)
+
+
+def test_a_weight_format_is_for_commands_that_round():
+    asked = ("--rollout-weight-format", "int4")
+    for tool in TOOLS.values():
+        tool(*asked)
+    with pytest.raises(ConfigError, match=r"--rollout-weight-format=int4: .*the run that pushes"):
+        TOOLS["serve"](*asked, *STOCK)
+    with pytest.raises(ConfigError, match=r"--rollout-weight-format=int4: --attribution"):
+        TOOLS["explain"](*asked, "--attribution", "kinds")

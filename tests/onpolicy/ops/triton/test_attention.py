@@ -283,3 +283,28 @@ def test_chunks_put_together_in_another_order_are_found():
     assert turned
     torch.testing.assert_close(wrong, right, rtol=1e-5, atol=1e-6)
     assert not torch.equal(wrong, right)
+
+
+def test_keys_that_sequences_share_change_no_bit_and_have_the_sum_of_their_gradients():
+    """A prompt of 20 tokens, and answers of 15 and 9."""
+    path = [*range(20), *range(35, 44)]
+    rows = torch.tensor([*range(35), *path])
+    shared = AttentionLayout(
+        query_lens=(35, 9),
+        key_lens=(35, 29),
+        key_rows=torch.tensor([[*range(35)], path + [0] * 6]),
+        shares_keys=True,
+    )
+    inputs = [x.requires_grad_() for x in packed_inputs([44], (4, 2, 16, 16), torch.float32)]
+    whole = [x.detach()[rows].requires_grad_() for x in inputs]
+    rule = ScoreRule(0.25)
+    want = OPERATORS.attention(*whole, AttentionLayout.packed((35, 29)), rule)
+    asked = torch.tensor([*range(35), *range(55, 64)])  # the second prompt's queries are nobody's
+    got = OPERATORS.attention(*inputs, shared, rule)
+    assert torch.equal(got, want[asked])
+    grad = torch.randn(got.shape)
+    ours = torch.autograd.grad(got, inputs, grad)
+    theirs = torch.autograd.grad(want[asked], whole, grad)
+    for a, b in zip(ours, theirs, strict=True):
+        summed = torch.zeros_like(a).index_add_(0, rows, b)
+        torch.testing.assert_close(a, summed, rtol=1e-4, atol=1e-5)

@@ -20,6 +20,8 @@ from tests.support.clients import client_of
 
 KEY = {"Authorization": "Bearer the servers' own"}
 HI = {"role": "user", "content": "hi"}
+HANGS = 300
+"""Seconds after which an answer will not come."""
 
 
 class Engine:
@@ -61,13 +63,13 @@ def served(*engines, time_limit=100.0):
 
 
 def opened(url):
-    answer = requests.post(url, headers=KEY, timeout=10)
+    answer = requests.post(url, headers=KEY, timeout=HANGS)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def ended(url, session):
-    return requests.delete(f"{url}/{session['id']}", headers=KEY, timeout=10)
+    return requests.delete(f"{url}/{session['id']}", headers=KEY, timeout=HANGS)
 
 
 def client_to(session):
@@ -99,7 +101,7 @@ def test_a_client_acts_in_a_session_and_its_trajectories_are_returned_when_it_en
         dead = requests.get(
             f"{session['base_url']}/models",
             headers={"Authorization": f"Bearer {session['api_key']}"},
-            timeout=10,
+            timeout=HANGS,
         )
         assert dead.status_code == 401
 
@@ -109,10 +111,10 @@ def test_sessions_are_opened_and_ended_with_the_key_of_the_servers_alone():
         session = opened(url)
         for key in ("", session["api_key"], KEY["Authorization"][:-1]):
             wrong = {"Authorization": key}
-            assert requests.post(url, headers=wrong, timeout=10).status_code == 401
+            assert requests.post(url, headers=wrong, timeout=HANGS).status_code == 401
             at = f"{url}/{session['id']}"
-            assert requests.delete(at, headers=wrong, timeout=10).status_code == 401
-        unknown = requests.delete(f"{url}/other", headers=KEY, timeout=10)
+            assert requests.delete(at, headers=wrong, timeout=HANGS).status_code == 401
+        unknown = requests.delete(f"{url}/other", headers=KEY, timeout=HANGS)
         assert unknown.status_code == 404 and "no session 'other'" in unknown.text
 
 
@@ -123,7 +125,7 @@ def test_a_session_that_nobody_ends_ends_by_itself_and_is_forgotten_later():
             client.completions.create(model="policy", prompt="abc")
             models = f"{session['base_url']}/models"
             key = {"Authorization": f"Bearer {session['api_key']}"}
-            while requests.get(models, headers=key, timeout=10).status_code == 200:
+            while requests.get(models, headers=key, timeout=HANGS).status_code == 200:
                 time.sleep(0.05)
         while (answer := ended(url, session)).status_code == 200:
             assert len(answer.json()["trajectories"]) == 1

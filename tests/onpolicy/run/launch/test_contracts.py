@@ -79,6 +79,15 @@ def test_llama4_is_served_within_its_first_chunk_alone(aligned, tmp_path):
 SHARED = ["--dtype", "float32", "--row-parallel-blocks", "2", "--sglang-tp-size", "2"]
 
 
+def test_experts_that_lie_in_one_tensor_are_not_rounded(tmp_path):
+    path = make_checkpoint(tmp_path / "model", "gpt-oss")
+    argv = ["--hf-checkpoint", str(path), "--rollout-weight-format", "int3"]
+    with pytest.raises(
+        ConfigError, match=r"--rollout-weight-format=int3: .*all experts of a layer"
+    ):
+        contract_for(parse(ServeConfig, argv, "x"), load_config(str(path)), aligned=True)
+
+
 def test_every_command_makes_the_same_contract_of_the_same_flags(checkpoint):
     """A run finds a server of `onpolicy serve` under its own contract, and verify measures it."""
     hf_config = load_config(str(checkpoint))

@@ -1,0 +1,86 @@
+"""Packed sequences in which a beginning that several have is computed once.
+
+Tokens that follow the same tokens from the beginning of their sequences on are one row of the model's
+pass: the prompt of a group, or what the turns and branches of an agent have in common. In attention a
+sequence's own tokens are queries over the keys of its whole path, as a rollout engine computes what
+comes after a cached prefix. The operators are row-invariant, so every log-probability keeps its bits.
+Gradients of shared rows are summed in the order of the sequences (`ops/shared_rows.py`): the same
+mathematics, and other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from onpolicy.models.policy import PackedTokens
+from onpolicy.models.token_labels import token_labels
+from onpolicy.ops import AttentionLayout
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """Which row each of T tokens has, and what the rows are."""
+
+    rows: list[int]
+    """[T]"""
+
+    firsts: list[int]
+    """The first token that each row stands for."""
+
+    own: list[int]
+    """Tokens of each sequence that no earlier one has: its last ones."""
+
+    @staticmethod
+    def of(labels: Sequence[Hashable], lens: Sequence[int]) -> _Paths:
+        """Those of sequences laid end to end, by what tokens must have in common to be one row."""
+        paths = _Paths([], [], [])
+        known: dict[tuple[int, Hashable], int] = {}
+        start = 0
+        for length in lens:
+            row, before = -1, len(paths.firsts)
+            for token in range(start, start + length):
+                row = known.setdefault((row, labels[token]), len(paths.firsts))
+                if row == len(paths.firsts):
+                    paths.firsts.append(token)
+                paths.rows.append(row)
+            paths.own.append(len(paths.firsts) - before)
+            start += length
+        return paths
+
+
+def share_prefixes(batch: PackedTokens) -> PackedTokens:
+    """The same tokens asked of whole sequences laid end to end, T' rows in the place of T.
+
+    A row may then be asked several times: that of a prompt's last token, by each of its responses.
+    """
+    lens = batch.layout.query_lens
+    experts = batch.routed_experts
+    labels = token_labels(batch.tokens.tolist(), None if experts is None else experts.cpu().numpy())
+    paths = _Paths.of(labels, lens)
+    if len(paths.firsts) == len(paths.rows):
+        return batch
+    device = batch.tokens.device
+    rows, firsts = (torch.tensor(x, device=device) for x in (paths.rows, paths.firsts))
+    return replace(
+        batch,
+        tokens=batch.tokens[firsts],
+        positions=batch.positions[firsts],
+        layout=_layout(rows.split(list(lens)), paths.own),
+        rows=rows[batch.rows],
+        routed_experts=None if experts is None else experts[firsts],
+    )
+
+
+def _layout(paths: Sequence[torch.Tensor], own: Sequence[int]) -> AttentionLayout:
+    """The layout of sequences by the rows of all their tokens, the last of which are their own."""
+    asked = [(path, count) for path, count in zip(paths, own, strict=True) if count]
+    return AttentionLayout(
+        query_lens=tuple(count for _, count in asked),
+        key_lens=tuple(len(path) for path, _ in asked),
+        key_rows=pad_sequence([path for path, _ in asked], batch_first=True),
+        shares_keys=True,
+    )

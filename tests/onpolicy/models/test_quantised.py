@@ -1,0 +1,60 @@
+"""A checkpoint of rounded weights, as transformers reads it."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from onpolicy.cli.main import main
+from onpolicy.weights.rounding import is_rounded, round_weight
+from tests.support.tiny import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Its weights are bfloat16, as those in a checkpoint's `hf` are."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    path = make_checkpoint(tmp_path_factory.mktemp("made") / "model", "qwen3", **sizes)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    return path
+
+
+def exported(source, target, *argv):
+    return main(["export", "--hf-checkpoint", str(source), "--output", str(target), *argv])
+
+
+def loaded(path):
+    whole = CompressedTensorsConfig(run_compressed=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=whole
+    )
+    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("weight_format", ["int3", "int4_group128", "int8", "fp8_e4m3"])
+def test_transformers_loads_the_bits_that_a_run_computes_with(source, tmp_path, weight_format):
+    assert exported(source, tmp_path / "out", "--quantised", weight_format) == 0
+    found, stored = loaded(tmp_path / "out"), load_file(source / "model.safetensors")
+    for name, weight in stored.items():
+        taken = is_rounded(name, weight)
+        wanted = round_weight(weight, weight_format) if taken else weight
+        assert torch.equal(found[name], wanted), name
+        assert torch.equal(wanted, weight) != taken
+    sizes = [
+        sum(f.stat().st_size for f in p.glob("*.safetensors")) for p in (tmp_path / "out", source)
+    ]
+    assert sizes[0] < 0.85 * sizes[1]
+
+
+def test_what_cannot_be_written_is_refused(source, checkpoint, tmp_path, capsys):
+    assert exported(source, tmp_path / "out") == 2
+    assert "--quantised is missing" in capsys.readouterr().err
+    assert exported(source, tmp_path, "--quantised", "int4") == 2
+    assert "is there already" in capsys.readouterr().err
+    assert exported(checkpoint, tmp_path / "out", "--quantised", "int4_group128") == 2
+    assert "down_proj.weight has 208 input channels" in capsys.readouterr().err
+    mixture = make_checkpoint(tmp_path / "mixture", "qwen3-moe")
+    assert exported(mixture, tmp_path / "out", "--quantised", "int4") == 2
+    assert "has experts" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,136 @@
+"""Prefixes computed once: the same log-probabilities, and gradients that are the same sum."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from onpolicy.models.policy import PackedTokens
+from onpolicy.models.shared_prefixes import share_prefixes
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.shared_rows import SharedRows
+from tests.onpolicy.models.test_policy import load_policy, random_sequences
+from tests.support.tiny import make_checkpoint
+
+PROMPT, OTHER, A, B, C = random_sequences([70, 40, 30, 9, 5])
+
+GROUPS = [
+    *(PROMPT + tail for tail in (A, B, C, A)),  # one response was sampled twice
+    OTHER + A,
+    OTHER + B,
+]
+AGENT = [PROMPT + A + B, PROMPT + A, PROMPT + A + C, PROMPT + A + C + B, OTHER]
+
+
+def packed(sequences, **more):
+    """All tokens but the first are asked for, as an agent's may be that several trajectories have."""
+    asked = [[i > 0 for i in range(len(s))] for s in sequences]
+    temperatures = [[0.7] * (len(s) - 1) for s in sequences]
+    return PackedTokens.pack(sequences, asked, temperatures, **more)
+
+
+def scores_and_gradients(policy, batch):
+    """Log-probabilities, and the gradients of a loss in which every token has another weight."""
+    policy.zero_grad()
+    log_probs = policy(batch)[0]
+    (log_probs * torch.linspace(-1, 2, len(log_probs))).sum().backward()
+    return log_probs.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+
+
+def distance(ours, theirs):
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
+def policy(request, tmp_path_factory):
+    return load_policy(make_checkpoint(tmp_path_factory.mktemp("model"), request.param))
+
+
+@pytest.mark.parametrize("sequences", [GROUPS, AGENT], ids=["groups", "an agent's branches"])
+def test_log_probs_are_the_same_bits_and_gradients_the_same_sum(policy, sequences):
+    apart = packed(sequences)
+    shared = share_prefixes(apart)
+    distinct = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
+    assert len(shared.tokens) == len(distinct) < len(apart.tokens)
+    want, theirs = scores_and_gradients(policy, apart)
+    got, ours = scores_and_gradients(policy, shared)
+    assert torch.equal(got, want)
+    assert distance(ours, theirs) < 1e-6
+    again, repeated = scores_and_gradients(policy, share_prefixes(packed(sequences)))
+    assert torch.equal(again, got)
+    assert all(torch.equal(a, b) for a, b in zip(repeated, ours, strict=True))
+
+
+def test_threads_change_no_bit_of_a_gradient(policy, monkeypatch):
+    monkeypatch.setattr("onpolicy.ops.cpu.threads.MIN_PARALLEL_FLOPS", 0)
+    _, ours = scores_and_gradients(policy, share_prefixes(packed(GROUPS)))
+    policy.use(CpuOperators(3))
+    _, of_three = scores_and_gradients(policy, share_prefixes(packed(GROUPS)))
+    policy.use(CpuOperators(1))
+    assert all(torch.equal(a, b) for a, b in zip(of_three, ours, strict=True))
+
+
+def test_a_token_that_sees_a_siblings_is_found(policy):
+    apart, shared = packed(GROUPS), share_prefixes(packed(GROUPS))
+    rows = shared.layout.key_rows.clone()
+    rows[1, len(PROMPT)] = rows[0, len(PROMPT)]  # B's first token is A's
+    wrong = replace(shared, layout=replace(shared.layout, key_rows=rows))
+    with torch.no_grad():
+        assert not torch.equal(policy(wrong)[0], policy(apart)[0])
+
+
+def counted_once(self, grad, count):
+    total = grad.new_zeros(count, *grad.shape[1:])
+    total[self.rows] = grad
+    return total
+
+
+def as_they_arrive(self, grad, count):
+    total = grad.new_zeros(count, *grad.shape[1:])
+    for read, lie in reversed(self.runs):
+        total[lie] += grad[read]
+    return total
+
+
+def test_rows_that_are_counted_once_or_summed_in_another_order_are_found(policy, monkeypatch):
+    shared = share_prefixes(packed(GROUPS))
+    _, ours = scores_and_gradients(policy, shared)
+    monkeypatch.setattr(SharedRows, "add_up", counted_once)
+    _, once = scores_and_gradients(policy, shared)
+    assert distance(once, ours) > 1e-2
+    monkeypatch.setattr(SharedRows, "add_up", as_they_arrive)
+    _, arrived = scores_and_gradients(policy, shared)
+    assert distance(arrived, ours) < 1e-6
+    assert not all(torch.equal(a, b) for a, b in zip(arrived, ours, strict=True))
+
+
+def experts_of(sequence, seed):
+    """Two of six experts in each of two layers, of all tokens but the last."""
+    generator = np.random.default_rng(seed)
+    chosen = [generator.permutation(6)[:2] for _ in range(2 * (len(sequence) - 1))]
+    return np.array(chosen, dtype=np.int32).reshape(len(sequence) - 1, 4)
+
+
+def test_tokens_are_shared_that_take_the_same_experts(tmp_path):
+    policy = load_policy(make_checkpoint(tmp_path, "qwen3-moe"))
+    first = experts_of(PROMPT + A, seed=0)
+    second = np.concatenate([first[: len(PROMPT)], experts_of([*B, 0], seed=1)[:-1]])
+    third = experts_of(PROMPT + C, seed=2)
+    sequences = [PROMPT + A, PROMPT + B, PROMPT + C]
+    apart = packed(sequences, routed_experts=[first, second, third])
+    shared = share_prefixes(apart)
+    assert len(shared.tokens) == len(PROMPT) + len(A) + len(B) + len(third) + 1
+    with torch.no_grad():
+        want = policy(apart)[0]
+        assert torch.equal(policy(shared)[0], want)
+        assert policy.replay.counts()["routing/num_replayed"] == 2 * (len(shared.tokens) - 3)
+        own = policy(apart.with_own_routing())[0]
+        assert torch.equal(policy(shared.with_own_routing())[0], own)
+        assert not torch.equal(own, want)
+
+
+def test_sequences_that_share_nothing_stay_as_they_are():
+    batch = packed([A, B])
+    assert share_prefixes(batch) is batch
