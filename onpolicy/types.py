@@ -30,6 +30,9 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other fields."""
 
+    messages: list[dict[str, Any]] | None = None
+    """What the chat template was applied to; None: it was text."""
+
     rule: str = ""
     """The rule of `onpolicy/rewards` that scores its responses; empty: that of the run."""
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageColor
 from onpolicy.cli.main import main
 from onpolicy.explain.text import told
 from onpolicy.report.explanation import render
-from tests.onpolicy.report.test_episodes import given, sample, sampled
+from tests.onpolicy.report.test_episodes import FAILED, given, sample, sampled
 from tests.support.explained import RESULT
 from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run, write_run
 
@@ -261,7 +261,8 @@ def test_the_page_of_explain_is_seen(browser, tmp_path):
 
 
 def test_the_page_of_episodes_lists_them_and_colours_their_tokens(browser, tmp_path):
-    """By reward and by fault; one that is chosen shows its turns, its branch, and its tokens."""
+    """By reward and by fault; one that is chosen shows its turns, its branch, and its tokens. What
+    failed is there too, and the page of several runs links it."""
     directory = write_run(tmp_path / "run", [])
     tokens = {"texts": ["2", HOSTILE], "log_probs": [-3.0, 0.0], "advantages": [-1.0, 1.0]}
     turns = [given("1+1=", 4), sampled(f"2{HOSTILE}", 2)]
@@ -271,8 +272,11 @@ def test_the_page_of_episodes_lists_them_and_colours_their_tokens(browser, tmp_p
     (tmp_path / "run" / "samples").mkdir()
     file = tmp_path / "run" / "samples" / "rollout_000003.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["episodes", directory, "--output", str(tmp_path / "page.html")]) == 0
+    failed = json.dumps(sample(**FAILED | {"attempt": 7})) + "\n"
+    file.with_name("failed_rollout_000003.jsonl").write_text(failed)
+    assert main(["report", directory, "--episodes", "--output", str(tmp_path / "page.html")]) == 0
     browser.get((tmp_path / "page.html").as_uri())
+    browser.find_element("link text", "episodes").click()
 
     def listed():
         rows = browser.find_elements("css selector", "tr[data-episode]")
@@ -283,7 +287,15 @@ def test_the_page_of_episodes_lists_them_and_colours_their_tokens(browser, tmp_p
         place = browser.find_element("css selector", f"#filters {control}")
         browser.execute_script(script, place, value)
 
-    assert listed() == ["0", "1", "2"]
+    assert listed() == ["7", "0", "1", "2"]
+    set_to('[data-name="faults"]', "= failed: died")
+    assert listed() == ["7"]
+    browser.find_element("css selector", "tr[data-episode]").click()
+    assert FAILED["message"] in browser.find_element("id", "shown").text
+    set_to('[data-name="reward"][data-side="1"]', "9")  # it has none
+    assert listed() == []
+    set_to('[data-name="reward"][data-side="1"]', "")
+    set_to('[data-name="faults"]', "")
     set_to('[data-name="reward"][data-side="-1"]', "0.5")
     assert listed() == ["0", "2"]
     set_to('[data-name="faults"]', "= truncated")

@@ -18,17 +18,24 @@ from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
     EngineCountConfig,
+    SamplersConfig,
     ServerConfig,
     ServersConfig,
     WeightSync,
     WeightSyncConfig,
 )  # fmt: skip
-from onpolicy.config.groups.evaluation import NEVER_BEST, EvalConfig, EvalSet, sets_of
-from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
+from onpolicy.config.groups.evaluation import (
+    NEVER_BEST,
+    EvalConfig,
+    EvalSet,
+    EvalSetsConfig,
+    sets_of,
+)
+from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
 from onpolicy.config.groups.reward import RewardConfig
-from onpolicy.config.groups.rollout import RolloutConfig
+from onpolicy.config.groups.rollout import RolloutConfig, SamplingConfig
 from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
 
 __all__ = [
@@ -46,6 +53,7 @@ __all__ = [
     "EngineCountConfig",
     "EvalConfig",
     "EvalSet",
+    "EvalSetsConfig",
     "FallbackConfig",
     "GovernorFlags",
     "HostsConfig",
@@ -57,6 +65,9 @@ __all__ = [
     "ParityConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RowsConfig",
+    "SamplersConfig",
+    "SamplingConfig",
     "ServerConfig",
     "ServersConfig",
     "SessionsConfig",

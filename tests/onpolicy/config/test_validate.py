@@ -60,6 +60,9 @@ def test_the_mode_takes_layouts_whose_gradients_have_no_order():
         (["--sglang-dtype", "float16"], "--sglang-dtype: .*Use --dtype"),
         (["--hf-checkpoint", ""], "--hf-checkpoint is missing"),
         ([*IN_STAGES, "--rank-invariant"], "--megatron-pp=2: with --rank-invariant .*one micro-batch"),
+        (["--share-prefixes"], "--share-prefixes.*Add --true-on-policy-mode"),
+        (["--share-prefixes", "--true-on-policy-mode", "--train-backend", "megatron"],
+            "--train-backend megatron computes whole sequences"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
