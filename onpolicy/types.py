@@ -121,6 +121,9 @@ class Sample:
     """What the reward function read of the response, to vote by; empty if it found nothing, None if it
     does not say."""
 
+    has_failed: bool = False
+    """Whether what was to score it failed: a reward that it has no other number of is 0."""
+
     is_rewarded: bool = False
     """Whether the episode said its reward itself, so that no reward function is asked."""
 

@@ -41,6 +41,7 @@ class TrainConfig:
     distillation: groups.DistillationConfig = field(default_factory=groups.DistillationConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
     trainer: groups.TrainerConfig = field(default_factory=groups.TrainerConfig)
+    lora: groups.LoraConfig = field(default_factory=groups.LoraConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
     parity: groups.ParityConfig = field(default_factory=groups.ParityConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
@@ -102,6 +103,12 @@ class TrainConfig:
         """That of the objective's paper if none is asked for: GSPO's is a mean over sequences."""
         own = OBJECTIVES[self.algorithm.policy_loss].aggregation
         return self.algorithm.loss_aggregation or own
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether a reference policy has weights of its own; what adapters are beside has none."""
+        is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint
+        return self.algorithm.reads_reference and not is_base
 
     @property
     def critic_checkpoint(self) -> str:

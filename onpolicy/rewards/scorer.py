@@ -177,6 +177,8 @@ class Scorer:
         """
         pairs = list(zip(samples, answers, strict=True))
         failed = [(s, answer) for s, answer in pairs if isinstance(answer, Failure)]
+        for sample, _ in failed:
+            sample.has_failed = True
         broken = [(sample, failure) for sample, failure in failed if not failure.is_late]
         metrics["rollout/reward_timeouts"] += len(failed) - len(broken)
         metrics["rollout/reward_errors"] += len(broken)

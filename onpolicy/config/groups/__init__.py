@@ -32,6 +32,7 @@ from onpolicy.config.groups.evaluation import (
     sets_of,
 )
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
+from onpolicy.config.groups.lora import LoraConfig
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
 from onpolicy.config.groups.reward import RewardConfig
@@ -57,6 +58,7 @@ __all__ = [
     "FallbackConfig",
     "GovernorFlags",
     "HostsConfig",
+    "LoraConfig",
     "LossAggregation",
     "MegatronConfig",
     "ModelConfig",

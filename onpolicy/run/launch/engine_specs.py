@@ -92,7 +92,7 @@ def rollout_spec(
             "--colocate: this machine has no GPU that a server and the trainer could share; on a CPU "
             "they share cores and memory anyway. Leave it out."
         )
-    size = ModelSize.of(hf_config, config.model.trust_remote_code)
+    size = ModelSize.of(hf_config, config.model.trust_remote_code, contract.adapter)
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     fraction = RunMemory(config, hf_config, spec, size).fraction(gpu_bytes)
     return replace(spec, memory_fraction=fraction)

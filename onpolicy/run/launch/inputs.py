@@ -134,7 +134,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         if not (config.cluster.ray_address or config.dry_run):
             placement_here(config, ladder.contract)
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
-        size = ModelSize.of(hf_config, trust)
+        size = ModelSize.of(hf_config, trust, ladder.contract.adapter)
         require_run_fits(config, hf_config, spec, size)
         require_transport(config, ladder.contract)
         flags.require_passed()
