@@ -59,11 +59,10 @@ class Ladder:
         too.
         """
         flags, plan = self.config.fallback, self.config.plan
+        if plan.bypasses_lag:
+            return replace(flags, use_rollout_logprobs=True)
         if self._governor is None:
-            bypass = flags.use_rollout_logprobs or plan.bypasses_lag
-            return replace(
-                flags, use_tis=flags.use_tis or plan.weighs_lag, use_rollout_logprobs=bypass
-            )
+            return replace(flags, use_tis=True) if plan.weighs_lag else flags
         height = RUNGS.index(self._governor.rung)
         weighs = height >= 1 or plan.weighs_lag
         flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)

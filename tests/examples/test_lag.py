@@ -52,7 +52,8 @@ def test_what_was_recorded_is_in_the_plan_with_its_command_and_no_token_mismatch
 
     runs = {run.name: run for run in learning.plan()}
     for name, record in learning.read_records().items():
-        assert record["command"] == " ".join(runs[name].command)
+        # Corrected was the default when the runs were made.
+        assert record["command"] == " ".join(runs[name].command).removesuffix(" --use-tis")
         assert record["mismatched_tokens"] == 0
 
 

@@ -68,6 +68,8 @@ def check(*argv):
         ([*LAG, *REINFORCE, "--true-on-policy-mode"],
          r"--policy-loss=reinforce: with --use-rollout-logprobs nothing would correct"),
         ([*LAG, *BYPASS, "--tis-level", "sequence"], r"--tis-level=sequence: only --use-tis reads it"),
+        ([*LAG, "--true-on-policy-mode", "--tis-upper-bound", "5"],
+         r"--tis-upper-bound=5.0: only --use-tis, .* reads it"),
         ([*LAG, "--tis-mode", "clip", "--tis-upper-bound", "0.5"],
          r"--tis-upper-bound=0.5: --tis-mode clip bounds below"),
         (["--dynamic-sampling", "--filter-equal-rewards"],
@@ -112,7 +114,7 @@ def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):
         ["--use-kl-loss", "--use-unbiased-kl", "--kl-loss-type", "low_var_kl"],
         ["--use-kl-loss", "--use-rs", "--rejected-in-kl"],
         [*LAG, "--true-on-policy-mode", "--use-tis", "--tis-level", "sequence"],
-        [*LAG, "--true-on-policy-mode", "--tis-upper-bound", "5"],
+        [*LAG, "--true-on-policy-mode", "--use-tis", "--tis-upper-bound", "5"],
         [*LAG, "--true-on-policy-mode", *BYPASS],
         [*LAG, "--rollout-segment-tokens", "64", "--over-sampling-batch-size", "40"],
         [
