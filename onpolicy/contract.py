@@ -105,6 +105,19 @@ class OperatorShapes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShape:
+    """Low-rank adapters beside frozen linears (`onpolicy/models/adapters.py`)."""
+
+    rank: int
+
+    scale: float
+    """What an adapter adds is multiplied by it, in float32."""
+
+    targets: tuple[str, ...]
+    """The last parts of the names of the linears that have one, sorted. Example: ("q_proj", "v_proj")"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsContract:
     """What the rollout engine and the trainer must agree on, and the operators that keep it."""
 
@@ -149,6 +162,9 @@ class NumericsContract:
     layers: tuple[str, ...] = ()
     """The decoder layers, by their numbers from "0" on, and OUTSIDE, in which a partial contract aligns
     its kinds; in the others they are each engine's own. Empty: everywhere."""
+
+    adapter: AdapterShape | None = None
+    """The adapters that both engines have; None: the model alone."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -200,6 +216,9 @@ class NumericsContract:
             shapes["layer_norm"] = tuple(shapes["layer_norm"])
             shapes["row_linear"] = tuple(map(tuple, shapes["row_linear"]))
             shapes["experts"] = tuple(map(tuple, shapes["experts"]))
+            if record["adapter"]:
+                targets = tuple(record["adapter"].pop("targets"))
+                record["adapter"] = AdapterShape(**record["adapter"], targets=targets)
             return NumericsContract(shapes=OperatorShapes(**shapes), **record)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ContractError(

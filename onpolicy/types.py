@@ -30,6 +30,9 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other fields."""
 
+    messages: list[dict[str, Any]] | None = None
+    """What the chat template was applied to; None: it was text."""
+
     rule: str = ""
     """The rule of `onpolicy/rewards` that scores its responses; empty: that of the run."""
 
@@ -117,6 +120,9 @@ class Sample:
     answer: str | None = None
     """What the reward function read of the response, to vote by; empty if it found nothing, None if it
     does not say."""
+
+    has_failed: bool = False
+    """Whether what was to score it failed: a reward that it has no other number of is 0."""
 
     is_rewarded: bool = False
     """Whether the episode said its reward itself, so that no reward function is asked."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from onpolicy.contract import KINDS, NumericsContract
+from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import align_modules
 from onpolicy.models.layers import follow_layers, hand_on_keywords
 from onpolicy.ops import Operators
@@ -38,6 +39,7 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         registry.report["self_check"] = checked
         if fuses and not contract.is_partial:
             fuse(runner, operators)
+        add_adapters(runner.model.model, operators, contract.adapter)
         return result
 
     own_norms = keep_norms(contract) if contract.aligns("norm") else set()

@@ -15,6 +15,7 @@ from onpolicy.contract import (
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
+    classifier,
     configurations,
     cpu,
     determinism,
@@ -81,6 +82,7 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     head_sizes.install(contract)
     if contract.aligns("linear", OUTSIDE):
         lm_head.install(operators)
+        classifier.install(operators)
     if contract.aligns("attention"):
         pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
         if contract.device == "cpu":

@@ -37,7 +37,7 @@ def install(contract: NumericsContract) -> None:
         decoder = runner.model.model
         trainers = trainers_model(decoder.config)
         use_cpu_buffers(decoder, trainers)
-        if contract.aligns("linear", OUTSIDE):
+        if contract.aligns("linear", OUTSIDE) and runner.model.logits_processor is not None:
             use_logits_rule(runner.model.logits_processor, trainers)
         return result
 

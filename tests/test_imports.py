@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "outputs": GROUND,
     "report": GROUND | {"outputs"},
     "rollout": GROUND | {"models"},
-    "rewards": GROUND,
+    "rewards": GROUND | {"models"},
     "train": GROUND | {"algorithm", "compat", "ops", "models", "parity", "weights"},
 }
 """Rooms of onpolicy below the ones that compose; those may import anything."""

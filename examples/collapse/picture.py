@@ -1,19 +1,22 @@
 """Draws runs over each other: the reward of solvable problems, and how far the engines are apart.
 
-    python examples/collapse/picture.py OUT.png NAME=PATH ...
+    python examples/collapse/picture.py OUT.png NAME=PATH[,PATH...] ...
 
-NAME: aligned, or like int3-nothing. PATH: a run's directory, or a record of the study.
+NAME: aligned, or like int3-nothing. PATH: a run's directory, or a record of the study; of several each
+is a thin line, and their mean a bold one.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from records import read_curves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
@@ -35,20 +38,34 @@ def title(name: str) -> str:
     return f"{weights} rollout weights, {CORRECTIONS.get(arm, arm)}"
 
 
+def draw(axis: Axes, seeds: list[list[float]], label: str, color: str) -> None:
+    """The curves of a case's seeds, and their mean where there are several."""
+    curves = [smooth(values, SMOOTH) for values in seeds]
+    for curve in curves if len(curves) > 1 else []:
+        axis.plot(curve, color=color, alpha=0.35, linewidth=0.8)
+    axis.plot([fmean(each) for each in zip(*curves, strict=True)], color=color, label=label)
+
+
 def main(image: str, *named: str) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
-    for name, path in (pair.split("=", 1) for pair in named):
-        curves = read_curves(Path(path))
-        (reward,) = left.plot(smooth(curves["reward"], SMOOTH), label=title(name))
-        if any(curves["k3"]):
-            right.semilogy(smooth(curves["k3"], SMOOTH), color=reward.get_color())
+    for number, (name, paths) in enumerate(pair.split("=", 1) for pair in named):
+        seeds = [read_curves(Path(path)) for path in paths.split(",")]
+        draw(left, [curves["reward"] for curves in seeds], title(name), f"C{number}")
+        if any(seeds[0]["k3"]):
+            draw(right, [curves["k3"] for curves in seeds], title(name), f"C{number}")
+    right.set_yscale("log")
     left.set_title("reward on solvable problems")
     left.set_ylim(0, 1.02)
     right.set_title("how far the engines are apart: k3 per token, in nats")
     for axis in (left, right):
         axis.set_xlabel("rollout")
         axis.grid(alpha=0.3)
-    figure.legend(loc="lower center", ncols=len(named), frameon=False)
+    figure.legend(
+        handles=left.get_legend_handles_labels()[0],
+        loc="lower center",
+        ncols=len(named),
+        frameon=False,
+    )
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(image, dpi=150)
     print(image)

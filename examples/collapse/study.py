@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from records import read_curves
@@ -44,7 +46,8 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "lr_2e-3": ({}, ("--lr", "2e-3")),
     "two_steps": ({}, ("--global-batch-size", "48")),
     "lag_2": ({}, ("--rollout-lag", "2", "--no-correct-lag")),
-    "lag_2_weighed": ({}, ("--rollout-lag", "2")),
+    "lag_2_weighed": ({}, ("--rollout-lag", "2", "--use-tis")),
+    "lag_2_bypass": ({}, ("--rollout-lag", "2")),
     "64_digits": ({"DIGITS": "64"}, ()),
     "8_experts": ({"EXPERTS": "8"}, ()),
     "8_experts_replayed": ({"EXPERTS": "8"}, ("--use-rollout-routing-replay",)),
@@ -52,8 +55,8 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "kv_e5m2": ({}, ("--sglang-kv-cache-dtype", "fp8_e5m2")),
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
-two optimizer steps a rollout; stale weights, as they are, and weighed as is the default; longer
-answers; a mixture of experts; a cache of keys and values in FP8."""
+two optimizer steps a rollout; stale weights, as they are, weighed, and in bypass as is the default;
+longer answers; a mixture of experts; a cache of keys and values in FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,16 +138,30 @@ def carry_out(run: Run) -> None:
     directory, start = WORK / run.name, time.time()
     environment = {**os.environ, **run.variables, "WORK_DIR": str(WORK), "RUN_DIR": str(directory)}
     subprocess.run([HERE / "train.sh", *run.arguments], env=environment, check=True)
-    write_record(run, directory, time.time() - start)
+    write_record(run, directory, start, time.time() - start)
 
 
-def write_record(run: Run, directory: Path, seconds: float) -> None:
+def surroundings(start: float) -> dict[str, str]:
+    """When a run began, on which processor, and from which revision of the sources."""
+    root, cpus = HERE.parents[1], Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    return {
+        "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
+        "machine": next(named, platform.processor()),
+        "revision": subprocess.run(describe, capture_output=True, text=True).stdout.strip(),
+    }
+
+
+def write_record(run: Run, directory: Path, start: float, seconds: float) -> None:
     curves = read_curves(directory)
     if len(curves["reward"]) != run.rollouts:
         raise ValueError(f"{directory}: {len(curves['reward'])} rollouts, not {run.rollouts}.")
     shown = " ".join(f"{name}={value}" for name, value in run.variables.items())
     record = {
         "command": f"{shown} examples/collapse/train.sh {' '.join(run.arguments)}",
+        **surroundings(start),
         "seconds": round(seconds),
         "curves": curves,
     }

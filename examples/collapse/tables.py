@@ -1,4 +1,4 @@
-"""Writes the table of the study into docs/collapse.md, from the records that there are."""
+"""Writes the tables of the study into docs/collapse.md, from the records that there are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from statistics import fmean, median
 
+import significance
 from records import read_curves, summary
 from study import RESULTS, Run, plan, record_of
 
@@ -55,14 +56,25 @@ def row(engine: str, arm: str, runs: list[Run]) -> list[str]:
     ]
 
 
-def with_table(page: str) -> str:
-    """The page with the table of the records that there are now."""
+def with_tables(page: str) -> str:
+    """The page with the tables of the records that there are now."""
     rows = [row(*case, runs) for case, runs in cases().items()]
-    return between(page, "records", table(COLUMNS, rows))
+    curves = {case: [read_curves(record_of(run)) for run in runs] for case, runs in cases().items()}
+    ends = {case: [summary(each)["reward"] for each in seeds] for case, seeds in curves.items()}
+    tables = {
+        "records": table(COLUMNS, rows),
+        "differences": table(significance.COLUMNS, significance.differences(ends)),
+        "collapses": table(
+            ("engine", "arm", *significance.DEFINITIONS), significance.collapses(curves)
+        ),
+    }
+    for mark, text in tables.items():
+        page = between(page, mark, text)
+    return page
 
 
 def main() -> None:
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(with_tables(PAGE.read_text()))
     print(f"{PAGE}: {len(list(RESULTS.glob('*.json')))} records of {len(list(plan()))} runs")
 
 

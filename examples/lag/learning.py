@@ -31,11 +31,12 @@ WORK = Path(os.environ.get("WORK_DIR", ROOT / "runs" / "lag"))
 SEEDS = range(3)
 LAGS = (1, 2, 4)
 ARMS = {
-    "corrected": [],
+    "corrected": ["--use-tis"],
     "uncorrected": ["--no-correct-lag"],
     "bypass": ["--use-rollout-logprobs"],
 }
-"""What is done about samples of earlier weights, and its flags; the first is the default."""
+"""What is done about samples of earlier weights, and its flags. When the runs were made the first was
+the default, and its flags were none; `bypass` is by now."""
 
 CURVES = (
     "rollout/raw_reward", "rollout/response_length", "train/grad_norm", "train/entropy",

@@ -24,6 +24,12 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     """
     config = parse(config_class, argv, prog)
     validate(config)
+    begin_with(config)
+    return config
+
+
+def begin_with(config: Any) -> None:
+    """Raise ConfigError if the logs or the result of a configuration could not be written; and log."""
     if run_dir := getattr(config, "run_dir", ""):
         require_directory("--run-dir", run_dir)
     for name in ("json", "html"):
@@ -31,7 +37,6 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
             require_writable(f"--{name}", file)
     configure_logging()
     logger.info("loading PyTorch and transformers")
-    return config
 
 
 def put_out(result: dict[str, Any], json_file: str) -> None:

@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "reinforcement learning with rollout and training engines that agree bit for bit",
     "data": "a first look at prompts: rows, fields, lengths, what a run would refuse",
     "sft": "supervised fine-tuning: learn given answers, by the trainer of `train`",
+    "eval": "evaluate a checkpoint alone, to the numbers that its run would have recorded",
     "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
     "explain": "name the operator and the layer that make the two engines differ",
     "bench": "aligned and stock operators side by side: `bench rollout`, `decode`, `step`, `loop`",

@@ -45,6 +45,9 @@ class RunPlan:
     weighs_lag: bool = False
     """Whether samples of earlier weights are weighed, since nothing else is done about them."""
 
+    bypasses_lag: bool = False
+    """Whether their ratio is to the policy that sampled them instead, as in PPO."""
+
     may_come_on: tuple[str, ...] = ()
     """Switches whose settings are read though they may be off: those of the governor and of samples that
     lag, and all where a function of the user's own is handed them."""

@@ -79,6 +79,11 @@ def decides_results(flag: Flag) -> bool:
 def validate(config: Any) -> None:
     """Raise ConfigError for the first value of a command's flags that breaks a rule."""
     require_ranges(config)
+    require_sense(config)
+
+
+def require_sense(config: Any) -> None:
+    """Raise ConfigError for the first flag that contradicts others, or that nothing would read."""
     for message in _contradictions(config):
         raise ConfigError(message)
     sglang_flags.validate(config.sglang_args, config.plan.aligned_by)

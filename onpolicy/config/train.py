@@ -41,6 +41,7 @@ class TrainConfig:
     distillation: groups.DistillationConfig = field(default_factory=groups.DistillationConfig)
     fallback: groups.FallbackConfig = field(default_factory=groups.FallbackConfig)
     trainer: groups.TrainerConfig = field(default_factory=groups.TrainerConfig)
+    lora: groups.LoraConfig = field(default_factory=groups.LoraConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
     parity: groups.ParityConfig = field(default_factory=groups.ParityConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
@@ -84,6 +85,15 @@ class TrainConfig:
         return self.samples_per_rollout // self.global_batch_size
 
     @property
+    def has_ratio(self) -> bool:
+        """Whether the objective has a ratio to an old policy that may differ from 1."""
+        algorithm = self.algorithm
+        return (
+            OBJECTIVES[algorithm.policy_loss].ratio != "none"
+            and not algorithm.force_on_policy_ratio
+        )
+
+    @property
     def eps_clip_high(self) -> float:
         high = self.algorithm.eps_clip_high
         return self.algorithm.eps_clip if high is None else high
@@ -93,6 +103,12 @@ class TrainConfig:
         """That of the objective's paper if none is asked for: GSPO's is a mean over sequences."""
         own = OBJECTIVES[self.algorithm.policy_loss].aggregation
         return self.algorithm.loss_aggregation or own
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether a reference policy has weights of its own; what adapters are beside has none."""
+        is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint
+        return self.algorithm.reads_reference and not is_base
 
     @property
     def critic_checkpoint(self) -> str:
@@ -152,7 +168,14 @@ def _plan_of(config: TrainConfig) -> RunPlan:
     lags = rollout.rollout_lag or rollout.rollout_segment_tokens
     may_lag = bool(lags) or rollout.rollout_schedule == "free"
     is_alone = governed or not (corrections or fallback.use_rollout_logprobs)
-    weighs_lag = may_lag and fallback.correct_lag and is_alone
+    corrects_lag = may_lag and fallback.correct_lag and is_alone
+    # Only aligned engines say what the trainer's own earlier weights gave a token. In the one step of a
+    # rollout a ratio to the newest weights would be 1, and bound nothing.
+    always_aligned = aligned and not governed
+    bypasses_lag = (
+        corrects_lag and always_aligned and config.steps_per_rollout == 1 and config.has_ratio
+    )
+    weighs_lag = corrects_lag and not bypasses_lag
     takes_all = governed or bool(fallback.custom_tis_function_path)
     degrees = {"--megatron-tp": config.megatron.megatron_tp}
     if may_align:
@@ -174,6 +197,7 @@ def _plan_of(config: TrainConfig) -> RunPlan:
         may_lag=may_lag,
         corrections=corrections,
         weighs_lag=weighs_lag,
+        bypasses_lag=bypasses_lag,
         may_come_on=("use_tis", "use_rs") if takes_all else ("use_tis",) * weighs_lag,
         on_aligned_mismatch=policies[asked],
         on_stock_mismatch="fail" if asked == "fail" else "measure",

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import AttentionShape, OperatorShapes
+from onpolicy.contract import AdapterShape, AttentionShape, OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
@@ -249,12 +250,14 @@ def empty_policy(
     trust_remote_code: bool = False,
     row_parallel_blocks: int = 1,
     kind: type[PolicyModel] = PolicyModel,
+    adapter: AdapterShape | None = None,
 ) -> PolicyModel:
-    """The model with parameters on the meta device, buffers in place, operators put in."""
+    """The model with parameters on the meta device, buffers in place, operators and adapters put in."""
     causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none
     align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
+    add_adapters(causal_lm, operators, adapter)
     return kind(causal_lm, operators)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig
 
+from onpolicy.contract import AdapterShape
+from onpolicy.models.adapters import adapted_sizes
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
 from onpolicy.models.trainable import trainable_parameters
@@ -32,15 +34,21 @@ class ModelSize:
     vocab: int
 
     @staticmethod
-    def of(config: PretrainedConfig, trust_remote_code: bool = False) -> ModelSize:
-        """Counted on the meta device."""
+    def of(
+        config: PretrainedConfig,
+        trust_remote_code: bool = False,
+        adapter: AdapterShape | None = None,
+    ) -> ModelSize:
+        """Counted on the meta device; with adapters, which are trained in the place of all else."""
         model = empty_causal_lm(config, trust_remote_code)
         model.tie_weights()
         layers = decoder_layers(model)
         parameters = list(model.parameters())
+        added = adapter.rank * sum(map(sum, adapted_sizes(model, adapter))) if adapter else 0
+        trained = sum(p.numel() for p in trainable_parameters(model))
         return ModelSize(
-            parameters=sum(p.numel() for p in parameters),
-            trained=sum(p.numel() for p in trainable_parameters(model)),
+            parameters=sum(p.numel() for p in parameters) + added,
+            trained=added if adapter else trained,
             layers=len(layers),
             largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
             largest_parameter=max(p.numel() for p in parameters),

@@ -194,6 +194,11 @@ class CheckpointReader:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in its turn, in the dtype in which it is stored."""
+        for name, file in self._files.items():
+            yield name, self._handle(file).get_tensor(name)
+
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")

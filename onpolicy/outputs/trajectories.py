@@ -51,8 +51,9 @@ class TrajectoryRecord(TypedDict):
     """Version, start and end."""
     routed_experts: Annotated[list[Count | str], Len(3, 3)] | None
     """Rows, columns, and as many int32 numbers in base64."""
-    kept_tokens: NotRequired[list[str]]
-    """[R] in base64, if any token was not drawn from the whole vocabulary."""
+    kept_tokens: NotRequired[list[str | Count]]
+    """[R], if any token was not drawn from the whole vocabulary: a set in base64 where it comes first,
+    and afterwards its number among those, from 0. (Earlier versions wrote each in base64.)"""
     grammars: NotRequired[list[GrammarRecord]]
     """If there are any, in their order."""
     finish_reason: str
@@ -78,7 +79,7 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
         "forks": [[*fork] for fork in trajectory.forks],
     }
     if trajectory.kept_tokens:
-        record["kept_tokens"] = [base64.b64encode(x).decode() for x in trajectory.kept_tokens]
+        record["kept_tokens"] = _write_kept(trajectory.kept_tokens)
     if trajectory.grammars:
         record["grammars"] = [_write_grammar(span) for span in trajectory.grammars]
     return record
@@ -97,7 +98,7 @@ def read(record: TrajectoryRecord) -> Trajectory:
             raise ValueError(
                 f"sampled tokens are {sum(sampled)} and {name} {count}: a token has one"
             )
-    kept = [base64.b64decode(x, validate=True) for x in record.get("kept_tokens", ())]
+    kept = _read_kept(record.get("kept_tokens", ()))
     if kept and len(kept) != len(log_probs):
         raise ValueError(f"sampled tokens are {len(log_probs)} and kept_tokens {len(kept)}")
     return Trajectory(
@@ -121,6 +122,27 @@ def digest(trajectory: Trajectory) -> str:
     ids, log_probs = trajectory.response_ids, trajectory.rollout_log_probs
     content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
     return xxhash.xxh3_64_hexdigest(content + b"".join(trajectory.kept_tokens))
+
+
+def _write_kept(kept: Sequence[bytes]) -> list[str | int]:
+    known: dict[bytes, int] = {}
+    written: list[str | int] = []
+    for each in kept:
+        written.append(known[each] if each in known else base64.b64encode(each).decode())
+        known.setdefault(each, len(known))
+    return written
+
+
+def _read_kept(record: Sequence[str | int]) -> list[bytes]:
+    """Equal ones are held once."""
+    known, kept = list[bytes](), list[bytes]()
+    for each in record:
+        if isinstance(each, str):
+            known.append(base64.b64decode(each, validate=True))
+        elif each >= len(known):
+            raise ValueError(f"kept_tokens={each}: {len(known)} sets come before it")
+        kept.append(known[-1] if isinstance(each, str) else known[each])
+    return kept
 
 
 def _write_grammar(span: GrammarSpan) -> GrammarRecord:

@@ -10,6 +10,7 @@ from onpolicy.config.groups import RewardConfig
 from onpolicy.config.groups.reward import REMOTE, RULES, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import ANSWER, Answers, Failure, Numbers, load_rule
+from onpolicy.rewards.classifier import Classifier
 from onpolicy.rewards.judge import Judge
 from onpolicy.rewards.remote_rm import RemoteReward
 from onpolicy.rewards.workers import START_SECONDS, Workers
@@ -19,6 +20,9 @@ from onpolicy.types import Prompt, Sample
 logger = logging.getLogger(__name__)
 
 Groups = Sequence[Sequence[Sample]]
+
+Asked = RemoteReward | Judge | Classifier
+ASKED: dict[str, type[Asked]] = {"remote_rm": RemoteReward, "judge": Judge, "model": Classifier}
 
 
 class Scorer:
@@ -30,7 +34,7 @@ class Scorer:
     def __init__(self, config: RewardConfig):
         self.config, self.sources = config, config.sources
         self._workers: Workers | None = None
-        self._remotes: dict[str, RemoteReward | Judge] = {}
+        self._remotes: dict[str, Asked] = {}
         self._imported: set[str] = set()
         self._reported: set[str] = set()
 
@@ -127,10 +131,10 @@ class Scorer:
         assert self._workers is not None
         return self._workers.ask(source, groups)
 
-    def _remote(self, source: str) -> RemoteReward | Judge:
+    def _remote(self, source: str) -> Asked:
         """Made once, since it remembers how requests end."""
         if source not in self._remotes:
-            self._remotes[source] = (Judge if source == "judge" else RemoteReward)(self.config)
+            self._remotes[source] = ASKED[source](self.config)
         return self._remotes[source]
 
     def _import(self, local: Sequence[str]) -> None:
@@ -173,6 +177,8 @@ class Scorer:
         """
         pairs = list(zip(samples, answers, strict=True))
         failed = [(s, answer) for s, answer in pairs if isinstance(answer, Failure)]
+        for sample, _ in failed:
+            sample.has_failed = True
         broken = [(sample, failure) for sample, failure in failed if not failure.is_late]
         metrics["rollout/reward_timeouts"] += len(failed) - len(broken)
         metrics["rollout/reward_errors"] += len(broken)

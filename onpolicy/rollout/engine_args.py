@@ -79,6 +79,9 @@ class EngineSpec:
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
 
+    is_classifier: bool = False
+    """Whether it is a sequence classifier, which answers /classify and samples nothing."""
+
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
@@ -127,6 +130,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--trust-remote-code")
     if spec.contract.context is not None:
         flags += ["--context-length", str(spec.contract.context)]
+    if spec.is_classifier:
+        flags.append("--is-embedding")
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
     if spec.contract.shares_model:

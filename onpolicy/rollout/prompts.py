@@ -86,7 +86,12 @@ def make_prompts(
         metadata = {k: v for k, v in row.items() if k not in (config.input_key, config.label_key)}
         prompts.append(
             Prompt(
-                index=len(prompts), prompt_ids=prompt_ids, label=label, text=text, metadata=metadata
+                index=len(prompts),
+                prompt_ids=prompt_ids,
+                label=label,
+                text=text,
+                metadata=metadata,
+                messages=_messages(content) if config.apply_chat_template else None,
             )
         )
     if not prompts:
@@ -171,6 +176,10 @@ def _tokenize(
     return text, prompt_ids
 
 
+def _messages(content: Any) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"role": "user", "content": content}]
+
+
 def _apply_template(
     content: Any, tools: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> str:
@@ -179,7 +188,7 @@ def _apply_template(
             "--apply-chat-template: the checkpoint's tokenizer has no chat template. Leave the "
             "flag out, or add chat_template.jinja to the checkpoint."
         )
-    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    messages = _messages(content)
 
     def render(tools: list[dict[str, Any]] | None) -> str:
         more: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}

@@ -58,12 +58,14 @@ class Ladder:
         own; from mis on rejection, the veto and M2PO. Samples of earlier weights are weighed on stock
         too.
         """
-        flags = self.config.fallback
-        weighs_lag = self.config.plan.weighs_lag
+        flags, plan = self.config.fallback, self.config.plan
         if self._governor is None:
-            return replace(flags, use_tis=True) if weighs_lag else flags
+            bypass = flags.use_rollout_logprobs or plan.bypasses_lag
+            return replace(
+                flags, use_tis=flags.use_tis or plan.weighs_lag, use_rollout_logprobs=bypass
+            )
         height = RUNGS.index(self._governor.rung)
-        weighs = height >= 1 or weighs_lag
+        weighs = height >= 1 or plan.weighs_lag
         flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
             flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")

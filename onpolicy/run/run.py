@@ -28,6 +28,7 @@ from onpolicy.run import saving, train_samples
 from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.evaluation import evaluate
 from onpolicy.run.journal import Journal
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.launch.rollouters import make_rollouter
@@ -196,9 +197,7 @@ class Run:
         """Sample and score the evaluation sets that are due after `step` rollouts, 0 among them."""
         for name, each in self.inputs.eval_sets.items():
             if each.settings.is_due(step):
-                with self.journal.failing(step, self.sampler.failed_so_far, name):
-                    groups, metrics, failed = self.sampler.evaluate(name)
-                self.journal.on_evaluation(step, name, groups, metrics, failed)
+                metrics = evaluate(self.sampler, self.journal, name, step)
                 self.best = saving.better(self.config.output, self.best, step, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:

@@ -113,6 +113,10 @@ class ShardedModel(ABC):
     ) -> AbstractContextManager[None]:
         """Meanwhile let every module compute with what `around` makes of its operators."""
 
+    def without_adapters(self) -> ShardedModel | None:
+        """The model that adapters are beside, of the same memory; None if it has no adapters."""
+        return None
+
     def frozen_digest(self) -> str:
         """The digest of this rank's part of what is not trained; "" if it has none."""
         return frozen_digest(self.module)

@@ -75,8 +75,11 @@ class PolicyTrainer(Trainer):
         load_rounded = partial(load_model, weight_format=contract.weight_format)
         self.models: Models = {"policy": load_rounded(source, self.operators, trained=True)}
         if algorithm.reads_reference or "reference" in estimator.roles:
+            base = None if algorithm.ref_checkpoint else self.policy.without_adapters()
             reference = algorithm.ref_checkpoint or source
-            self.models["reference"] = load_rounded(reference, self.operators, trained=False)
+            self.models["reference"] = base or load_rounded(
+                reference, self.operators, trained=False
+            )
         if "critic" in estimator.roles:
             path = config.critic_checkpoint
             self.models["critic"] = load_model(path, self.operators, trained=True, has_values=True)
@@ -131,7 +134,7 @@ class PolicyTrainer(Trainer):
     def release_memory(self, kind: TrainerMemory) -> None:
         models = self.models.values()
         state = [x for model in models for x in model.optimizer_tensors()]
-        others = [model for role, model in self.models.items() if role != "policy"]
+        others = [model for model in models if model.module is not self.policy.module]
         state += [x for model in others for x in model.module.parameters()]
         dropped = [x for model in models for x in model.gradient_buffers()]
         self._away["state"].take(state, dropped)

@@ -34,6 +34,9 @@ class Outcomes:
     reward_parts: list[list[dict[str, float]]] = field(default_factory=list)
     """The named numbers that came with each reward."""
 
+    have_failed: list[list[bool]] = field(default_factory=list)
+    """Whether what was to score each failed."""
+
     @staticmethod
     def of(samples: Sequence[TrainSample]) -> Outcomes:
         groups = [list(group) for _, group in groupby(samples, key=lambda s: s.group)]
@@ -42,22 +45,25 @@ class Outcomes:
             lengths=[[s.sample.trajectory.num_sampled for s in group] for group in groups],
             episodes=[[s.episode for s in group] for group in groups],
             reward_parts=[[s.sample.reward_parts for s in group] for group in groups],
+            have_failed=[[s.sample.has_failed for s in group] for group in groups],
             has_token_rewards=any(s.sample.token_rewards is not None for s in samples),
         )
 
     def named_rewards(self, names: Iterable[str]) -> dict[str, list[list[float]]]:
-        """The named numbers, by groups like those of the rewards.
+        """The named numbers, by groups like those of the rewards; 0 where what was to score it failed.
 
-        Raises TrainingError for a sample that lacks one.
+        Raises TrainingError for another sample that lacks one.
         """
-        for parts in chain.from_iterable(self.reward_parts):
-            if missing := [name for name in names if name not in parts]:
+        failed = chain.from_iterable(self.have_failed)
+        for parts, has_failed in zip(chain.from_iterable(self.reward_parts), failed, strict=True):
+            missing = [name for name in names if name not in parts]
+            if missing and not has_failed:
                 raise TrainingError(
                     f"--gdpo-reward-keys={missing[0]}: a sample's reward has no part of that name, but "
                     f"{', '.join(parts) or 'none'}. Give names that the reward function returns."
                 )
         return {
-            name: [[parts[name] for parts in group] for group in self.reward_parts]
+            name: [[parts.get(name, 0.0) for parts in group] for group in self.reward_parts]
             for name in names
         }
 

@@ -19,6 +19,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.export import export_checkpoint
+from onpolicy.models.peft_format import export_adapter
 from onpolicy.train import distributed
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 from onpolicy.weights.kept import KeptWeights
@@ -56,6 +57,7 @@ class WeightOutlet:
             "frozen": KeptWeights(directory), "trained": KeptWeights(directory)
         }  # fmt: skip
         self._keepers = {0} if config.plan.may_lag else set()
+        self._adapter = contract.adapter
         self._frozen: list[str] | None = None
         """Digests of what is not trained, of each rank, since the first push."""
         self._pushed, self._digest = WeightDigest(), ""
@@ -150,8 +152,13 @@ class WeightOutlet:
         return self._kept[part].keep(sent, version) if keeps else sent
 
     def export(self, directory: Path, dtype: str) -> None:
-        """`Trainer.export`, in a dtype."""
-        made_from = self.config.model.hf_checkpoint
+        """`Trainer.export`, in a dtype; of a model with adapters, those alone."""
+        made_from, flags = self.config.model.hf_checkpoint, self.config.lora
+        if self._adapter is not None:
+            with _gathered(self._source, self._max_bytes, "trained", ranks={0}) as parts:
+                if distributed.rank() == 0:
+                    export_adapter(parts["trained"], directory, made_from, self._adapter, flags)
+            return
         export(self._source, made_from, directory, dtype, self._max_bytes)
 
     def close(self) -> None:

@@ -42,6 +42,14 @@ def _power_of_two(largest: Tensor, _: float) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126))
 
 
+def _in_two_levels(largest: Tensor, format_largest: float) -> Tensor:
+    """NVFP4 (arXiv:2509.25149): E4M3 numbers, times one float32 for all blocks of the tensor."""
+    smallest, most = 2.0**-9, torch.finfo(FP8).max
+    outer = largest.max() / (format_largest * most)
+    outer = torch.where(outer > 0, outer, 1)
+    return (largest / format_largest / outer).clamp(smallest, most).to(FP8).float() * outer
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """Numbers that a weight may be, in units of its block's scale."""
@@ -68,6 +76,7 @@ FORMATS = {
     "int3": WeightFormat(3),
     "int3_group128": WeightFormat(3, block=(1, 128)),
     "mxfp4": WeightFormat(6, _to_fp4, (1, 32), _power_of_two),
+    "nvfp4": WeightFormat(6, _to_fp4, (1, 16), _in_two_levels),
 }
 """What --rollout-weight-format names, but for bf16, which has no scale."""
 

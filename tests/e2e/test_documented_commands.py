@@ -46,6 +46,7 @@ FEW_PROMPTS = ["--num-prompts", "2"]
 SMALLEST = {
     "train": ["--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"],
     "sft": ["--max-steps", "1", "--global-batch-size", "4"],
+    "eval": ["--eval-max-response-len", "4"],
     "verify": FEW_PROMPTS,
     "explain": FEW_PROMPTS,
     "bench rollout": [*FEW_PROMPTS, "--repetitions", "1"],

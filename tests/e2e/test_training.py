@@ -7,12 +7,14 @@ import signal
 import psutil
 import pytest
 
+from onpolicy.cli.main import main
 from onpolicy.outputs.meanings import meaning
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.forked_processes import forked_processes
 from tests.support.processes import is_guard
 from tests.support.train_runs import (
     ROLLOUTS,
+    ROOT,
     TWO_RANKS,
     a_rank_is_lost,
     exported_weights,
@@ -33,7 +35,7 @@ def plain(start, data, tmp_path_factory):
     with forked_processes(False):
         process = start(
             directory, "--save", str(directory / "save"), "--save-interval", "2",
-            "--eval-interval", "4", "--eval-prompt-data", str(data), "--eval-temperature", "0",
+            "--eval-interval", "4", "--eval-prompt-data", str(data), "--eval-temperature", "0.9",
         )  # fmt: skip
         output = finish(process)
     return directory, output, run_hash(output)
@@ -104,6 +106,23 @@ def test_some_samples_of_every_rollout_and_evaluation_can_be_read(plain):
             assert sample["response"].endswith("<eos>") == (sample["finish_reason"] == "stop")
     compared = [json.loads(x)["mismatched_tokens"] for x in files[steps[-1]].splitlines()]
     assert compared == [0] * 8 + [None] * 8  # of the first of two optimizer steps
+
+
+def test_a_checkpoint_that_is_evaluated_alone_has_the_numbers_of_its_run(
+    plain, tmp_path, monkeypatch, capsys
+):
+    """Every flag is taken from the run, and each sample has the tokens and log-probabilities of then."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests/e2e"))
+    again = tmp_path / "run"
+    assert main(["eval", str(plain[0] / "save"), "--run-dir", str(again)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    records = read_jsonl(plain[0] / "run" / "metrics.jsonl")
+    first, last = (record for record in records if "eval/avg@1" in record)
+    assert report["rollouts_done"] == last.pop("step") == ROLLOUTS
+    assert report["metrics"] == last != first
+    before, after = samples_of(plain[0]), samples_of(tmp_path)
+    (name,) = after
+    assert after[name] == before[name] != before[f"eval_{0:06d}.jsonl"]
 
 
 @pytest.mark.runs

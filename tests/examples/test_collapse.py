@@ -113,7 +113,42 @@ def test_the_pages_table_is_that_of_the_records():
     import tables
 
     page = tables.PAGE.read_text()
-    assert tables.with_table(page) == page, "call examples/collapse/tables.py"
+    assert tables.with_tables(page) == page, "call examples/collapse/tables.py"
+
+
+def test_a_permutation_test_counts_every_way_to_share_out_the_runs():
+    from significance import exact_p, holm
+
+    assert exact_p([2.0, 2.1, 2.2], [0.0, 0.1, 0.2]) == 2 / 20  # both ways round, of 6 over 3
+    assert exact_p([1.0, 2.0], [1.0, 2.0]) == 1
+    assert exact_p([0.0, 3.0], [1.0, 2.0]) == 1
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+def test_definitions_of_a_collapse_differ_where_they_should():
+    from significance import ALIGNED, collapses
+
+    aligned = [curves_of([0.5] * 20 + [1.0] * 40)] * 5
+    kinds = {
+        "faded": curves_of([0.3] * 20 + [0.8] * 20 + [0.35] * 20),
+        "sank": curves_of([0.6] * 20 + [0.8] * 20 + [0.55] * 20),
+    }
+    rows = collapses({ALIGNED: aligned, **{("int3", k): [c] * 5 for k, c in kinds.items()}})
+    assert [row[2:] for row in rows] == [
+        ["0 of 5"] * 3, ["5 of 5", "0 of 5", "5 of 5"], ["0 of 5", "5 of 5", "0 of 5"],
+    ]  # fmt: skip
+
+
+def test_a_record_says_when_and_where_it_was_made(tmp_path, monkeypatch):
+    import study
+
+    monkeypatch.setattr(study, "read_curves", lambda directory: curves_of([0.0] * 160))
+    monkeypatch.setattr(study, "RESULTS", tmp_path)
+    study.write_record(study.Run(arm="aligned", seed=0), tmp_path, 0.0, 5.0)
+    record = json.loads((tmp_path / "aligned-0.json").read_text())
+    assert record["started"] == "1970-01-01T00:00:00+00:00"
+    assert record["machine"] and record["revision"]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ def make_engines(
     dtype: str = "float32",
     tp_size: int = 1,
     make_rollout: MakeRollout = make_rollout_group,
+    lora: groups.LoraConfig | None = None,
     **engine,
 ) -> EnginePair:
     """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
@@ -39,6 +40,7 @@ def make_engines(
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
         engine=groups.EngineConfig(cpu_threads=1, **engine),
         trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=500),
+        lora=lora or groups.LoraConfig(),
         parity=groups.ParityConfig(true_on_policy_mode=True),
         sync=groups.WeightSyncConfig(update_weight_buffer_size=1),
         sglang_args=(

@@ -84,7 +84,7 @@ class PolicyHost(Host):
 
     def new_engine(self, spec: Any, port: int, log_file: Path) -> Engine:
         operators = checked_operators(spec.contract, 1, 64)[0]
-        policy = empty_policy(self._hf_config, operators)
+        policy = empty_policy(self._hf_config, operators, adapter=spec.contract.adapter)
 
         class PolicyEngine(Engine):
             vocab_size = self._hf_config.vocab_size

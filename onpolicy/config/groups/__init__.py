@@ -18,17 +18,25 @@ from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
     EngineCountConfig,
+    SamplersConfig,
     ServerConfig,
     ServersConfig,
     WeightSync,
     WeightSyncConfig,
 )  # fmt: skip
-from onpolicy.config.groups.evaluation import NEVER_BEST, EvalConfig, EvalSet, sets_of
-from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig
+from onpolicy.config.groups.evaluation import (
+    NEVER_BEST,
+    EvalConfig,
+    EvalSet,
+    EvalSetsConfig,
+    sets_of,
+)
+from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
+from onpolicy.config.groups.lora import LoraConfig
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
 from onpolicy.config.groups.reward import RewardConfig
-from onpolicy.config.groups.rollout import RolloutConfig
+from onpolicy.config.groups.rollout import RolloutConfig, SamplingConfig
 from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
 
 __all__ = [
@@ -46,9 +54,11 @@ __all__ = [
     "EngineCountConfig",
     "EvalConfig",
     "EvalSet",
+    "EvalSetsConfig",
     "FallbackConfig",
     "GovernorFlags",
     "HostsConfig",
+    "LoraConfig",
     "LossAggregation",
     "MegatronConfig",
     "ModelConfig",
@@ -57,6 +67,9 @@ __all__ = [
     "ParityConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RowsConfig",
+    "SamplersConfig",
+    "SamplingConfig",
     "ServerConfig",
     "ServersConfig",
     "SessionsConfig",

@@ -71,6 +71,7 @@ SEVERAL_STEPS = Against(
 NO_LOG_RATIO = Against(
     lambda run: (
         run.config.steps_per_rollout == 1
+        and not run.plan.bypasses_lag
         and (run.plan.is_always_on_policy or not run.use_rollout_logprobs)
     ),
     "in the only optimizer step of a rollout pi_old is pi itself, so that it would do nothing",

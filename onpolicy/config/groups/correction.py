@@ -140,8 +140,9 @@ class FallbackConfig(CorrectionSettings):
             "correction",
             lambda run: run.plan.may_lag and not (run.plan.corrections or run.use_rollout_logprobs)),
     ] = True  # fmt: skip
-    """Where samples may come from earlier weights (--rollout-lag and others), weigh them as --use-tis
-    does if no other correction is asked for. With --no-correct-lag they are learnt from as they are."""
+    """Where samples may come from earlier weights (--rollout-lag and others) and no other correction is
+    asked for, do what --use-rollout-logprobs does if engines are aligned and a rollout has one optimizer
+    step, else weigh them as --use-tis does. With --no-correct-lag they are learnt from as they are."""
 
     use_rollout_routing_replay: Annotated[
         bool,

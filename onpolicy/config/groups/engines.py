@@ -34,7 +34,7 @@ WeightSync = Annotated[
 ]
 WeightFormat = Literal[
     "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
-    "int3_group128", "mxfp4",
+    "int3_group128", "mxfp4", "nvfp4",
 ]  # fmt: skip
 OWN_SERVERS = ReadBy(
     "a run without --rollout-server-url, which starts its servers itself,",
@@ -115,8 +115,9 @@ class WeightFormatConfig:
             "fsdp alone", "Choose --train-backend fsdp, or leave the flag out."),
     ] = ""  # fmt: skip
     """Round the weights of linear layers, as a deployment in this format would have them: with a scale
-    for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), or for
-    32 (mxfp4). With --true-on-policy-mode both engines compute with them, else the servers alone."""
+    for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), for 32
+    (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
+    them, else the servers alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +169,8 @@ class ServersConfig(KeyConfig, EngineCountConfig, WeightFormatConfig):
     the trainer computes."""
 
 
-@also(colocate=[ALWAYS_SAMPLING])
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ServersConfig, ServerConfig):
+class SamplersConfig(CpuConfig, EngineCountConfig, WeightFormatConfig):
     rollout_max_concurrency: Count = 256
     """Requests in flight per server."""
 
@@ -186,6 +186,12 @@ class EngineConfig(ServersConfig, ServerConfig):
 
     rollout_max_restarts: Annotated[CountOrZero, OWN_SERVERS] = 3
     """How often dead servers are started again before the run gives up, in all."""
+
+
+@also(colocate=[ALWAYS_SAMPLING])
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ServersConfig, ServerConfig, SamplersConfig):
+    """Those of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

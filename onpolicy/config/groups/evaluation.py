@@ -207,10 +207,7 @@ def _unscored(run: Facts) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    eval_interval: Annotated[CountOrZero, NO_RESULT, Together(_not_due, "{found}")] = 0
-    """Evaluate before the first and after every so many rollouts; 0: never."""
-
+class EvalSetsConfig:
     eval_prompt_data: Annotated[tuple[str, ...], Parsed(eval_sets)] = ()
     """Evaluation prompts, read like --prompt-data: a path, or several sets as name path name path."""
 
@@ -238,3 +235,9 @@ class EvalConfig:
 
     eval_max_response_len: Annotated[int | None, at_least(1), BY_EVAL] = None
     """Longest evaluation response; --rollout-max-response-len if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(EvalSetsConfig):
+    eval_interval: Annotated[CountOrZero, NO_RESULT, Together(_not_due, "{found}")] = 0
+    """Evaluate before the first and after every so many rollouts; 0: never."""

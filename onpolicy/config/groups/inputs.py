@@ -50,26 +50,7 @@ BY_CURRICULUM = ReadBy("--curriculum", lambda run: run.curriculum)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    prompt_data: Annotated[
-        tuple[str, ...],
-        Together(lambda run: not any(run.prompt_data) and not is_of_verifiers(run),
-            "--prompt-data is missing: a run needs it. Give a path."),
-        Together(lambda run: "" in run.prompt_data[1:] and " ".join(map(repr, run.prompt_data)),
-            "--prompt-data={found}: one of its paths is empty. Give a path, or leave it out."),
-    ] = ()  # fmt: skip
-    """Training prompts: a .jsonl, .json, .csv, .parquet or .arrow file, a directory of save_to_disk, or
-    reasoning-gym:NAME[,NAME] for problems that this package makes and scores; or several of these.
-    Required, but with --environment verifiers:NAME."""
-
-    prompt_data_weights: Annotated[
-        tuple[float, ...], above(0),
-        Against(_num_weights, "there must be one for each of the {found} values of --prompt-data",
-            "Give as many, or leave them out: then all prompts come equally often."),
-    ] = ()  # fmt: skip
-    """Shares of several --prompt-data in what is visited, in proportion, each with epochs of its own. If
-    not given, all are visited as if they stood in one file."""
-
+class RowsConfig:
     reasoning_gym_size: Annotated[Count, BY_PROCEDURAL] = 1000
     """Problems of each dataset of reasoning-gym; more of them begin with the same."""
 
@@ -85,6 +66,28 @@ class DataConfig:
 
     apply_chat_template: bool = False
     """Turn prompts into chats with the tokenizer's template."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(RowsConfig):
+    prompt_data: Annotated[
+        tuple[str, ...],
+        Together(lambda run: run.num_rollout and not (any(run.prompt_data) or is_of_verifiers(run)),
+            "--prompt-data is missing: a run needs it. Give a path."),
+        Together(lambda run: "" in run.prompt_data[1:] and " ".join(map(repr, run.prompt_data)),
+            "--prompt-data={found}: one of its paths is empty. Give a path, or leave it out."),
+    ] = ()  # fmt: skip
+    """Training prompts: a .jsonl, .json, .csv, .parquet or .arrow file, a directory of save_to_disk, or
+    reasoning-gym:NAME[,NAME] for problems that this package makes and scores; or several of these.
+    Required, but with --environment verifiers:NAME."""
+
+    prompt_data_weights: Annotated[
+        tuple[float, ...], above(0),
+        Against(_num_weights, "there must be one for each of the {found} values of --prompt-data",
+            "Give as many, or leave them out: then all prompts come equally often."),
+    ] = ()  # fmt: skip
+    """Shares of several --prompt-data in what is visited, in proportion, each with epochs of its own. If
+    not given, all are visited as if they stood in one file."""
 
     shuffle: bool = True
     """Visit the prompts in a new order in every epoch, fixed by --seed."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Recipe = Literal[
     "", "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "dppo", "rloo", "opo",
-    "reinforce_plus_plus", "lite_ppo",
+    "reinforce_plus_plus", "lite_ppo", "clip_cov", "kl_cov",
 ]  # fmt: skip
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -27,7 +27,13 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "opo": {"policy_loss": "reinforce", "advantage_estimator": "opo"},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.01},
     "lite_ppo": {"advantage_estimator": "grpo_batch"},
-}
+    "clip_cov": {
+        "eps_clip": 1.0, "eps_clip_high": 1.0, "clip_cov_ratio": 0.0002, "dynamic_sampling": True,
+    },
+    "kl_cov": {
+        "eps_clip": 1.0, "eps_clip_high": 1e9, "kl_cov_ratio": 0.002, "dynamic_sampling": True,
+    },
+}  # fmt: skip
 
 
 def recipe_of(values: Mapping[str, Any]) -> str:

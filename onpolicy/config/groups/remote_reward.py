@@ -1,17 +1,18 @@
-"""What scores over HTTP: a service of one's own, or a model that judges."""
+"""What scores over HTTP: a service of one's own, a model that judges, or a classifier."""
 
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from fallback_correction.ranges import ReadBy, Rule, at_least, at_most
 from onpolicy.config import secrets
+from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.kinds import Count, CountOrZero, HeaderText, Seconds
-from onpolicy.config.rules import NO_RESULT, Facts, Parsed, Together
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
 from onpolicy.errors import ConfigError
 
-RemoteName = Literal["remote_rm", "judge"]
+RemoteName = Literal["remote_rm", "judge", "model"]
 
 
 def asks(source: str) -> ReadBy:
@@ -21,6 +22,10 @@ def asks(source: str) -> ReadBy:
 
 def _is_asked(run: Facts, source: str) -> bool:
     return source in run.config.reward.sources
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
 
 
 def _require_verdict(pattern: str) -> None:
@@ -37,13 +42,13 @@ def _require_verdict(pattern: str) -> None:
         )
 
 
-REMOTE, JUDGE = asks("remote_rm"), asks("judge")
-EITHER = ReadBy(
-    "--rm-type remote_rm or judge, --rewards with one of them, or --teacher-url",
-    lambda run: _is_asked(run, "remote_rm") or _is_asked(run, "judge") or run.teacher_url,
+REMOTE, JUDGE, MODEL = asks("remote_rm"), asks("judge"), asks("model")
+ANY = ReadBy(
+    "--rm-type remote_rm, judge or model, --rewards with one of them, or --teacher-url",
+    lambda run: any(_is_asked(run, name) for name in get_args(RemoteName)) or run.teacher_url,
 )
 URL = Rule(
-    lambda x: not x or x.startswith(("http://", "https://")),
+    lambda x: not x or _is_url(x),
     "is no address. Give one that begins with http:// or https://.",
 )
 NO_URL = Together(
@@ -56,6 +61,14 @@ INCOMPLETE_JUDGE = Together(
     ),
     "--judge-url={run.judge_url!r}, --judge-model={run.judge_model!r}, --judge-prompt="
     "{run.judge_prompt!r}: judge needs all three. Give them.",
+)
+
+
+INCOMPLETE_MODEL = Together(
+    lambda run: _is_asked(run, "model") and not (run.reward_checkpoint and run.reward_server_url),
+    "--reward-checkpoint={run.reward_checkpoint!r}, --reward-server-url={run.reward_server_url!r}: "
+    "model needs both, a classifier and a server of it. Start `onpolicy serve --hf-checkpoint` with the "
+    "classifier, and give what it prints.",
 )
 
 
@@ -72,17 +85,17 @@ class RemoteRewardConfig:
     rm_batch_size: Annotated[Count, REMOTE, NO_RESULT] = 16
     """Samples in one request to --rm-url."""
 
-    rm_concurrency: Annotated[Count, at_most(1024), EITHER, NO_RESULT] = 16
+    rm_concurrency: Annotated[Count, at_most(1024), ANY, NO_RESULT] = 16
     """Requests that are under way at a time."""
 
-    rm_retries: Annotated[CountOrZero, at_most(20), EITHER, NO_RESULT] = 3
+    rm_retries: Annotated[CountOrZero, at_most(20), ANY, NO_RESULT] = 3
     """Times that a request is repeated, after growing pauses, if it had no answer within
     --rm-request-timeout, or HTTP 429 or 5xx."""
 
-    rm_request_timeout: Annotated[Seconds, EITHER, NO_RESULT] = 60.0
+    rm_request_timeout: Annotated[Seconds, ANY, NO_RESULT] = 60.0
     """Seconds for one request."""
 
-    rm_breaker: Annotated[Count, EITHER, NO_RESULT] = 8
+    rm_breaker: Annotated[Count, ANY, NO_RESULT] = 8
     """Requests that fail in a row, with all their retries, after which no more are sent for this rollout
     or evaluation. The next begins with one alone."""
 
@@ -107,6 +120,31 @@ class RemoteRewardConfig:
 
     judge_max_tokens: Annotated[Count, JUDGE] = 2048
     """Longest answer of the judge."""
+
+    reward_checkpoint: Annotated[
+        str, MODEL, INCOMPLETE_MODEL,
+        Against(has_agent,
+            "the classifier is given a prompt's messages and one answer, and an episode may have more",
+            "Leave one of the two out."),
+    ] = ""  # fmt: skip
+    """Checkpoint of the sequence classifier of --rm-type model, with one label: its tokenizer writes the
+    conversation that is scored."""
+
+    reward_server_url: Annotated[
+        tuple[str, ...], MODEL, NO_RESULT,
+        Together(lambda run: [u for u in run.reward_server_url if not _is_url(u)],
+            "--reward-server-url={found}: is no address. Give one that begins with http:// or https://."),
+    ] = ()  # fmt: skip
+    """Servers of that classifier, started with `onpolicy serve`; samples go to each in turn."""
+
+    reward_api_key: Annotated[
+        HeaderText, Parsed(partial(secrets.reveal, "--reward-api-key")), MODEL, NO_RESULT
+    ] = ""  # fmt: skip
+    """API key of those servers, or @ and a file that holds it."""
+
+    reward_input: Annotated[Literal["chat", "text"], MODEL] = "chat"
+    """What the classifier is given. chat: the prompt's messages and the response as the assistant's, by
+    the chat template of --reward-checkpoint; text: the prompt and the response as they stand."""
 
     judge_temperature: Annotated[float, at_least(0), at_most(2), JUDGE] = 0.0
     """Temperature of the judge; above 0 its verdicts are not repeatable."""

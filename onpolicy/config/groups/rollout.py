@@ -52,7 +52,27 @@ GROUPS_OF_TWO = Against(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class SamplingConfig:
+    rollout_max_response_len: Count = Unasked(1024)
+    """Longest response, in tokens; if not given, at most half of the model's context."""
+
+    rollout_top_p: Annotated[float, above(0), at_most(1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability, of what --rollout-top-k
+    left. With --true-on-policy-mode both sides take log-probabilities, entropy and KL of what a token
+    was drawn from (docs/filters.md); else of the whole vocabulary."""
+
+    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN] = -1
+    """Sample from the k likeliest tokens."""
+
+    rollout_min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Drop tokens less likely than this share of the likeliest."""
+
+    rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()
+    """Tokens that end a response, besides the checkpoint's end-of-sequence tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(SamplingConfig):
     num_rollout: Count = 100
     """Number of rollouts, each followed by training on it."""
 
@@ -68,25 +88,8 @@ class RolloutConfig:
     n_samples_per_prompt: Annotated[Count, GROUPS_OF_TWO] = 8
     """Responses sampled for every prompt, or episodes begun; they form one group."""
 
-    rollout_max_response_len: Count = Unasked(1024)
-    """Longest response, in tokens; if not given, at most half of the model's context."""
-
     rollout_temperature: Annotated[float, NOT_GREEDY] = 1.0
     """Divides the logits before sampling, and before log-probabilities are taken on both sides."""
-
-    rollout_top_p: Annotated[float, above(0), at_most(1)] = 1.0
-    """Sample from the likeliest tokens that together have this probability, of what --rollout-top-k
-    left. With --true-on-policy-mode both sides take log-probabilities, entropy and KL of what a token
-    was drawn from (docs/filters.md); else of the whole vocabulary."""
-
-    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN] = -1
-    """Sample from the k likeliest tokens."""
-
-    rollout_min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
-    """Drop tokens less likely than this share of the likeliest."""
-
-    rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()
-    """Tokens that end a response, besides the checkpoint's end-of-sequence tokens."""
 
     rollout_lag: Annotated[
         CountOrZero, NOT_BY_CLOCK,

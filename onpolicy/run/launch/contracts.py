@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PretrainedConfig
@@ -15,6 +16,7 @@ from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.adapters import adapter_linears
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.llama4 import require_context
@@ -25,6 +27,7 @@ from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.ops.backends import choose_backend
 from onpolicy.ops.environment import require_exact
 from onpolicy.ops.machine import Machine
+from onpolicy.run.launch.adapters import adapter_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,10 @@ def contract_for(
     if aligned_by:
         require_alignable(facts, context, aligned_by)
         require_exact(os.environ, aligned_by)
+    adapter = adapter_of(config, facts) if aligned else None
     shapes = operator_shapes(facts, blocks)
+    factors = adapter_linears(facts.model, adapter) if adapter else set()
+    shapes = replace(shapes, linear=tuple(sorted(factors.union(shapes.linear))))
     kinds = () if aligned else config.operators.kinds
     backend = "stock"
     if aligned_by:
@@ -68,6 +74,7 @@ def contract_for(
         row_parallel_blocks=blocks,
         context=_deciding(context, hf_config),
         kinds=kinds,
+        adapter=adapter,
     )
 
 

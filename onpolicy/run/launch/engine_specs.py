@@ -22,6 +22,7 @@ from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.models.classifiers import is_classifier
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
@@ -91,7 +92,7 @@ def rollout_spec(
             "--colocate: this machine has no GPU that a server and the trainer could share; on a CPU "
             "they share cores and memory anyway. Leave it out."
         )
-    size = ModelSize.of(hf_config, config.model.trust_remote_code)
+    size = ModelSize.of(hf_config, config.model.trust_remote_code, contract.adapter)
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     fraction = RunMemory(config, hf_config, spec, size).fraction(gpu_bytes)
     return replace(spec, memory_fraction=fraction)
@@ -102,7 +103,7 @@ def serve_spec(
 ) -> EngineSpec:
     """What the server of `onpolicy serve` is. Raises ConfigError if SGLang lacks a package."""
     spec = _spec(config, config.server, hf_config, contract)
-    return replace(spec, serves_text=config.serves_text)
+    return replace(spec, serves_text=config.serves_text, is_classifier=is_classifier(hf_config))
 
 
 def _spec(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.agents.environments.launch import environment_rows
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import DataConfig, EvalSet
+from onpolicy.config.groups import DataConfig
 from onpolicy.config.groups.agents import has_agent, is_of_verifiers
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
@@ -23,8 +22,7 @@ from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompt_order import PromptSource, joined
-from onpolicy.rollout.prompts import load_prompts, make_prompts
-from onpolicy.rollout.reasoning_gym import is_procedural
+from onpolicy.rollout.prompts import make_prompts
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.contracts import contract_for
@@ -38,23 +36,17 @@ from onpolicy.run.launch.input_checks import (
     require_weights,
 )
 from onpolicy.run.launch.memory_checks import require_run_fits
+from onpolicy.run.launch.prompt_inputs import EvalPrompts, PromptReader
 from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
+from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.run.launch.teacher_checks import require_teachers
 from onpolicy.train.correction import Corrections
 from onpolicy.train.loss import LossSettings
-from onpolicy.types import Prompt
 
 logger = logging.getLogger(__name__)
-
-
-class EvalPrompts(NamedTuple):
-    """An evaluation set that was read."""
-
-    settings: EvalSet
-    prompts: list[Prompt]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,24 +99,15 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)
+    require_classifier(config)
 
-    def read(file: str, flag: str, data: DataConfig = config.data, rule: str = "") -> list[Prompt]:
-        vocab_size = hf_config.vocab_size
-        given = longest_prompt, vocab_size, flag, config.seed
-        prompts = load_prompts(file, data, tokenizer, *given)
-        prompts = [replace(prompt, rule=rule or prompt.rule) for prompt in prompts]
-        scorer.check_labels(prompts, f"{flag}={file}")
-        return prompts
-
-    def read_set(each: EvalSet) -> EvalPrompts:
-        data = replace(config.data, input_key=each.input_key, label_key=each.label_key)
-        flag, rule = each.flag, each.rm_type
-        if is_procedural(
-            each.path
-        ):  # made by a flag's name: the same problems wherever the set stands
-            flag, rule = "--eval-prompt-data", ""
-        return EvalPrompts(settings=each, prompts=read(each.path, flag, data, rule))
-
+    reader = PromptReader(
+        config=config,
+        scorer=scorer,
+        tokenizer=tokenizer,
+        vocab_size=hf_config.vocab_size,
+        longest=longest_prompt,
+    )
     ladder = make_ladder(config, hf_config)
     with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
         if is_of_verifiers(config.agent):
@@ -133,7 +116,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             vocab_size = hf_config.vocab_size
             sources = [make_prompts(rows, data, tokenizer, longest_prompt, vocab_size, name)]
         else:
-            sources = [read(source, "--prompt-data") for source in config.data.prompt_data]
+            sources = [reader.read(source, "--prompt-data") for source in config.data.prompt_data]
         prompts, parts = joined(sources, config.data.prompt_data_weights)
         require_full_batch(config, len(prompts))
         scorer.try_out(prompts[0])
@@ -142,7 +125,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             ladder=ladder,
             tokenizer=tokenizer,
             prompts=PromptSource(prompts, config.seed, config.data.shuffle, parts),
-            eval_sets={name: read_set(each) for name, each in config.eval_sets.items()},
+            eval_sets={name: reader.read_set(each) for name, each in config.eval_sets.items()},
             stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
             replayed=read_replayed(config, prompts),
         )
@@ -151,7 +134,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         if not (config.cluster.ray_address or config.dry_run):
             placement_here(config, ladder.contract)
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
-        size = ModelSize.of(hf_config, trust)
+        size = ModelSize.of(hf_config, trust, ladder.contract.adapter)
         require_run_fits(config, hf_config, spec, size)
         require_transport(config, ladder.contract)
         flags.require_passed()

@@ -58,7 +58,7 @@ class Needs:
     ) -> Needs:
         """A run's; its longest sequence has so many tokens."""
         spec = rollout_spec(config, hf_config, contract, longest_sequence)
-        size = ModelSize.of(hf_config, config.model.trust_remote_code)
+        size = ModelSize.of(hf_config, config.model.trust_remote_code, contract.adapter)
         run = RunMemory(config, hf_config, spec, size)
         return Needs(run.with_push, run)
 

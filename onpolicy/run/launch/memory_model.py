@@ -66,7 +66,7 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
         "gradients": FLOAT32 * trained // ranks,
         "AdamW": 2 * FLOAT32 * trained // ranks,
         "masters": weights * bool(rollout_format(config)),
-        "reference": weights * config.algorithm.reads_reference,
+        "reference": weights * config.loads_reference,
         "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
         "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,
     }
@@ -85,7 +85,7 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
         "weights": weights + copies,
         "gradients": FLOAT32 * size.trained // model_ranks,
         "AdamW": 2 * FLOAT32 * size.trained * config.takes_steps // shards,
-        "reference": weights * config.algorithm.reads_reference,
+        "reference": weights * config.loads_reference,
         "exchanged gradients": FLOAT32 * size.trained // ranks * orders,
     }
 

@@ -18,6 +18,7 @@ class Sample(TypedDict):
     response: str
     reward: float
     reward_parts: dict[str, float]
+    has_failed: NotRequired[bool]
     is_rewarded: bool
     token_rewards: list[float] | None
     metrics: dict[str, float]

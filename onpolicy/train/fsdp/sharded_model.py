@@ -3,9 +3,10 @@ writes for any number of ranks."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.models.adapters import without_adapters
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.models.value_head import ValueModel
@@ -54,9 +56,12 @@ class FsdpModel(ShardedModel):
         self.config = config
         self.kind = ValueModel if has_values else PolicyModel
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
+        self.adapter = contract.adapter if trained else None
         self.module = self._load(path, contract, operators)
         if not trained:
             self.module.requires_grad_(False)
+        self.is_base = False
+        """Whether this is what adapters are beside."""
         self.masters = Masters(self.module, weight_format, self.dtype, trained=trained)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
@@ -81,16 +86,26 @@ class FsdpModel(ShardedModel):
             row_parallel_blocks=contract.row_parallel_blocks,
             context=contract.context,
             kind=self.kind,
+            adapter=self.adapter,
+            seed=self.config.seed,
         )
 
     def use(self, operators: Operators) -> None:
         self.module.use(operators)
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
-        with torch.no_grad():
+        scored_by = without_adapters(self.module) if self.is_base else nullcontext()
+        with torch.no_grad(), scored_by:
             scores = [self.module(packed) for packed in batches]
         self._free_gathered_weights()
         return scores
+
+    def without_adapters(self) -> FsdpModel | None:
+        if self.adapter is None:
+            return None
+        base = copy.copy(self)
+        base.optimizer, base.is_base = None, True
+        return base
 
     def head(self) -> Head:
         head = self.module.head()
@@ -174,6 +189,8 @@ class FsdpModel(ShardedModel):
         create_missing_moments(self.optimizer)
         tensors = {"random_state": torch.get_rng_state()}
         for name, parameter in self.masters.held.items():
+            if self.adapter is not None and not parameter.requires_grad:
+                continue  # it is as --hf-checkpoint has it
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PretrainedConfig, PreTrainedModel
 
+from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
+from onpolicy.models.adapters import first_values, is_adapters
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
@@ -44,13 +46,15 @@ def load_sharded_policy(
     row_parallel_blocks: int,
     context: int | None = None,
     kind: type[PolicyModel] = PolicyModel,
+    adapter: AdapterShape | None = None,
+    seed: int = 0,
 ) -> PolicyModel:
     """Load float32 master weights, each rank its shards; computation runs in `dtype`.
 
-    Every rank reads its own shards of the checkpoint's files.
+    Every rank reads its own shards of the checkpoint's files. Adapters begin as `seed` says.
     """
     config = load_config(path, trust_remote_code, context=context)
-    model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind)
+    model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind, adapter)
     buffers = dict(model.named_buffers())
     _shard(model, dtype, activation_checkpointing)
     model.to_empty(device=device)
@@ -59,7 +63,17 @@ def load_sharded_policy(
     load_shards(model, PREFIX, path, config, trust_remote_code)
     if isinstance(model, ValueModel):
         _load_head(model.value_head, path)
+    _begin_adapters(model, seed)
     return model
+
+
+@torch.no_grad()
+def _begin_adapters(model: PolicyModel, seed: int) -> None:
+    for name, parameter in model.named_parameters():
+        if is_adapters(name):
+            assert isinstance(parameter, DTensor)
+            values = first_values(name, parameter.shape, seed)
+            parameter.to_local().copy_(rows_of(parameter, values))
 
 
 def _shard(model: PolicyModel, dtype: torch.dtype, activation_checkpointing: bool) -> None:
@@ -163,8 +177,8 @@ def load_shards(
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored_names}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *buffers.items()):
-            if not name.startswith(prefix):
-                continue  # a critic's head
+            if not name.startswith(prefix) or is_adapters(name):
+                continue  # a critic's head, or what no checkpoint has
             shard = _Shard.of(tensor)
             whole = torch.empty(tensor.shape, device="meta")
             for stored, place in stored_tensors(matched, name.removeprefix(prefix), whole).items():

@@ -89,12 +89,30 @@ def test_a_record_says_which_stretches_were_sampled():
         ),
         ({"routed_experts": [4, 2, "AAAA"]}, "buffer size must be a multiple"),
         ({"kept_tokens": ["AAAA"]}, "sampled tokens are 3 and kept_tokens 1"),
+        ({"kept_tokens": ["AAAA", 0, 1]}, "kept_tokens=1: 1 sets come before it"),
         ({"grammars": [WITHIN | {"end": 6}]}, "grammars=[1, 6]: must start after 0"),
     ],
 )
 def test_what_nobody_has_sampled_is_refused(changes, fault):
     with pytest.raises(ValueError, match=re.escape(fault)):
         read({**write(EXAMPLE), **changes})
+
+
+def test_a_kept_set_is_written_where_it_comes_first_and_held_once():
+    kept = [b"\0\0\0", b"", bytes(3), b"\0\0\0\1", b""]
+    trajectory = Trajectory(
+        token_ids=[*range(6)],
+        sampled=[False] + [True] * 5,
+        rollout_log_probs=[-1.0] * 5,
+        temperatures=[1.0] * 5,
+        kept_tokens=kept,
+    )
+    record = write(trajectory)
+    assert record["kept_tokens"] == ["AAAA", "", 0, "AAAAAQ==", 1]
+    found = read(json.loads(json.dumps(record))).kept_tokens
+    assert found == kept and found[0] is found[2]
+    each = ["AAAA", "", "AAAA", "AAAAAQ==", ""]  # as earlier versions wrote them
+    assert read({**record, "kept_tokens": each}).kept_tokens == kept
 
 
 def test_a_digest_is_that_of_the_sampled_tokens_and_their_log_probabilities():

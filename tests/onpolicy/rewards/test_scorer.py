@@ -134,6 +134,7 @@ def test_what_fails_scores_0_is_counted_and_ends_no_worker_for_good(scorer, capl
     for _ in range(2):
         metrics = rule.score([samples])
         assert [s.reward for s in samples] == [0.0] * len(MISDEEDS) + [1.0, 1.0]
+        assert [s.has_failed for s in samples] == [True] * len(MISDEEDS) + [False, False]
         assert metrics == {
             "rollout/reward_timeouts": 0.0, "rollout/reward_errors": float(len(MISDEEDS)),
         }  # fmt: skip

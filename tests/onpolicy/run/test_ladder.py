@@ -132,7 +132,21 @@ def test_without_a_governor_nothing_moves_and_the_flags_stand():
     ],
 )
 def test_samples_that_lag_are_weighed_unless_that_is_switched_off_or_replaced(lag, flags, weighs):
-    assert make(governed=False, aligned=True, lag=lag, **flags).fallback.use_tis == weighs
+    assert make(governed=False, lag=lag, **flags).fallback.use_tis == weighs
+
+
+@pytest.mark.parametrize(
+    ("lag", "flags", "bypass"),
+    [
+        (0, {}, False),
+        (1, {}, True),
+        (1, {"correct_lag": False}, False),
+        (1, {"use_tis": True}, False),
+    ],
+)
+def test_samples_of_aligned_engines_that_lag_are_learnt_from_by_bypass(lag, flags, bypass):
+    found = make(governed=False, aligned=True, lag=lag, **flags).fallback
+    assert found.use_rollout_logprobs == bypass and found.use_tis == flags.get("use_tis", False)
 
 
 def test_where_samples_lag_the_probe_is_read_and_not_the_samples():

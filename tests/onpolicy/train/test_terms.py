@@ -7,6 +7,7 @@ import torch
 
 from onpolicy.algorithm.objectives import ObjectiveConfig
 from onpolicy.algorithm.selection import clip_cov, covariances, kl_cov, smallest, top_entropy
+from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.marks import marked
@@ -138,10 +139,11 @@ def test_clip_cov_is_verls_where_it_takes_all_within_the_bounds():
 
 
 def test_kl_cov_is_verls():
+    """With the clip of our recipe, which verl's has not."""
     log_probs, batch = peer_batch()
     ours, (tokens, values) = case_of("verl kl_cov")["ours"], covariances_of(log_probs, batch)
-    unclipped = ObjectiveConfig(eps_clip=ours["eps_clip"], eps_clip_high=ours["eps_clip_high"])
-    settings = LossSettings(objective=unclipped, kl_cov_coef=ours["kl_cov_coef"])
+    recipe = parse(TrainConfig, ["--recipe", "kl_cov"], "onpolicy train")
+    settings = replace(LossSettings.of(recipe), kl_cov_coef=ours["kl_cov_coef"])
     restrained = kl_cov(tokens, values, torch.rand(13), ours["kl_cov_ratio"])
     require_peers("verl kl_cov", settings, log_probs, replace(batch, restrained=restrained))
 

@@ -112,3 +112,19 @@ def test_mxfp4_has_ocps_scales_and_e2m1s_numbers():
     expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, -3.0, 0.0]
     assert numbers.tolist() == [expected, expected]
     assert scale.tolist() == [[1.0], [0.125]]
+
+
+def test_nvfp4_has_e4m3_scales_and_one_of_the_whole_matrix():
+    weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(2))
+    weight[3, :16] = 0
+    numbers, scale = quantise(weight, "nvfp4")
+    outer = weight.abs().max() / (6 * 448)
+    inner = scale / outer
+    assert torch.equal(inner.to(torch.float8_e4m3fn).float() * outer, scale)
+    assert scale.shape == (40, 3) and inner.max() == 448 and not numbers[3, :16].any()
+    assert set(numbers.abs().unique().tolist()) == {0, 0.5, 1, 1.5, 2, 3, 4, 6}
+    assert ((round_weight(weight, "nvfp4") - weight).abs() <= weight.abs().max() / 4).all()
+    largest = weight.abs().argmax() // 48
+    rest = round_weight(weight[20:] if largest < 20 else weight[:20], "nvfp4")
+    whole = round_weight(weight, "nvfp4")
+    assert not torch.equal(rest, whole[20:] if largest < 20 else whole[:20])

@@ -65,6 +65,9 @@ def test_gdpo_learns_from_the_named_rewards_unless_told_others(tmp_path):
 JUDGE = {"rm_type": "judge", "judge_url": "http://j/v1", "judge_model": "j", "judge_prompt": "f"}
 
 
+MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("http://h",)}
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -77,7 +80,7 @@ JUDGE = {"rm_type": "judge", "judge_url": "http://j/v1", "judge_model": "j", "ju
         ),
         (
             {"rm_type": "exact", "rm_retries": 1},
-            "--rm-retries=1: only --rm-type remote_rm or judge",
+            "--rm-retries=1: only --rm-type remote_rm, judge or model",
         ),
         (
             {**JUDGE, "judge_model": ""},
@@ -89,6 +92,9 @@ JUDGE = {"rm_type": "judge", "judge_url": "http://j/v1", "judge_model": "j", "ju
             "has 0 groups, and the number is read from the only one",
         ),
         ({**JUDGE, "judge_api_key": "K\x7f"}, r"--judge-api-key=\.\.\.: goes into an HTTP header"),
+        ({"rm_type": "model"}, "--reward-checkpoint='', .*model needs both"),
+        ({**MODEL, "reward_server_url": ("h:1",)}, r"--reward-server-url=\['h:1'\]: is no address"),
+        ({"rm_type": "exact", "reward_input": "text"}, "only --rm-type model or --rewards with it"),
     ],
 )
 def test_what_scores_over_http_needs_an_address(tmp_path, flags, says):

@@ -1,0 +1,57 @@
+"""Low-rank adapters: what is trained in the place of the model's own weights."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fallback_correction.ranges import ReadBy
+from onpolicy.config.kinds import CountOrZero, Positive
+from onpolicy.config.rules import Against
+from onpolicy.config.sglang_flags import tensor_parallel_size
+
+BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    lora_rank: Annotated[
+        CountOrZero,
+        Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
+            "SGLang's own kernels have no adapters here, and merging them into bfloat16 weights loses "
+            "most of an update",
+            "Add --true-on-policy-mode, and leave out --mismatch-governor."),
+        Against(lambda run: run.train_backend != "fsdp",
+            "--train-backend {run.train_backend} has no adapters yet",
+            "Choose --train-backend fsdp, or leave --lora-rank out."),
+        Against(lambda run: run.advantage_estimator == "gae",
+            "the critic of --advantage-estimator gae is trained whole, and beside adapters it is not "
+            "supported yet",
+            "Choose another estimator, such as grpo, or leave --lora-rank out."),
+        Against(lambda run: tensor_parallel_size(run.sglang_args) > 1 or run.row_parallel_blocks > 1,
+            "adapters are not shared out over tensor-parallel ranks yet",
+            "Leave out --sglang-tp-size and --row-parallel-blocks, or --lora-rank."),
+        Against(lambda run: run.rollout_weight_format,
+            "--rollout-weight-format {run.rollout_weight_format} would round adapters like the base, "
+            "and they are to stay as they are",
+            "Leave one of the two out."),
+        Against(lambda run: run.rollout_server_url,
+            "servers that run already (--rollout-server-url) were started without adapters",
+            "Let the run start its servers, or leave --lora-rank out."),
+    ] = 0  # fmt: skip
+    """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
+    all weights. For --true-on-policy-mode, fsdp and models without experts."""
+
+    lora_alpha: Annotated[Positive, BY_LORA] = 32.0
+    """What an adapter adds is multiplied by lora_alpha / lora_rank."""
+
+    lora_rslora: Annotated[bool, BY_LORA] = False
+    """Multiply by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
+
+    lora_target_modules: Annotated[str, BY_LORA] = "all-linear"
+    """Linears that are adapted: all-linear, which is every one but the output projection, or the last
+    parts of their names, as in q_proj,v_proj."""
+
+    @property
+    def scale(self) -> float:
+        """What the product with both factors is multiplied by."""
+        root = 0.5 if self.lora_rslora else 1.0
+        return float(self.lora_alpha / self.lora_rank**root)

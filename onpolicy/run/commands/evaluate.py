@@ -1,0 +1,104 @@
+"""Evaluates a checkpoint on servers that hold its weights, without a trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import FallbackConfig, HostsConfig
+from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.contract import NumericsContract
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.weight_files import CheckpointReader
+from onpolicy.outputs.directory import versions
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.evaluation import evaluate as evaluate_set
+from onpolicy.run.launch.cluster_engines import places_on_cluster
+from onpolicy.run.launch.engine_specs import make_rollout_group
+from onpolicy.run.launch.host_shares import placement_of_servers
+from onpolicy.run.launch.inputs import Inputs
+from onpolicy.run.run import Run
+from onpolicy.train.weight_outlet import bucket_bytes
+from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.push import Engine, push_weights, size_of
+from onpolicy.weights.rounding import rounded
+from onpolicy.weights.transports import make_transport
+
+logger = logging.getLogger(__name__)
+
+Report = dict[str, Any]
+
+
+class PublishedEngines(EnginePair):
+    """Servers that a Hugging Face checkpoint is pushed to as a trainer's weights are, and no trainer."""
+
+    def start(self) -> None:
+        self._launch()
+        self.rollout.connect({})
+
+    def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+        """Nothing moves a run of no rollouts."""
+
+    def push_weights(self, version: int) -> None:
+        self.weight_version = version
+        self.push_again()
+
+    def push_again(self) -> None:
+        self._push_by(self._push_files)
+
+    def _push_files(self, engines: Sequence[Engine], version: int) -> str:
+        config, asked = self.config, self.config.engine.rollout_weight_format
+        transport = make_transport(config.sync.weight_sync, Path(config.output.run_dir))
+        is_stock, on_gpu = not self.contract.is_aligned, self.contract.device == "cuda"
+        by_sglang = is_stock and on_gpu and asked == "fp8_e4m3"
+        buckets = rounded(self._buckets(), "" if by_sglang else asked)
+        try:
+            return push_weights(buckets, engines, transport, version)
+        finally:
+            transport.end()
+
+    def _buckets(self) -> Iterator[WeightBucket]:
+        """The checkpoint's tensors as a trainer sends them: parameters are cast, buffers are not."""
+        model, most = self.config.model, bucket_bytes(self.config)
+        dtype = getattr(torch, self.contract.dtype)
+        empty = empty_causal_lm(self.hf_config, model.trust_remote_code)
+        buffers = {name for name, _ in empty.named_buffers()}
+        bucket: WeightBucket = []
+        for name, tensor in CheckpointReader(model.hf_checkpoint).tensors():
+            sent = tensor if name in buffers else tensor.to(dtype)
+            if bucket and size_of(bucket) + sent.nbytes > most:
+                yield bucket
+                bucket = []
+            bucket.append((name, sent))
+        yield bucket
+
+
+def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
+    """Sample and score every evaluation set as a run does after so many rollouts."""
+    contract, count = inputs.ladder.contract, config.engine
+    tp_size, host = tensor_parallel_size(config.sglang_args), config.engine.rollout_host
+    place = partial(placement_of_servers, count, tp_size, host, contract)
+    metrics: dict[str, float] = {}
+    with places_on_cluster(HostsConfig(), place, config.engine.cpu_threads) as places:
+        make_rollout = partial(make_rollout_group, places=places)
+        make_engines = partial(PublishedEngines, make_rollout=make_rollout)
+        with Run(config, inputs, make_engines=make_engines) as run:
+            logger.info("pushing the checkpoint's weights to the servers")
+            run.engines.push_weights(0)
+            for name in inputs.eval_sets:
+                metrics |= evaluate_set(run.sampler, run.journal, name, rollouts_done)
+            weights = run.engines.weight_digest
+    return {
+        "rollouts_done": rollouts_done,
+        "metrics": metrics,
+        "run_dir": config.output.run_dir,
+        "contract": contract.fingerprint,
+        "weights": weights,
+        "versions": versions(),
+    }

@@ -1,0 +1,43 @@
+"""The flags of adapters: what is refused beside them, and what reads them."""
+
+import pytest
+
+from onpolicy.config.groups import LoraConfig
+from onpolicy.errors import ConfigError
+from tests.onpolicy.config.test_validate import MODE, check
+
+LORA = ["--lora-rank", "8"]
+
+
+def test_adapters_are_for_aligned_runs():
+    check(*MODE, *LORA, "--lora-alpha", "16", "--lora-rslora", "--lora-target-modules", "q_proj")
+    with pytest.raises(ConfigError, match=r"--lora-rank=8: .*Add --true-on-policy-mode"):
+        check(*LORA)
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        (["--train-backend", "megatron"], "--train-backend megatron has no adapters yet"),
+        (["--advantage-estimator", "gae"], "the critic of --advantage-estimator gae"),
+        (["--sglang-tp-size", "2"], "not shared out over tensor-parallel ranks"),
+        (["--row-parallel-blocks", "2"], "not shared out over tensor-parallel ranks"),
+        (["--rollout-weight-format", "int8"], "int8 would round adapters"),
+        (["--rollout-server-url", "http://127.0.0.1:1"], "started without adapters"),
+    ],
+)
+def test_what_has_no_adapters_yet_is_refused(argv, rule):
+    check(*MODE, *argv)
+    with pytest.raises(ConfigError, match=f"--lora-rank=8: .*{rule}"):
+        check(*MODE, *LORA, *argv)
+
+
+@pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"]])
+def test_without_adapters_nothing_reads_their_flags(argv):
+    with pytest.raises(ConfigError, match="only --lora-rank reads it"):
+        check(*MODE, *argv)
+
+
+def test_the_scale_is_over_the_rank_or_over_its_root():
+    assert LoraConfig(lora_rank=16, lora_alpha=32).scale == 2
+    assert LoraConfig(lora_rank=16, lora_alpha=32, lora_rslora=True).scale == 8

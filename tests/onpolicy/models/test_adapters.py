@@ -1,0 +1,127 @@
+"""Adapters beside linears: their bits, their names, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.contract import AdapterShape
+from onpolicy.errors import ConfigError
+from onpolicy.models.adapters import ALL_LINEAR, LowRank, add_adapters, first_values, target_names
+from onpolicy.models.align import AlignedLinear
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.hf_config import load_config
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.row_parallel import WHOLE
+from onpolicy.run.launch.adapters import adapter_of
+from tests.support.tiny import make_checkpoint
+
+SHAPE = AdapterShape(rank=4, scale=0.3, targets=("up_proj",))
+OPERATORS = CpuOperators()
+
+
+def make_linear(dtype=torch.bfloat16, shape=SHAPE, *, zero=False):
+    """Adapted, and the same without."""
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(48, 80, dtype=dtype)
+    model = torch.nn.ModuleDict({"up_proj": AlignedLinear(linear, OPERATORS, WHOLE)})
+    add_adapters(model, OPERATORS, shape)
+    adapter = model["up_proj"].lora
+    with torch.no_grad():
+        adapter.A.normal_()
+        adapter.B.zero_() if zero else adapter.B.normal_()
+    return model["up_proj"], AlignedLinear(linear, OPERATORS, WHOLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype):
+    adapted, base = make_linear(dtype)
+    x = torch.randn(37, 48, dtype=dtype)
+    together = adapted(x)
+    assert not torch.equal(together, base(x))
+    for i in (0, 17, 36):
+        assert torch.equal(adapted(x[i : i + 1]), together[i : i + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_zeros_leave_the_base_as_it_is(dtype):
+    adapted, base = make_linear(dtype, zero=True)
+    x = torch.randn(9, 48, dtype=dtype)
+    assert torch.equal(adapted(x), base(x))
+
+
+@pytest.mark.parametrize("wrong", ["scale", "order"])
+def test_another_scale_or_order_has_other_bits(wrong, monkeypatch):
+    adapted, _ = make_linear()
+    x = torch.randn(64, 48, dtype=torch.bfloat16)
+    right = adapted(x)
+    if wrong == "scale":
+        adapted.lora.scale *= 1.01
+    else:
+
+        def merged(adapter, x, out):
+            return out + OPERATORS.linear(x, adapter.B @ adapter.A) * adapter.scale
+
+        monkeypatch.setattr(LowRank, "forward", merged)
+    assert not torch.equal(adapted(x), right)
+
+
+def test_only_adapters_ask_for_gradients_which_are_those_of_the_formula():
+    adapted, _ = make_linear(torch.float32)
+    assert {n for n, p in adapted.named_parameters() if p.requires_grad} == {"lora.A", "lora.B"}
+    x, grad = torch.randn(6, 48), torch.randn(6, 80)
+    adapted(x).backward(grad)
+    a, b = adapted.lora.A, adapted.lora.B
+    assert torch.allclose(b.grad, SHAPE.scale * grad.T @ (x @ a.detach().T), atol=1e-4)
+    assert torch.allclose(a.grad, SHAPE.scale * (grad @ b.detach()).T @ x, atol=1e-4)
+    assert adapted.weight.grad is None
+
+
+def test_first_values_depend_on_seed_and_name_alone():
+    shape = torch.Size((4, 48))
+    values = first_values("x.lora.A", shape, 3)
+    assert torch.equal(values, first_values("x.lora.A", shape, 3))
+    assert not torch.equal(values, first_values("y.lora.A", shape, 3))
+    assert not torch.equal(values, first_values("x.lora.A", shape, 4))
+    assert 0.9 < values.abs().max() * 48**0.5 < 1
+    assert not first_values("x.lora.B", shape, 3).any()
+
+
+@pytest.fixture
+def model(checkpoint):
+    return ModelFacts(load_config(str(checkpoint))).model
+
+
+def test_all_linear_is_every_linear_but_the_output_projection(model):
+    linears = "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"
+    assert target_names(model, ALL_LINEAR) == linears
+    assert target_names(model, "v_proj, q_proj") == ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ("q_proj,lm_head", "'lm_head' is the output projection"),
+        ("query", "'query' is no module of this model"),
+        ("q_norm", "'q_norm' is not a plain linear"),
+        ("q_proj,", "is no module of"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_by_name(model, asked, rule):
+    with pytest.raises(ConfigError, match=rule):
+        target_names(model, asked)
+
+
+def test_a_model_without_what_the_contract_names_is_refused():
+    model = torch.nn.ModuleDict({"other": torch.nn.Linear(4, 4)})
+    with pytest.raises(ConfigError, match="has no up_proj"):
+        add_adapters(model, OPERATORS, SHAPE)
+
+
+def test_experts_are_refused(tmp_path):
+    facts = ModelFacts(load_config(str(make_checkpoint(tmp_path / "moe", "qwen3-moe"))))
+    config = dataclasses.replace(TrainConfig(), lora=groups.LoraConfig(lora_rank=2))
+    with pytest.raises(ConfigError, match="--lora-rank=2: model_type=qwen3_moe has experts"):
+        adapter_of(config, facts)
+    assert adapter_of(TrainConfig(), facts) is None

@@ -1,0 +1,51 @@
+"""A real engine and a real trainer with the same adapters, and with others."""
+
+import pytest
+import torch
+
+from onpolicy.config import groups
+from onpolicy.models.adapters import adapters
+from tests.parity.test_negative_controls import TEMPERATURE, count_mismatches
+from tests.support.engines_fixture import make_engines, make_requests, running
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def adapted(checkpoint, tmp_path_factory):
+    """After a push of adapters that change every log-probability."""
+    directory, lora = tmp_path_factory.mktemp("lora"), groups.LoraConfig(lora_rank=4)
+    with running(make_engines(checkpoint, directory, "bfloat16", lora=lora)) as pair:
+        requests = make_requests(8, seed=6, temperature=TEMPERATURE)
+        before = pair.generate(requests)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for adapter in adapters(pair.trainer.policy.module):
+                adapter.B.to_local().normal_(std=0.02)
+        pair.push_weights(1)
+        yield pair, requests, before, pair.generate(requests)
+
+
+def test_base_and_adapters_agree_bit_for_bit(adapted):
+    pair, requests, before, after = adapted
+    assert [c.rollout_log_probs for c in before] != [c.rollout_log_probs for c in after]
+    assert count_mismatches(pair, requests, after) == 0
+
+
+@pytest.mark.parametrize("wrong", ["scale", "one layer left out", "one bit of B"])
+def test_another_adapter_is_found(adapted, wrong):
+    pair, requests, _, after = adapted
+    first = next(adapters(pair.trainer.policy.module))
+    bits = first.B.detach().to_local().view(torch.int32)
+    kept = first.scale, bits.clone()
+    if wrong == "scale":
+        first.scale *= 1.01
+    elif wrong == "one layer left out":
+        first.is_on = False
+    else:
+        bits[0, 0] ^= 1 << 24
+    try:
+        assert count_mismatches(pair, requests, after) > 0
+    finally:
+        first.scale, first.is_on = kept[0], True
+        bits.copy_(kept[1])
