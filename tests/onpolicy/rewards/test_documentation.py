@@ -67,6 +67,8 @@ def test_the_table_names_all_fields():
 
 def test_every_field_of_the_table_can_be_read():
     read = sample("It is 82.", FinishReason.STOP)
+    chat = [{"role": "user", "content": "37+45="}]
+    read.prompt = dataclasses.replace(read.prompt, messages=chat)
     for name in re.findall(r"^\| `([\w.]+)`", TEXT, flags=re.MULTILINE):
         assert operator.attrgetter(name)(read) is not None
     assert read.prompt.token_ids == read.prompt.prompt_ids == [1]
