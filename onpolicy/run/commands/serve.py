@@ -77,7 +77,7 @@ def _contract(config: ServeConfig, hf_config: PretrainedConfig) -> NumericsContr
     model = config.model
     require_rewards(model.hf_checkpoint, hf_config, model.trust_remote_code, "--hf-checkpoint")
     given = {
-        "--no-true-on-policy-mode": not config.true_on_policy_mode,
+        "--no-true-on-policy-mode": not config.plan.starts_aligned,
         "--sessions": config.gateway.sessions,
         "--rollout-weight-format": config.server.rollout_weight_format,
     }
