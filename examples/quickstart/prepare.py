@@ -12,9 +12,9 @@ something for reinforcement learning to improve. Does nothing if OUT_DIR is comp
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,4 +150,6 @@ def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, directory: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("directory", type=Path, help="where model and data are written")
+    main(parser.parse_args().directory)
