@@ -22,7 +22,9 @@ def base(tmp_path_factory):
 
 
 def aligned_rows(base):
-    rows = combinations_of(base).rows()
+    """Those that train on what they are given: untrained, the model answers every prompt alike, and
+    dynamic sampling would look for another in vain."""
+    rows = (row for row in combinations_of(base).rows() if not row.get("dynamic_sampling"))
     plans = ((row, changed(base, **row).plan) for row in rows)
     return [*islice((row for row, plan in plans if plan.is_always_on_policy), ROWS)]
 
