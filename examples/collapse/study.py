@@ -117,6 +117,8 @@ def plan() -> Iterator[Run]:
             yield changed(arm, seed, "8_experts")
         yield changed("nothing", seed, "8_experts_replayed")
     for seed in SEEDS:
+        yield Run(arm="aligned_rounded", seed=seed, weight_format="int3")
+    for seed in SEEDS:
         yield Run(arm="nothing", seed=seed, weight_format="bf16")
         for change in ("kv_e4m3", "kv_e5m2"):
             yield Run(arm="nothing", seed=seed, weight_format="bf16", change=change)
