@@ -187,4 +187,4 @@ def test_the_environment_of_verifiers_is_a_valid_run(launch, inputs, tmp_path):
     (tmp_path / "model").rename(tmp_path / "inputs/model")
     done = launch("verifiers/run.sh", "--dry-run", WORK_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "12 prompts" in done.stdout
+    assert "6 prompts" in done.stdout

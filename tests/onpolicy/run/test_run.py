@@ -99,7 +99,7 @@ def test_a_run_continues_what_the_checkpoint_says(start, resumable, tmp_path, mo
     assert run.run_hash.value == "hash"
 
 
-ANOTHER_RECIPE = ("prompt_data", "rollout_batch_size", "rollout_max_response_len", "rm_type")
+ANOTHER_RECIPE = ("prompt_data", "rollout_max_response_len", "rollout_batch_size", "rm_type")
 
 
 @pytest.mark.parametrize("of_another", [False, True])
