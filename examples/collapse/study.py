@@ -111,6 +111,7 @@ def plan() -> Iterator[Run]:
         for arm in ("aligned", "nothing"):
             yield changed(arm, seed, "lr_2e-3", "grpo")
         yield changed("aligned", seed, "lag_2_weighed")
+        yield changed("aligned", seed, "lag_2_bypass")
         for arm in ("aligned", "nothing", "tis_token", "tis_sequence"):
             yield changed(arm, seed, "64_digits")
         for arm in ("aligned", "nothing", "tis_token"):
