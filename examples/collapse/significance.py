@@ -18,6 +18,7 @@ Case = tuple[str, str]
 """(engine, arm), as in the table of the study."""
 
 ALIGNED, NOTHING, TIS = ("full", "aligned"), ("int3", "nothing"), ("int3", "tis_token")
+ROUNDED: Case = ("int3", "aligned_rounded")
 
 OTHERS = [("int3", arm) for arm in CORRECTIONS if arm != TIS[1]]
 
@@ -25,6 +26,7 @@ QUESTIONS: dict[str, list[tuple[Case, Case]]] = {
     "does a mismatch cost reward?": [(ALIGNED, NOTHING), (TIS, NOTHING), (ALIGNED, TIS)],
     "does another correction end above none?": [(other, NOTHING) for other in OTHERS],
     "does it end below token TIS?": [(TIS, other) for other in OTHERS],
+    "and where both sides are rounded?": [(ROUNDED, NOTHING), (ROUNDED, TIS), (ALIGNED, ROUNDED)],
 }
 """Each with its comparisons, all of which count when it is adjusted."""
 

@@ -139,9 +139,10 @@ def record_of(run: Run) -> Path:
 def carry_out(run: Run) -> None:
     """Run it, and write its record. Raises CalledProcessError if the run fails."""
     directory, start = WORK / run.name, time.time()
+    about = surroundings(start)
     environment = {**os.environ, **run.variables, "WORK_DIR": str(WORK), "RUN_DIR": str(directory)}
     subprocess.run([HERE / "train.sh", *run.arguments], env=environment, check=True)
-    write_record(run, directory, start, time.time() - start)
+    write_record(run, directory, about, time.time() - start)
 
 
 def surroundings(start: float) -> dict[str, str]:
@@ -157,14 +158,14 @@ def surroundings(start: float) -> dict[str, str]:
     }
 
 
-def write_record(run: Run, directory: Path, start: float, seconds: float) -> None:
+def write_record(run: Run, directory: Path, about: dict[str, str], seconds: float) -> None:
     curves = read_curves(directory)
     if len(curves["reward"]) != run.rollouts:
         raise ValueError(f"{directory}: {len(curves['reward'])} rollouts, not {run.rollouts}.")
     shown = " ".join(f"{name}={value}" for name, value in run.variables.items())
     record = {
         "command": f"{shown} examples/collapse/train.sh {' '.join(run.arguments)}",
-        **surroundings(start),
+        **about,
         "seconds": round(seconds),
         "curves": curves,
     }

@@ -145,7 +145,7 @@ def test_a_record_says_when_and_where_it_was_made(tmp_path, monkeypatch):
 
     monkeypatch.setattr(study, "read_curves", lambda directory: curves_of([0.0] * 160))
     monkeypatch.setattr(study, "RESULTS", tmp_path)
-    study.write_record(study.Run(arm="aligned", seed=0), tmp_path, 0.0, 5.0)
+    study.write_record(study.Run(arm="aligned", seed=0), tmp_path, study.surroundings(0.0), 5.0)
     record = json.loads((tmp_path / "aligned-0.json").read_text())
     assert record["started"] == "1970-01-01T00:00:00+00:00"
     assert record["machine"] and record["revision"]
