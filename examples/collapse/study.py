@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from shutil import which
 
 from records import read_curves
 
@@ -151,10 +152,11 @@ def surroundings(start: float) -> dict[str, str]:
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(describe, capture_output=True, text=True) if which("git") else None
     return {
         "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
         "machine": next(named, platform.processor()),
-        "revision": subprocess.run(describe, capture_output=True, text=True).stdout.strip(),
+        "revision": done.stdout.strip() if done else "",
     }
 
 
