@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.push_worker import buckets
 from onpolicy.models.stored import stored_tensors
 from onpolicy.system.garbage import collect_rarely
 from onpolicy.weights import flat
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, in_buckets
 from onpolicy.weights.transports.distributed import described
 from sglang_patches.experts import _destinations
 
@@ -78,7 +77,7 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
 def _buckets(model: Any) -> Iterator[WeightBucket]:
     parameters = model.named_parameters()
     stored = (stored_tensors(model, name, each.detach()).items() for name, each in parameters)
-    return buckets(chain.from_iterable(stored), BUCKET)
+    return in_buckets(chain.from_iterable(stored), BUCKET)
 
 
 def _handle(bucket: WeightBucket) -> str:

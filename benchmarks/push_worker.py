@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from onpolicy.system.memory import num_gpus
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train import distributed
 from onpolicy.train.weight_outlet import WeightOutlet
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.digest import WeightBucket, in_buckets
 from onpolicy.weights.push import Engine
 
 
@@ -40,19 +40,6 @@ def load(checkpoint: Path, device: str) -> list[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt", device=device) as opened:
             tensors += [(name, opened.get_tensor(name)) for name in opened.keys()]  # noqa: SIM118
     return tensors
-
-
-def buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[WeightBucket]:
-    """The tensors, `max_bytes` at a time."""
-    bucket: WeightBucket = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    yield bucket
 
 
 class Source:
@@ -68,7 +55,7 @@ class Source:
         ranks: Collection[int] = (0,),
         masters: bool = False,
     ) -> Iterator[WeightBucket]:
-        for bucket in buckets(((name, x.clone()) for name, x in self._tensors), max_bytes):
+        for bucket in in_buckets(((name, x.clone()) for name, x in self._tensors), max_bytes):
             if distributed.rank() in ranks:
                 yield bucket
 

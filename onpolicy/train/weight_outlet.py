@@ -24,7 +24,7 @@ from onpolicy.train import distributed
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 from onpolicy.weights.kept import KeptWeights
 from onpolicy.weights.push import Engine, push_weights
-from onpolicy.weights.rounding import rounded
+from onpolicy.weights.rounding import format_of_push, rounded
 from onpolicy.weights.senders import share_out
 from onpolicy.weights.transports import make_transport, shares_gpus
 
@@ -166,11 +166,9 @@ class WeightOutlet:
         self.transport.end()
 
     def _weight_format(self, contract: NumericsContract) -> str:
-        """How weights are rounded here: an aligned trainer's are already, and on GPUs SGLang itself
-        makes them FP8."""
+        """How weights are rounded here; an aligned trainer's are already."""
         asked = self.config.engine.rollout_weight_format
-        by_sglang = contract.device == "cuda" and asked == "fp8_e4m3"
-        return "" if by_sglang or contract.is_aligned else asked
+        return "" if contract.is_aligned else format_of_push(contract, asked)
 
 
 def bucket_bytes(config: TrainConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,22 @@ WeightBucket = list[tuple[str, torch.Tensor]]
 WeightPart = Literal["all", "trained", "frozen"]
 """Which of a model's weights: those that training may change (parameters that ask for a gradient, and
 buffers), or the others."""
+
+
+def in_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[WeightBucket]:
+    """Named tensors, `max_bytes` at a time, but for one that is larger."""
+    bucket: WeightBucket = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def write_weights(bucket: WeightBucket, file: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onpolicy.contract import NumericsContract
 from onpolicy.weights.digest import WeightBucket
 
 KEPT = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.")
@@ -79,6 +80,13 @@ FORMATS = {
     "nvfp4": WeightFormat(6, _to_fp4, (1, 16), _in_two_levels),
 }
 """What --rollout-weight-format names, but for bf16, which has no scale."""
+
+
+def format_of_push(contract: NumericsContract, asked: str) -> str:
+    """What weights as they are trained are rounded to before they are pushed: on GPUs stock SGLang makes
+    FP8 of them itself (`rollout/engine_args.py`)."""
+    by_sglang = not contract.is_aligned and contract.device == "cuda" and asked == "fp8_e4m3"
+    return "" if by_sglang else asked
 
 
 def rounded(buckets: Iterable[WeightBucket], weight_format: str) -> Iterator[WeightBucket]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig, HostsConfig
@@ -25,9 +26,9 @@ from onpolicy.run.launch.host_shares import placement_of_servers
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
 from onpolicy.train.weight_outlet import bucket_bytes
-from onpolicy.weights.digest import WeightBucket
-from onpolicy.weights.push import Engine, push_weights, size_of
-from onpolicy.weights.rounding import rounded
+from onpolicy.weights.digest import in_buckets
+from onpolicy.weights.push import Engine, push_weights
+from onpolicy.weights.rounding import format_of_push, rounded
 from onpolicy.weights.transports import make_transport
 
 logger = logging.getLogger(__name__)
@@ -55,37 +56,30 @@ class PublishedEngines(EnginePair):
     def _push_files(self, engines: Sequence[Engine], version: int) -> str:
         config, asked = self.config, self.config.engine.rollout_weight_format
         transport = make_transport(config.sync.weight_sync, Path(config.output.run_dir))
-        is_stock, on_gpu = not self.contract.is_aligned, self.contract.device == "cuda"
-        by_sglang = is_stock and on_gpu and asked == "fp8_e4m3"
-        buckets = rounded(self._buckets(), "" if by_sglang else asked)
+        parts = in_buckets(self._tensors(), bucket_bytes(config))
+        buckets = rounded(parts, format_of_push(self.contract, asked))
         try:
             return push_weights(buckets, engines, transport, version)
         finally:
             transport.end()
 
-    def _buckets(self) -> Iterator[WeightBucket]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors as a trainer sends them: parameters are cast, buffers are not."""
-        model, most = self.config.model, bucket_bytes(self.config)
+        model = self.config.model
         dtype = getattr(torch, self.contract.dtype)
         empty = empty_causal_lm(self.hf_config, model.trust_remote_code)
         buffers = {name for name, _ in empty.named_buffers()}
-        bucket: WeightBucket = []
         for name, tensor in CheckpointReader(model.hf_checkpoint).tensors():
-            sent = tensor if name in buffers else tensor.to(dtype)
-            if bucket and size_of(bucket) + sent.nbytes > most:
-                yield bucket
-                bucket = []
-            bucket.append((name, sent))
-        yield bucket
+            yield name, tensor if name in buffers else tensor.to(dtype)
 
 
 def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
     """Sample and score every evaluation set as a run does after so many rollouts."""
-    contract, count = inputs.ladder.contract, config.engine
-    tp_size, host = tensor_parallel_size(config.sglang_args), config.engine.rollout_host
-    place = partial(placement_of_servers, count, tp_size, host, contract)
+    contract, engines = inputs.ladder.contract, config.engine
+    tp_size, host = tensor_parallel_size(config.sglang_args), engines.rollout_host
+    place = partial(placement_of_servers, engines, tp_size, host, contract)
     metrics: dict[str, float] = {}
-    with places_on_cluster(HostsConfig(), place, config.engine.cpu_threads) as places:
+    with places_on_cluster(HostsConfig(), place, engines.cpu_threads) as places:
         make_rollout = partial(make_rollout_group, places=places)
         make_engines = partial(PublishedEngines, make_rollout=make_rollout)
         with Run(config, inputs, make_engines=make_engines) as run:

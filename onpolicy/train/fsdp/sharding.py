@@ -29,7 +29,7 @@ from onpolicy.models.value_head import ValueHead, ValueModel
 from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader, matched_model
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
-from onpolicy.weights.digest import WeightBucket, WeightPart
+from onpolicy.weights.digest import WeightBucket, WeightPart, in_buckets
 
 PREFIX = "causal_lm."
 _VALUE_HEAD = "value_head."
@@ -114,18 +114,8 @@ def gather_buckets(
     of them. They are full on `ranks`; the others keep nothing of what they help to gather. `masters`, by
     the names of parameters, take their places.
     """
-    bucket: WeightBucket = []
-    size = 0
-    for name, tensor in _checkpoint_tensors(model, dtype, part, masters or {}):
-        if distributed.rank() not in ranks:
-            continue
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    whole = _checkpoint_tensors(model, dtype, part, masters or {})
+    yield from in_buckets((each for each in whole if distributed.rank() in ranks), max_bytes)
 
 
 def _checkpoint_tensors(

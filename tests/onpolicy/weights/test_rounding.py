@@ -1,11 +1,21 @@
 """Weights as a rollout in a small number format holds them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.weights.rounding import FORMATS, dequantise, quantise, round_weight, rounded
+from onpolicy.weights.rounding import (
+    FORMATS,
+    dequantise,
+    format_of_push,
+    quantise,
+    round_weight,
+    rounded,
+)
+from tests.support.tiny_contract import CONTRACT
 
 STEPS = {"int8": 127, "int4": 7, "int3": 3, "fp8_e4m3": 448}
 
@@ -128,3 +138,16 @@ def test_nvfp4_has_e4m3_scales_and_one_of_the_whole_matrix():
     rest = round_weight(weight[20:] if largest < 20 else weight[:20], "nvfp4")
     whole = round_weight(weight, "nvfp4")
     assert not torch.equal(rest, whole[20:] if largest < 20 else whole[:20])
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "expected"),
+    [
+        ({"backend": "stock", "device": "cuda"}, "fp8_e4m3", ""),
+        ({"backend": "stock", "device": "cuda"}, "int4", "int4"),
+        ({"backend": "stock"}, "fp8_e4m3", "fp8_e4m3"),
+        ({"device": "cuda"}, "fp8_e4m3", "fp8_e4m3"),
+    ],
+)
+def test_stock_sglang_alone_makes_fp8_itself_and_on_gpus_alone(changes, asked, expected):
+    assert format_of_push(replace(CONTRACT, **changes), asked) == expected
