@@ -13,7 +13,15 @@ from onpolicy.cli.parse import parse
 from onpolicy.cli.yaml_file import as_argument
 from onpolicy.config import TrainConfig
 from onpolicy.config.evaluate import EvaluateConfig
-from onpolicy.config.flags import SGLANG_ARGS, Flag, flag_defaults, flag_types, flags_of, with_flags
+from onpolicy.config.flags import (
+    SGLANG_ARGS,
+    Flag,
+    flag_defaults,
+    flag_types,
+    flags_of,
+    spelled,
+    with_flags,
+)
 from onpolicy.config.rules import decides_results, require_ranges, require_sense
 from onpolicy.config.secrets import HIDDEN, is_secret
 from onpolicy.config.sglang_flags import PREFIX
@@ -75,8 +83,8 @@ def _of_the_run(recorded: Mapping[str, Any], given: EvaluateConfig) -> Iterator[
         if value in (None, [], defaults[flag.name]) or not _is_taken(flag, own):
             continue
         if value == HIDDEN and flag not in own:
-            name = flag.name.replace("_", "-")
-            raise ConfigError(f"--{name} is missing: the run had one, and no record holds it.")
+            missing = f"{spelled(flag.name)} is missing"
+            raise ConfigError(f"{missing}: the run had one, and no record holds it.")
         yield from as_argument(flag.name, value)
     if recorded:  # after which no value of a flag above can be meant
         yield from as_argument("seed", recorded["seed"])

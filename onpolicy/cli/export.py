@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onpolicy.cli.parse import parse
+from onpolicy.config.flags import spelled
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.destinations import require_directory
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(ExportConfig, argv, "onpolicy export")
     for flag in ("hf_checkpoint", "quantised", "output"):
         if not getattr(config, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} is missing. Give it.")
+            raise ConfigError(f"{spelled(flag)} is missing. Give it.")
     if Path(config.output).exists():
         raise ConfigError(f"--output={config.output}: is there already. Give another directory.")
     require_directory("--output", str(Path(config.output).absolute().parent))

@@ -61,9 +61,12 @@ PANELS = (
 """Which metrics go where, in the page's order. A panel that no run has data for is left out."""
 
 
-def render(runs: Sequence[LoggedRun], links: Mapping[str, str] | None = None) -> str:
+NO_LINKS: Mapping[str, str] = MappingProxyType({})
+
+
+def render(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> str:
     """The page as HTML; `links`: where a page of a run's episodes is, by the run's name."""
-    data = page_data(runs, links or {})
+    data = page_data(runs, links)
     return page_of("page.html", ["page.css"], ["elements.js", "page.js"], data)
 
 
@@ -79,9 +82,7 @@ def _part(name: str) -> str:
     return files("onpolicy.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_data(
-    runs: Sequence[LoggedRun], links: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
+def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> dict[str, Any]:
     """Everything that the page shows, as JSON values."""
     groups = group_runs(runs)
     panels = [_panel(panel, runs, groups) for panel in PANELS]

@@ -3,7 +3,6 @@ the policy sampled, before it is trained on."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,8 +21,6 @@ FLAG = "--teacher-url"
 
 _TOKENS_AT_ONCE = 8192
 """Tokens of a vocabulary in one request."""
-
-logger = logging.getLogger(__name__)
 
 
 class TeacherServers:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy
 from onpolicy.config import secrets
+from onpolicy.config.groups.remote_reward import is_url
 from onpolicy.config.kinds import Count, HeaderText, NonNegative
 from onpolicy.config.rules import NO_RESULT, Against, Parsed, Together
 
@@ -106,8 +107,7 @@ class DistillationConfig:
     def teacher_urls(self) -> dict[str, str]:
         """The addresses of those that are servers, likewise."""
         found = self._by_name(self.teacher_url)
-        are_urls = all(url.startswith(("http://", "https://")) for url in found.values())
-        return found if are_urls else {}
+        return found if all(map(is_url, found.values())) else {}
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ def _is_asked(run: Facts, source: str) -> bool:
     return source in run.config.reward.sources
 
 
-def _is_url(text: str) -> bool:
+def is_url(text: str) -> bool:
+    """Whether it begins as the address of a service does."""
     return text.startswith(("http://", "https://"))
 
 
@@ -48,7 +49,7 @@ ANY = ReadBy(
     lambda run: any(_is_asked(run, name) for name in get_args(RemoteName)) or run.teacher_url,
 )
 URL = Rule(
-    lambda x: not x or _is_url(x),
+    lambda x: not x or is_url(x),
     "is no address. Give one that begins with http:// or https://.",
 )
 NO_URL = Together(
@@ -132,7 +133,7 @@ class RemoteRewardConfig:
 
     reward_server_url: Annotated[
         tuple[str, ...], MODEL, NO_RESULT,
-        Together(lambda run: [u for u in run.reward_server_url if not _is_url(u)],
+        Together(lambda run: [u for u in run.reward_server_url if not is_url(u)],
             "--reward-server-url={found}: is no address. Give one that begins with http:// or https://."),
     ] = ()  # fmt: skip
     """Servers of that classifier, started with `onpolicy serve`; samples go to each in turn."""
