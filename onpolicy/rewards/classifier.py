@@ -41,12 +41,11 @@ class Classifier:
 
         def answers() -> list[Numbers | Failure]:
             found: dict[int, Numbers | Failure] = {
-                i: _reward(answer)
-                for share, wait in zip(shares, waits, strict=True)
-                for i, answer in zip(share, wait(), strict=True)
+                i: each for i, each in enumerate(asked) if isinstance(each, Failure)
             }
-            failed = {i: each for i, each in enumerate(asked) if isinstance(each, Failure)}
-            return [(found | failed)[i] for i in range(len(samples))]
+            for share, wait in zip(shares, waits, strict=True):
+                found |= zip(share, map(_reward, wait()), strict=True)
+            return [found[i] for i in range(len(samples))]
 
         return answers
 
