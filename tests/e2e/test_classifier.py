@@ -16,12 +16,12 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import make_operators
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.server import EngineServer
 from onpolicy.run.commands.serve import checked_spec
 from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.train import distributed
 from onpolicy.train.fsdp.sharded_model import FsdpModel
 from tests.support.classifiers import make_classifier
+from tests.support.engines_fixture import served
 from tests.support.samples import to_score
 from tests.support.tiny import make_tokenizer
 
@@ -40,13 +40,8 @@ def server(classifier, tmp_path_factory):
     model = groups.ModelConfig(hf_checkpoint=str(classifier), dtype="float32")
     config = ServeConfig(model=model, server=groups.ServerConfig(cpu_threads=1))
     log = tmp_path_factory.mktemp("served") / "engine.log"
-    server = EngineServer(checked_spec(config), 0, log)
-    try:
-        server.start()
-        server.wait_until_healthy(300)
+    with served(checked_spec(config), log) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import threading
 import pytest
 import requests
 
-from onpolicy.rollout.server import EngineServer
 from onpolicy.run.launch.contracts import contract_for
 from sglang_patches.harmful_requests import MOST_SAMPLES
 from sglang_patches.request_seeds import next_seed
-from tests.support.engines_fixture import make_engines
+from tests.support.engines_fixture import make_engines, served
 
 pytestmark = pytest.mark.engine
 
@@ -32,13 +31,8 @@ def stock(checkpoint, tmp_path_factory):
     pair = make_engines(checkpoint, directory)
     contract = contract_for(pair.config, pair.hf_config, aligned=False)
     spec = dataclasses.replace(pair.rollout.servers[0].spec, contract=contract)
-    server = EngineServer(spec, 0, directory / "engine.log")
-    try:
-        server.start()
-        server.wait_until_healthy(300)
+    with served(spec, directory / "engine.log") as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module", params=["aligned", "stock"])

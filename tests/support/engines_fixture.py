@@ -12,7 +12,9 @@ import pytest
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
+from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sampling import sampling_seed
+from onpolicy.rollout.server import EngineServer
 from onpolicy.run.engines import EnginePair, MakeRollout
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
@@ -52,6 +54,18 @@ def make_engines(
     )
     contract = contract_for(config, hf_config, aligned=True)
     return EnginePair(config, hf_config, contract, directory, make_rollout=make_rollout)
+
+
+@contextmanager
+def served(spec: EngineSpec, log: Path) -> Iterator[EngineServer]:
+    """A server of its own, until it is left."""
+    server = EngineServer(spec, 0, log)
+    try:
+        server.start()
+        server.wait_until_healthy(300)
+        yield server
+    finally:
+        server.stop()
 
 
 @contextmanager
