@@ -67,6 +67,14 @@ def test_another_scale_or_order_has_other_bits(wrong, monkeypatch):
     assert not torch.equal(adapted(x), right)
 
 
+def test_what_is_added_is_scaled_in_float32_and_the_sum_is_rounded_once():
+    adapted, base = make_linear()
+    x, adapter = torch.randn(64, 48, dtype=torch.bfloat16), adapted.lora
+    out, added = base(x), OPERATORS.linear(OPERATORS.linear(x, adapter.A), adapter.B)
+    assert torch.equal(adapted(x), (out.float() + added.float() * SHAPE.scale).bfloat16())
+    assert not torch.equal(adapted(x), out + added * SHAPE.scale)
+
+
 def test_only_adapters_ask_for_gradients_which_are_those_of_the_formula():
     adapted, _ = make_linear(torch.float32)
     assert {n for n, p in adapted.named_parameters() if p.requires_grad} == {"lora.A", "lora.B"}
