@@ -42,7 +42,7 @@ class Gemms:
     """Whether bfloat16 is multiplied by AMX instructions."""
 
     few_rows: FewRows = field(init=False, repr=False)
-    """Of float32 products."""
+    """What was found of float32 products."""
 
     def __post_init__(self) -> None:
         found = FewRows(ROW_MULTIPLE, self.product, self._into_some_columns)
@@ -71,6 +71,12 @@ class Gemms:
         last = -(-(n % self.columns) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         tiles = [self.columns] * (n >= self.columns) + [last] * (last > 0)
         return max(self.few_rows.multiple(tile, k, has_bias) for tile in tiles)
+
+    @staticmethod
+    def flops(count: int, weight: Tensor) -> float:
+        """The work of a product of so many rows; fewer than 16 take hardly less time for reading the
+        weight."""
+        return 2.0 * max(count, ROW_MULTIPLE) * weight.numel()
 
     def _into_some_columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = x.new_empty(len(x), 2 * len(weight))[:, : len(weight)]

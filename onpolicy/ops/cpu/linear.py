@@ -31,14 +31,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Piece
-from onpolicy.ops.cpu.gemms import (
-    BFLOAT16_COLUMNS,
-    COLUMN_MULTIPLE,
-    COLUMNS,
-    ROW_MULTIPLE,
-    Gemms,
-    Product,
-)
+from onpolicy.ops.cpu.gemms import BFLOAT16_COLUMNS, COLUMN_MULTIPLE, COLUMNS, Gemms, Product
 from onpolicy.ops.cpu.layout import first_rows, pad_rows, whole
 
 MIN_ROWS = 256
@@ -62,7 +55,7 @@ def tiled_linear(
     `blocks` of K, a power of two, are GEMMs of their own, added along a binary tree.
     """
     out, pieces = _product(gemms, x, weight, bias, out_dtype, blocks)
-    gemms.pool.run(pieces, 2.0 * max(len(out), ROW_MULTIPLE) * weight.numel())
+    gemms.pool.run(pieces, gemms.flops(len(out), weight))
     return first_rows(out, x.shape[0])
 
 
@@ -98,8 +91,7 @@ def tiled_grouped_linear(
         for (expert, _, _), rows, out in zip(groups, inputs, outs, strict=True)
         for piece in _pieces(gemms, rows, weight[expert], None, out)
     ]
-    rows = sum(max(len(out), ROW_MULTIPLE) for out in outs)
-    gemms.pool.run(pieces, 2.0 * rows * weight[0].numel())
+    gemms.pool.run(pieces, sum(gemms.flops(len(out), weight[0]) for out in outs))
     return torch.cat([none, *(out[: b - a] for (_, a, b), out in zip(groups, outs, strict=True))])
 
 
@@ -121,12 +113,7 @@ def _pieces(
 
 
 def _whole_rows(
-    gemms: Gemms,
-    x: Tensor,
-    weight: Tensor,
-    has_bias: bool,
-    out_dtype: torch.dtype,
-    blocks: int = 1,
+    gemms: Gemms, x: Tensor, weight: Tensor, has_bias: bool, out_dtype: torch.dtype, blocks: int = 1
 ) -> Tensor:
     operand = gemms.operand(x, out_dtype)
     multiple = gemms.row_multiple(len(x), weight, has_bias, operand, blocks)
