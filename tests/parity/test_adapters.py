@@ -34,7 +34,9 @@ def test_base_and_adapters_agree_bit_for_bit(adapted):
     assert count_mismatches(pair, requests, after) == 0
 
 
-@pytest.mark.parametrize("wrong", ["scale", "one layer left out", "the head left out", "one bit of B"])
+@pytest.mark.parametrize(
+    "wrong", ["scale", "one layer left out", "the head left out", "one bit of B"]
+)
 def test_another_adapter_is_found(adapted, wrong):
     pair, requests, _, after = adapted
     first, *_, last = adapters(pair.trainer.policy.module)
