@@ -109,10 +109,6 @@ class WeightFormatConfig:
         Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
             "without --true-on-policy-mode the run that pushes the weights rounds them",
             "Give it to `onpolicy train`."),
-        Against(lambda run: run.plan.starts_aligned and not run.plan.is_governed
-                and getattr(run, "train_backend", "fsdp") == "megatron",
-            "with --true-on-policy-mode the trainer rounds its own weights too, which is written for "
-            "fsdp alone", "Choose --train-backend fsdp, or leave the flag out."),
     ] = ""  # fmt: skip
     """Round the weights of linear layers, as a deployment in this format would have them: with a scale
     for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), for 32

@@ -85,6 +85,7 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
         "weights": weights + copies,
         "gradients": FLOAT32 * size.trained // model_ranks,
         "AdamW": 2 * FLOAT32 * size.trained * config.takes_steps // shards,
+        "masters": weights * bool(rollout_format(config)),
         "reference": weights * config.loads_reference,
         "exchanged gradients": FLOAT32 * size.trained // ranks * orders,
     }
