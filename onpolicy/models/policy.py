@@ -13,19 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import AdapterShape, AttentionShape, OperatorShapes
-from onpolicy.errors import ConfigError
+from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.experts import experts_shapes, router_shapes
-from onpolicy.models.facts import ModelFacts
+from onpolicy.models.kv_cache import as_cached
 from onpolicy.models.layers import decoder_layers, follow_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.scoring import HiddenScores, TaughtScores, score_rows
-from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.kept_tokens import WHOLE, KeptTokens
@@ -177,6 +174,8 @@ class PolicyModel(nn.Module):
         self.causal_lm, self.operators = causal_lm, operators
         # Without a known rule a model is refused where bits are promised (`models/hf_config.py`).
         self.logits_rule = logits_rule(causal_lm) or LogitsRule()
+        self.kv_format = ""
+        """As in the contract, if this model computes as the rollout does."""
         self.replay: RoutingReplay | None = None
         """The routing replay that the last forward pass used."""
         self._following = follow_layers(causal_lm, operators)
@@ -220,6 +219,7 @@ class PolicyModel(nn.Module):
         def attention(
             q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
         ) -> Tensor:
+            k, v = (as_cached(x, self.kv_format) for x in (k, v))
             return self.operators.attention(q, k, v, batch.layout, scores, sinks)
 
         self.replay = routing_replay(batch, self.causal_lm.config)
@@ -259,39 +259,3 @@ def empty_policy(
     align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
     add_adapters(causal_lm, operators, adapter)
     return kind(causal_lm, operators)
-
-
-def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:
-    """The sizes at which a model of this configuration calls the operators."""
-    model = facts.model
-    linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
-    shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
-    return OperatorShapes(
-        linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
-        attention=_attention_shapes(facts),
-        norm=facts.norm_sizes(centered=False),
-        layer_norm=facts.norm_sizes(centered=True),
-        vocab_size=facts.config.vocab_size,
-        row_linear=tuple(sorted(_linear_shapes(shared))),
-        experts=tuple(sorted(experts_shapes(model))),
-    )
-
-
-def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
-    """The distinct ones; of a model that tells none, which no aligned run gets to, the usual one."""
-    try:
-        told = tuple(dict.fromkeys(facts.attention))
-    except ConfigError:
-        told = ()
-    return told or (_usual_attention(facts.config),)
-
-
-def _usual_attention(config: PretrainedConfig) -> AttentionShape:
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim)
-
-
-def _linear_shapes(linears: set[nn.Linear]) -> set[tuple[int, int, bool]]:
-    return {(m.out_features, m.in_features, m.bias is not None) for m in linears}

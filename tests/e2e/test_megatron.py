@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.engine
 
 PROMPTS, TOKENS = 6, 12
-ROUNDED = ("--rollout-weight-format", "int4_group128")
+ROUNDED = ("--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
     config = VerifyConfig(
         model=ModelConfig(hf_checkpoint=str(path)),
         operators=OperatorsConfig(row_parallel_blocks=2),
-        servers=ServersConfig(rollout_weight_format="fp8_e4m3_block128"),
+        servers=ServersConfig(rollout_weight_format="fp8_e4m3_block128", rollout_kv_format="int8"),
         sglang_args=("--tp-size", "2"),
         num_prompts=6,
         max_new_tokens=12,
@@ -74,6 +74,7 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
     report = verify(config)
     assert report["num_compared_tokens"] == 2 * 6 * 12
     assert report["contract"]["weight_format"] == "fp8_e4m3_block128"
+    assert report["contract"]["kv_format"] == "int8"
     assert passes(report, config)
 
 

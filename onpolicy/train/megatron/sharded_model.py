@@ -18,7 +18,8 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import PackedTokens, operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.policy import PackedTokens
 from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head, Scores
@@ -62,9 +63,10 @@ class MegatronModel(ShardedModel):
         *,
         trained: bool,
         has_values: bool = False,
-        weight_format: str = "",
+        rounds: bool = False,
     ):
         self.config, self.operators = config, operators
+        contract = contract if rounds else contract.unrounded
         self.device = distributed.device(contract.device)
         self.module = self._load(path, contract, layout, has_values)
         self.ordered: OrderedGradients | None = None
@@ -75,7 +77,7 @@ class MegatronModel(ShardedModel):
                 self.ordered = OrderedGradients(self.module)
             self.optimizer = make_optimizer(self.module, config, getattr(torch, contract.dtype))
             use_settings(self.optimizer, config)
-        self.masters = Masters(self.module, weight_format, trained=trained)
+        self.masters = Masters(self.module, contract.weight_format, trained=trained)
 
     def _load(
         self, path: str, contract: NumericsContract, layout: MegatronLayout, has_values: bool
