@@ -1,4 +1,4 @@
-"""The sizes at which a model calls the operators, from its facts alone."""
+"""The sizes at which a model calls the operators: what the contract has, and the self-check tries."""
 
 from __future__ import annotations
 
