@@ -83,6 +83,6 @@ class Masters:
         return whole
 
     def _parts(self, name: str, tp_rank: int) -> list[Part]:
-        """Of tensors that are rounded."""
+        """What a parameter holds of tensors that are rounded."""
         parts = self._map.parts(name, tp_rank, self._place.ep_rank)
         return [part for part in parts if part.name in self._shapes]
