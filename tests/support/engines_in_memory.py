@@ -137,7 +137,9 @@ class Memory:
             scores = self.score(context, temperature)
         if not response:
             self.prefixes[temperature, *context] = scores
-        token = sample(scores, request.sampling_seed, len(context))
+        is_greedy = request.params.top_k == 1
+        seed = request.sampling_seed
+        token = int(scores.argmax()) if is_greedy else sample(scores, seed, len(context))
         return token, scores[token].item()
 
     def score(self, context: list[int], temperature: float) -> Tensor:
