@@ -11,11 +11,11 @@ from tests.support.engines_fixture import make_engines, make_requests, running
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def adapted(checkpoint, tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def adapted(request, checkpoint, tmp_path_factory):
     """After a push of adapters that change every log-probability."""
     directory, lora = tmp_path_factory.mktemp("lora"), groups.LoraConfig(lora_rank=4)
-    with running(make_engines(checkpoint, directory, "bfloat16", lora=lora)) as pair:
+    with running(make_engines(checkpoint, directory, "bfloat16", request.param, lora=lora)) as pair:
         requests = make_requests(8, seed=6, temperature=TEMPERATURE)
         before = pair.generate(requests)
         torch.manual_seed(0)

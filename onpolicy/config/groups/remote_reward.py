@@ -17,11 +17,17 @@ RemoteName = Literal["remote_rm", "judge", "model"]
 
 def asks(source: str) -> ReadBy:
     """A flag that one of RemoteName reads."""
-    return ReadBy(f"--rm-type {source} or --rewards with it", lambda run: _is_asked(run, source))
+    return ReadBy(
+        f"--rm-type {source}, --rewards with it, or a set of --eval-config",
+        lambda run: _is_asked(run, source),
+    )
 
 
 def _is_asked(run: Facts, source: str) -> bool:
-    return source in run.config.reward.sources
+    config = run.config
+    return source in config.reward.sources or any(
+        each.rm_type == source for each in config.eval_sets.values()
+    )
 
 
 def is_url(text: str) -> bool:
@@ -45,7 +51,8 @@ def _require_verdict(pattern: str) -> None:
 
 REMOTE, JUDGE, MODEL = asks("remote_rm"), asks("judge"), asks("model")
 ANY = ReadBy(
-    "--rm-type remote_rm, judge or model, --rewards with one of them, or --teacher-url",
+    "--rm-type remote_rm, judge or model, --rewards or a set of --eval-config with one of them, or "
+    "--teacher-url",
     lambda run: any(_is_asked(run, name) for name in get_args(RemoteName)) or run.teacher_url,
 )
 URL = Rule(

@@ -20,6 +20,7 @@ from onpolicy.run.launch.memory_checks import require_cache, require_memory
 from onpolicy.run.launch.memory_model import RunMemory
 from onpolicy.run.launch.prompt_inputs import PromptReader
 from onpolicy.run.launch.push_checks import require_transport
+from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 
@@ -36,6 +37,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     logger.info("reading %s and the evaluation sets", path)
     hf_config = load_config(path, trust)
     longest, tokenizer = require_context(config, hf_config), load_tokenizer(path, trust)
+    require_classifier(config)
     ladder = make_ladder(config, hf_config)
     with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
         reader = PromptReader(

@@ -9,7 +9,7 @@ from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.models.classifiers import as_decoder, require_rewards
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.client import EngineClient
 
@@ -20,7 +20,8 @@ def require_classifier(config: TrainConfig) -> None:
     """Raise ConfigError unless --reward-checkpoint is a classifier whose numbers can be had, and what is
     served is a model of its sizes, on aligned operators."""
     reward = config.reward
-    if "model" not in reward.sources:
+    sets = config.eval_sets.values()
+    if "model" not in (*reward.sources, *(each.rm_type for each in sets)):
         return
     path = reward.reward_checkpoint
     hf_config = load_config(path, flag=FLAG)
