@@ -36,7 +36,7 @@ _OF_NO_RESULT = {
 """Fields that decide nothing of what the written factors compute, as dropout in training, or which their
 names say, as the targets."""
 
-_EMPTY = (None, False, [], {}, 0, "")
+_EMPTY: tuple[Any, ...] = (None, False, [], {}, 0, "")
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

@@ -85,7 +85,7 @@ def _places(adapter: PeftAdapter, model: PreTrainedModel, source: Path) -> dict[
     """The names of the adapted linears, by those of their weights in the files."""
     files, places = stored_shapes(source, "--hf-checkpoint"), {}
     for linear in adapter.linears:
-        weight = model.get_submodule(linear).weight
+        weight = model.get_parameter(f"{linear}.weight")
         names = [*stored_tensors(model, f"{linear}.weight", weight)]
         names += [names[0].removeprefix(f"{model.base_model_prefix}.")]
         found = [name for name in names if name in files and files[name].shape == weight.shape]

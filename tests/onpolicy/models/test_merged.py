@@ -74,13 +74,12 @@ def test_what_cannot_be_merged_is_refused(checkpoint, tmp_path, capsys, what):
     base = checkpoint
     if what in ("tied", "quantised"):
         base = make_checkpoint(tmp_path / "model", "qwen3-tied")
-    if what == "quantised":
-        file = base / "config.json"
-        file.write_text(
-            json.dumps(json.loads(file.read_text()) | {"quantization_config": {"a": 1}})
-        )
     made_of = make_checkpoint(tmp_path / "x", "llama") if what == "other" else base
     write_adapter(tmp_path / "adapter", made_of, ("lm_head",) if what == "tied" else ("q_proj",))
+    if what == "quantised":
+        file = base / "config.json"
+        told = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+        file.write_text(json.dumps(told))
     argv = {"dtype": [], "both": ["--dtype", "float32", "--quantised", "int4"]}
     if what == "unread":
         argv = ["--hf-checkpoint", str(base), "--quantised", "int4", "--dtype", "float32"]
