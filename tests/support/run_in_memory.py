@@ -12,6 +12,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.outputs.meanings import BY_THE_CLOCK
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.outputs.totals import RunSummary
 from onpolicy.rollout.prompt_order import PromptSource, joined
@@ -138,9 +139,8 @@ def run_in_memory(
 
 def records_of(directory: Path) -> list[dict[str, Any]]:
     """What a run logged, less what depends on the time it took and on what was cached."""
-    dropped = ("perf/", "rollout/num_cached_tokens")
     return [
-        {name: value for name, value in record.items() if not name.startswith(dropped)}
+        {name: value for name, value in record.items() if not name.startswith(BY_THE_CLOCK)}
         for record in read_jsonl(directory / "run" / "metrics.jsonl")
     ]
 
