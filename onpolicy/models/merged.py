@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onpolicy.config.groups import LoraConfig
-from onpolicy.config.peft_adapter import PeftAdapter, read_peft_adapter
 from onpolicy.errors import ConfigError
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_adapter import PeftAdapter, read_peft_adapter
 from onpolicy.models.peft_format import read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.weight_files import matched_model, stored_shapes, weight_files

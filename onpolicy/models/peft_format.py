@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onpolicy.config.groups import LoraConfig
-from onpolicy.config.peft_adapter import CONFIG, WEIGHTS, PeftAdapter, linear_of
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import is_adapters
+from onpolicy.models.peft_adapter import CONFIG, WEIGHTS, PeftAdapter, linear_of
 from onpolicy.weights.digest import WeightBucket, write_weights
 
 PREFIX = "base_model.model."

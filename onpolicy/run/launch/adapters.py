@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.peft_adapter import read_peft_adapter
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import target_names
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import has_experts
+from onpolicy.models.peft_adapter import read_peft_adapter
 from onpolicy.models.peft_format import require_adapter_fits
 
 

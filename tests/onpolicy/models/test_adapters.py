@@ -19,7 +19,7 @@ from onpolicy.models.adapters import (
 from onpolicy.models.align import AlignedLinear
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.run.launch.adapters import adapter_of

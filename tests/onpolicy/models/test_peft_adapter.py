@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
-from onpolicy.config.peft_adapter import read_peft_adapter
 from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_adapter import read_peft_adapter
 from onpolicy.models.peft_format import require_adapter_fits
 
 TOLD = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "megatron_core": "megatron.core"}
