@@ -56,6 +56,8 @@ class Scorer:
         Raises ConfigError if that fails. A function that takes groups is given two of them.
         """
         tried = [source for source in self._sources_of(prompt) if not _is_ours(source)]
+        if not self.config.reward_server_url:  # a run starts them later, and checks them then
+            tried = [source for source in tried if source != "model"]
         functions = list(filter(is_function, tried))
         workers = Workers(self.config, functions, count=1) if functions else None
         try:
@@ -139,7 +141,7 @@ class Scorer:
     def _import(self, local: Sequence[str]) -> None:
         """Have processes that have imported all these, since no sample's time is for that."""
         if not self._imported.issuperset(local):
-            self.close()
+            self._end_workers()
             self._imported |= {*local}
             self._workers = Workers(self.config, sorted(self._imported))
 
@@ -212,8 +214,14 @@ class Scorer:
         """The flag that asks for it, for messages."""
         return f"{self.config.flag}={source}" if source in self.sources else f"the rule {source}"
 
+    def connect(self) -> None:
+        """Wait until all that was started to score can be asked."""
+
     def close(self) -> None:
-        """End the worker processes."""
+        """End all that was started to score."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
 

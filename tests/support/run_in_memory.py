@@ -15,6 +15,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.outputs.meanings import BY_THE_CLOCK
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.outputs.totals import RunSummary
+from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.prompt_order import PromptSource, joined
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.inputs import EvalPrompts, Inputs
@@ -75,6 +76,9 @@ class ScorerInMemory:
             sample.reward = self.reward(sample)
         return {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
 
+    def connect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -125,14 +129,15 @@ def run_in_memory(
     reward: Reward = even_tokens,
     make_run: Callable[..., Run] = Run,
     eval_sets: dict[str, list[Prompt]] = EVAL_SETS,
+    make_scorer: Callable[[TrainConfig], Scorer] | None = None,
     **values: Any,
 ) -> RunSummary:
-    """What a run ends with. `values`: of the configuration."""
+    """What a run ends with. `make_scorer`: in place of `reward`. `values`: of the configuration."""
     config = make_config(directory, **values)
     make: Any = partial(
         make_run,
         make_engines=pair_maker(host or Host()),
-        make_scorer=lambda config: ScorerInMemory(reward),
+        make_scorer=make_scorer or (lambda config: ScorerInMemory(reward)),
     )
     return train_through_losses(config, make_inputs(config, eval_sets), make)
 

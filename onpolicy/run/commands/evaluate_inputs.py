@@ -13,6 +13,7 @@ from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompt_order import PromptSource
+from onpolicy.run.launch.classifiers import classifier_memory
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import require_context
 from onpolicy.run.launch.inputs import Inputs, make_ladder
@@ -72,5 +73,6 @@ def _require_fits(config: TrainConfig, inputs: Inputs, spec: EngineSpec) -> None
     size = ModelSize.of(inputs.hf_config, config.model.trust_remote_code)
     run = RunMemory(config, inputs.hf_config, spec, size)
     processes = [run.server(config.engine.rollout_num_engines), run.push(), *run.agents()]
+    processes += classifier_memory(config)
     require_memory(processes, spec.contract.device)
     require_transport(config, spec.contract)

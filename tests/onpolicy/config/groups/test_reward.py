@@ -92,7 +92,19 @@ MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("ht
             "has 0 groups, and the number is read from the only one",
         ),
         ({**JUDGE, "judge_api_key": "K\x7f"}, r"--judge-api-key=\.\.\.: goes into an HTTP header"),
-        ({"rm_type": "model"}, "--reward-checkpoint='', .*model needs both"),
+        ({"rm_type": "model"}, "--reward-checkpoint='': model needs a classifier"),
+        (
+            {**MODEL, "reward_num_engines": 2},
+            "--reward-num-engines=2: only --rm-type model .* without",
+        ),
+        (
+            {**MODEL, "reward_server_url": (), "reward_api_key": "K"},
+            "--reward-api-key=K: only --reward-server-url",
+        ),
+        (
+            {**MODEL, "reward_server_url": (), "ray_address": "h:1"},
+            "its servers are started on this host alone, and --ray-address=h:1",
+        ),
         ({**MODEL, "reward_server_url": ("h:1",)}, r"--reward-server-url=\['h:1'\]: is no address"),
         ({"rm_type": "exact", "reward_input": "text"}, "only --rm-type model, --rewards with it"),
     ],
