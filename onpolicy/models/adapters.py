@@ -4,8 +4,10 @@
 
 A: [r, K]; B: [N, r]. W is frozen, A and B are trained. Both products are `Operators.linear`, each
 rounded to the dtype of x; the scaled second one is added to x W^T in float32, and the sum is rounded.
-The trainer's linear and SGLang's have the same module beside them, which a forward hook calls, so they
-do the same to the same bits.
+Where tensor-parallel ranks share N, each has its rows of B; where they share K, each has its columns of
+A, and x A^T is summed over blocks of K as x W^T is. The other factor is whole. The trainer's linear and
+SGLang's have the same module beside them, which a forward hook calls, so they do the same to the same
+bits.
 Source: Hu et al., LoRA (arXiv 2106.09685), eq. 3; s = alpha / sqrt(r) is Kalajdzievski, rsLoRA
 (arXiv 2312.03732), eq. 4.
 """
@@ -16,14 +18,19 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from onpolicy.contract import AdapterShape
+from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
+from onpolicy.ops.low_rank import Factors, add_low_rank
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 CHILD = "lora"
 """What an adapter is called among the modules of its linear."""
@@ -32,12 +39,13 @@ ALL_LINEAR = "all-linear"
 
 
 class LowRank(nn.Module):
-    """What is added to the result of one linear."""
+    """What is added to the result of one linear, or to a tensor-parallel rank's part of it."""
 
     def __init__(self, linear: Any, operators: Operators, shape: AdapterShape):
         super().__init__()
-        out_features, in_features = linear.weight.shape
+        out_features, in_features = _features(linear)
         self.operators, self.scale, self.is_on = operators, shape.scale, True
+        self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
         like = linear.weight.detach()
         self.A = nn.Parameter(like.new_zeros(shape.rank, in_features))
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
@@ -46,8 +54,24 @@ class LowRank(nn.Module):
         """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
-        added = self.operators.linear(self.operators.linear(x, self.A), self.B)
-        return (out.float() + added.float() * self.scale).to(out.dtype)
+        x = self.row_parallel.own_part(x, self.A.shape[1])
+        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel)
+
+    @property
+    def factors(self) -> Factors:
+        return Factors(self.A, self.B, self.scale)
+
+
+def _features(linear: Any) -> tuple[int, int]:
+    """(N, K) of what a process has of a linear."""
+    rows, columns = linear.weight.shape
+    if getattr(
+        linear, "gather_output", False
+    ):  # of SGLang's, whose ranks share W, and have all of y
+        rows = linear.output_size
+    return min(
+        rows, getattr(linear, "org_vocab_size", rows)
+    ), columns  # or pad an output projection
 
 
 def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | None) -> None:
@@ -75,6 +99,12 @@ def _add(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
     adapter: LowRank = linear._modules[CHILD]  # type: ignore[assignment]
     added: Tensor = adapter(args[0], out)
     return added
+
+
+def factors_of(linear: nn.Module) -> Factors | None:
+    """Those of the adapter that a linear has, where it is on."""
+    adapter = linear._modules.get(CHILD)
+    return adapter.factors if isinstance(adapter, LowRank) and adapter.is_on else None
 
 
 def adapters(model: nn.Module) -> Iterator[LowRank]:
@@ -110,22 +140,24 @@ def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
 
 
-def target_names(model: nn.Module, asked: str) -> tuple[str, ...]:
+def target_names(model: PreTrainedModel, asked: str) -> tuple[str, ...]:
     """The last parts of the names of the linears that are to be adapted, sorted.
 
     asked: names with commas between, or ALL_LINEAR, which is every linear but the output projection.
-    Raises ConfigError for a name that the model does not have, and for what is not a plain linear.
+    Raises ConfigError for a name that the model does not have, for what is no plain linear, and for an
+    output projection that shares its weight with the input embedding.
     """
     kinds: dict[str, set[type]] = {}
     for name, module in model.named_modules():
         if name:
             kinds.setdefault(_leaf(name), set()).add(type(module))
     head = {_leaf(name) for name, m in model.named_modules() if m is _output_of(model)}
-    linears = {name for name, types in kinds.items() if types == {nn.Linear}} - head
-    names = linears if asked == ALL_LINEAR else {name.strip() for name in asked.split(",")}
+    tied = head if model.config.tie_word_embeddings else set()
+    linears = {name for name, types in kinds.items() if types == {nn.Linear}} - tied
+    names = linears - head if asked == ALL_LINEAR else {name.strip() for name in asked.split(",")}
     for name in sorted(names - linears):
         rule = (
-            "is the output projection, which is not adapted yet" if name in head
+            "shares its weight with the input embedding, which has no adapter" if name in tied
             else "is not a plain linear of this model" if name in kinds
             else "is no module of this model"
         )  # fmt: skip
@@ -139,19 +171,37 @@ def _output_of(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
-def adapter_linears(model: nn.Module, shape: AdapterShape) -> set[tuple[int, int, bool]]:
-    """What `OperatorShapes.linear` says of the products with A and B."""
-    sizes, rank = adapted_sizes(model, shape), shape.rank
-    return {(rank, k, False) for _, k in sizes} | {(n, rank, False) for n, _ in sizes}
+def with_adapters(
+    shapes: OperatorShapes, model: PreTrainedModel, adapter: AdapterShape | None, blocks: int
+) -> OperatorShapes:
+    """The sizes at which a model calls the operators, and those of the products with A and B."""
+    if adapter is None:
+        return shapes
+    shared = row_parallel_linears(model) if blocks > 1 else set()
+    linears, rank = adapted_linears(model, adapter), adapter.rank
+    of_a = {(rank, m.in_features, False) for m in linears if m not in shared}
+    of_row_a = {(rank, m.in_features, False) for m in linears if m in shared}
+    of_b = {(m.out_features, rank, False) for m in linears}
+    return replace(
+        shapes,
+        linear=tuple(sorted({*shapes.linear, *of_a, *of_b})),
+        row_linear=tuple(sorted({*shapes.row_linear, *of_row_a})),
+    )
 
 
-def adapted_sizes(model: nn.Module, shape: AdapterShape) -> list[tuple[int, int]]:
-    """(N, K) of each linear of a model, without adapters, that is to get one."""
+def adapted_linears(model: nn.Module, adapter: AdapterShape) -> list[nn.Linear]:
+    """Those of a model, without adapters, that are to get one."""
     return [
-        (module.weight.shape[0], module.weight.shape[1])
+        module
         for name, module in model.named_modules()
-        if _leaf(name) in shape.targets and isinstance(module, nn.Linear)
+        if _leaf(name) in adapter.targets and isinstance(module, nn.Linear)
     ]
+
+
+def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
+    """Numbers in all adapters of a model, which has none yet."""
+    linears = adapted_linears(model, adapter)
+    return adapter.rank * sum(m.in_features + m.out_features for m in linears)
 
 
 def _leaf(name: str) -> str:

@@ -11,13 +11,15 @@ import re
 MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's episodes",
     "rollout/reward_std": "standard deviation of those rewards",
+    "rollout/greedy_reward": "mean reward of the greedy answers that samples are compared with",
     "rollout/reward_timeouts": "samples that a reward rule did not finish in time; they score 0",
     "rollout/reward_errors": "samples that a reward rule failed on, by error or crash; they score 0",
     "rollout/response_length": "mean number of tokens that were sampled in an episode",
     "rollout/response_length_max": "the largest such number",
     "rollout/truncated_ratio": "share of episodes of which an answer reached the length limit",
     "rollout/log_probs": "mean log-probability of the sampled tokens, from the rollout engine",
-    "rollout/num_cached_tokens": "prompt tokens that were found in the engines' prefix caches",
+    "rollout/num_cached_tokens": "tokens before answers that were found in the engines' prefix caches",
+    "rollout/prefix_cache_hit_rate": "share of all tokens before answers that were found there",
     "rollout/num_filtered_groups": "groups left out: all rewards are equal, or no episode is there",
     "rollout/num_resampled_groups": "groups with equal rewards that others were drawn in the place of",
     "rollout/num_surplus_groups": "complete groups that were more than the rollout needed, and dropped",
@@ -59,6 +61,7 @@ MEANINGS = {
     "lag/rejected_share": "share of them that rejection drops",
     "train/learnt_fraction": "share of tokens that --top-entropy-quantile and --clip-cov-ratio leave",
     "train/opsm_fraction": "share of tokens that off-policy sequence masking dropped",
+    "train/distinct_tokens_share": "share of tokens that --share-prefixes leaves to compute",
     "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
     "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",
     "mismatch/k1": "mean log pi_rollout - log pi_train, in nats per token",
@@ -152,6 +155,9 @@ MEANINGS = {
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",
 }
+
+BY_THE_CLOCK = ("perf/", "rollout/num_cached_tokens", "rollout/prefix_cache_hit_rate")
+"""How the names of those metrics begin in which equal runs may differ."""
 
 for _estimator in (
     "no_is",

@@ -72,7 +72,7 @@ class PolicyTrainer(Trainer):
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
         estimator = with_teacher(config, estimator or _estimator(config))
-        load_rounded = partial(load_model, weight_format=contract.weight_format)
+        load_rounded = partial(load_model, rounds=True)
         self.models: Models = {"policy": load_rounded(source, self.operators, trained=True)}
         if algorithm.reads_reference or "reference" in estimator.roles:
             base = None if algorithm.ref_checkpoint else self.policy.without_adapters()
@@ -161,13 +161,13 @@ class PolicyTrainer(Trainer):
                 [sequences[i] for i in indices] or [[0, 0]],
                 [prompt_lens[i] for i in indices] or [1],
                 temperature,
-                self.device,
                 kept_tokens=[kept_tokens[i] for i in indices] if any(kept_tokens) else (),
             ).with_own_cut(self.learner.cut)
             for indices in plan
         ]
         if self.config.trainer.share_prefixes:
             batches = [share_prefixes(batch) for batch in batches]
+        batches = [batch.on(self.device) for batch in batches]
         mine: dict[int, Tensor] = {}
         for indices, scores in zip(plan, self.policy.score(batches), strict=True):
             responses = [lens[i] - prompt_lens[i] for i in indices]

@@ -11,11 +11,13 @@ from tests.support.engines_fixture import make_engines, make_requests, running
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def adapted(checkpoint, tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def adapted(request, checkpoint, tmp_path_factory):
     """After a push of adapters that change every log-probability."""
-    directory, lora = tmp_path_factory.mktemp("lora"), groups.LoraConfig(lora_rank=4)
-    with running(make_engines(checkpoint, directory, "bfloat16", lora=lora)) as pair:
+    every = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head"
+    lora = groups.LoraConfig(lora_rank=4, lora_target_modules=every)
+    directory = tmp_path_factory.mktemp("lora")
+    with running(make_engines(checkpoint, directory, "bfloat16", request.param, lora=lora)) as pair:
         requests = make_requests(8, seed=6, temperature=TEMPERATURE)
         before = pair.generate(requests)
         torch.manual_seed(0)
@@ -32,20 +34,24 @@ def test_base_and_adapters_agree_bit_for_bit(adapted):
     assert count_mismatches(pair, requests, after) == 0
 
 
-@pytest.mark.parametrize("wrong", ["scale", "one layer left out", "one bit of B"])
+@pytest.mark.parametrize(
+    "wrong", ["scale", "one layer left out", "the head left out", "one bit of B"]
+)
 def test_another_adapter_is_found(adapted, wrong):
     pair, requests, _, after = adapted
-    first = next(adapters(pair.trainer.policy.module))
+    first, *_, last = adapters(pair.trainer.policy.module)
     bits = first.B.detach().to_local().view(torch.int32)
     kept = first.scale, bits.clone()
     if wrong == "scale":
         first.scale *= 1.01
     elif wrong == "one layer left out":
         first.is_on = False
+    elif wrong == "the head left out":
+        last.is_on = False
     else:
         bits[0, 0] ^= 1 << 24
     try:
         assert count_mismatches(pair, requests, after) > 0
     finally:
-        first.scale, first.is_on = kept[0], True
+        first.scale, first.is_on, last.is_on = kept[0], True, True
         bits.copy_(kept[1])

@@ -6,7 +6,6 @@ from typing import Annotated
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import CountOrZero, Positive
 from onpolicy.config.rules import Against
-from onpolicy.config.sglang_flags import tensor_parallel_size
 
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
@@ -26,9 +25,6 @@ class LoraConfig:
             "the critic of --advantage-estimator gae is trained whole, and beside adapters it is not "
             "supported yet",
             "Choose another estimator, such as grpo, or leave --lora-rank out."),
-        Against(lambda run: tensor_parallel_size(run.sglang_args) > 1 or run.row_parallel_blocks > 1,
-            "adapters are not shared out over tensor-parallel ranks yet",
-            "Leave out --sglang-tp-size and --row-parallel-blocks, or --lora-rank."),
         Against(lambda run: run.rollout_weight_format,
             "--rollout-weight-format {run.rollout_weight_format} would round adapters like the base, "
             "and they are to stay as they are",
@@ -48,7 +44,11 @@ class LoraConfig:
 
     lora_target_modules: Annotated[str, BY_LORA] = "all-linear"
     """Linears that are adapted: all-linear, which is every one but the output projection, or the last
-    parts of their names, as in q_proj,v_proj."""
+    parts of their names, as in q_proj,lm_head."""
+
+    lora_adapter: Annotated[str, BY_LORA] = ""
+    """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
+    rank, alpha, rsLoRA and targets, so --lora-rank and the others are left out."""
 
     @property
     def scale(self) -> float:

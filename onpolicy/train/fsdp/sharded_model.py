@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ class FsdpModel(ShardedModel):
         *,
         trained: bool,
         has_values: bool = False,
-        weight_format: str = "",
+        rounds: bool = False,
     ):
         self.config = config
         self.kind = ValueModel if has_values else PolicyModel
@@ -62,7 +61,9 @@ class FsdpModel(ShardedModel):
             self.module.requires_grad_(False)
         self.is_base = False
         """Whether this is what adapters are beside."""
-        self.masters = Masters(self.module, weight_format, self.dtype, trained=trained)
+        contract = contract if rounds else contract.unrounded
+        self.module.kv_format = contract.kv_format
+        self.masters = Masters(self.module, contract.weight_format, self.dtype, trained=trained)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
@@ -88,6 +89,7 @@ class FsdpModel(ShardedModel):
             kind=self.kind,
             adapter=self.adapter,
             seed=self.config.seed,
+            begins_with=self.config.lora.lora_adapter,
         )
 
     def use(self, operators: Operators) -> None:
@@ -109,9 +111,7 @@ class FsdpModel(ShardedModel):
 
     def head(self) -> Head:
         head = self.module.head()
-        parts = [head.weight] if head.bias is None else [head.weight, head.bias]
-        weight, *bias = (_gathered(x, self.dtype) for x in parts)
-        return replace(head, weight=weight, bias=bias[0] if bias else None)
+        return head.holding([None if x is None else _gathered(x, self.dtype) for x in head.tensors])
 
     def accumulate_gradients(
         self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None
