@@ -85,7 +85,7 @@ def requests(prompt: int) -> list[Request]:
 
 
 def processor_seconds() -> float:
-    """Of all servers so far."""
+    """What all servers have used so far."""
     times = [p.cpu_times() for p in psutil.Process().children(recursive=True)]
     return float(sum(t.user + t.system for t in times))
 
