@@ -5,6 +5,8 @@ import torch
 
 from onpolicy.config import groups
 from onpolicy.models.adapters import adapters
+from onpolicy.models.weight_files import CheckpointReader
+from onpolicy.weights.rounding import round_weight
 from tests.parity.test_negative_controls import TEMPERATURE, count_mismatches
 from tests.support.engines_fixture import make_engines, make_requests, running
 
@@ -13,9 +15,10 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def adapted(checkpoint, tmp_path_factory):
-    """After a push of adapters that change every log-probability."""
+    """After a push of adapters that change every log-probability, beside a base in int4."""
     directory, lora = tmp_path_factory.mktemp("lora"), groups.LoraConfig(lora_rank=4)
-    with running(make_engines(checkpoint, directory, "bfloat16", lora=lora)) as pair:
+    engine = {"lora": lora, "rollout_weight_format": "int4"}
+    with running(make_engines(checkpoint, directory, "bfloat16", **engine)) as pair:
         requests = make_requests(8, seed=6, temperature=TEMPERATURE)
         before = pair.generate(requests)
         torch.manual_seed(0)
@@ -32,20 +35,40 @@ def test_base_and_adapters_agree_bit_for_bit(adapted):
     assert count_mismatches(pair, requests, after) == 0
 
 
-@pytest.mark.parametrize("wrong", ["scale", "one layer left out", "one bit of B"])
+@pytest.mark.parametrize(
+    "wrong", ["scale", "one layer left out", "one bit of B", "adapters in int4"]
+)
 def test_another_adapter_is_found(adapted, wrong):
     pair, requests, _, after = adapted
-    first = next(adapters(pair.trainer.policy.module))
-    bits = first.B.detach().to_local().view(torch.int32)
-    kept = first.scale, bits.clone()
+    policy = pair.trainer.policy.module
+    first = next(adapters(policy))
+    bits, scale = [x.B.detach().to_local().view(torch.int32) for x in adapters(policy)], first.scale
+    kept = [x.clone() for x in bits]
     if wrong == "scale":
         first.scale *= 1.01
     elif wrong == "one layer left out":
         first.is_on = False
+    elif wrong == "one bit of B":
+        bits[0][0, 0] ^= 1 << 24
     else:
-        bits[0, 0] ^= 1 << 24
+        for x in bits:
+            x.copy_(round_weight(x.view(torch.float32), "int4").view(torch.int32))
     try:
         assert count_mismatches(pair, requests, after) > 0
     finally:
-        first.scale, first.is_on = kept[0], True
-        bits.copy_(kept[1])
+        first.scale, first.is_on = scale, True
+        for x, before in zip(bits, kept, strict=True):
+            x.copy_(before)
+
+
+def test_a_base_that_is_not_rounded_on_one_side_is_found(adapted, checkpoint):
+    pair, requests, _, after = adapted
+    held = pair.trainer.policy.masters.held["causal_lm.model.layers.0.mlp.up_proj.weight"]
+    rounded = held.detach().to_local().clone()
+    stored = CheckpointReader(str(checkpoint)).read("model.layers.0.mlp.up_proj.weight", ())
+    try:
+        held.detach().to_local().copy_(stored)
+        assert count_mismatches(pair, requests, after) > 0
+    finally:
+        held.detach().to_local().copy_(rounded)
+    assert count_mismatches(pair, requests, after) == 0

@@ -29,10 +29,6 @@ class LoraConfig:
         Against(lambda run: tensor_parallel_size(run.sglang_args) > 1 or run.row_parallel_blocks > 1,
             "adapters are not shared out over tensor-parallel ranks yet",
             "Leave out --sglang-tp-size and --row-parallel-blocks, or --lora-rank."),
-        Against(lambda run: run.rollout_weight_format,
-            "--rollout-weight-format {run.rollout_weight_format} would round adapters like the base, "
-            "and they are to stay as they are",
-            "Leave one of the two out."),
         Against(lambda run: run.rollout_server_url,
             "servers that run already (--rollout-server-url) were started without adapters",
             "Let the run start its servers, or leave --lora-rank out."),

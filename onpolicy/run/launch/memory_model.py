@@ -65,7 +65,7 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
         "weights": weights,
         "gradients": FLOAT32 * trained // ranks,
         "AdamW": 2 * FLOAT32 * trained // ranks,
-        "masters": weights * bool(rollout_format(config)),
+        "masters": weights * bool(rollout_format(config) and not config.lora.lora_rank),
         "reference": weights * config.loads_reference,
         "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
         "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,

@@ -62,7 +62,7 @@ class FsdpModel(ShardedModel):
             self.module.requires_grad_(False)
         self.is_base = False
         """Whether this is what adapters are beside."""
-        self.masters = Masters(self.module, weight_format, self.dtype, trained=trained)
+        self.masters = Masters(self.module, weight_format, self.dtype)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
