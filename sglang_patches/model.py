@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 from onpolicy.contract import KINDS, NumericsContract
-from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import align_modules
 from onpolicy.models.layers import follow_layers, hand_on_keywords
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
-from sglang_patches import registry
+from sglang_patches import adapters, registry
 from sglang_patches.fusion import fuse
 from sglang_patches.own_layers import keep_norms
 from sglang_patches.tensor_parallel import row_parallel
@@ -39,7 +38,7 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         registry.report["self_check"] = checked
         if fuses and not contract.is_partial:
             fuse(runner, operators)
-        add_adapters(runner.model.model, operators, contract.adapter)
+        adapters.put_in(runner.model.model, operators, contract)
         return result
 
     own_norms = keep_norms(contract) if contract.aligns("norm") else set()

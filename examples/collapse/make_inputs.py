@@ -1,8 +1,9 @@
 """Makes what the collapse needs: prefix sums, every second one unsolvable, and a small Qwen3.
 
-    python examples/collapse/make_inputs.py OUT_DIR [DIGITS [EXPERTS]]
+    python examples/collapse/make_inputs.py OUT_DIR [DIGITS [EXPERTS [SEED]]]
 
-A problem has 12 digits, and the model no experts, if nothing else is said.
+A problem has 12 digits, and the model no experts, if nothing else is said. SEED makes another model,
+from other numbers and other problems; those of data.jsonl are the same.
 
 OUT_DIR/data.jsonl   `{"prompt": "012345678901=", "label": "013605186756"}`: running sums modulo 10
 OUT_DIR/model/       a real Hugging Face checkpoint with the quickstart's character tokenizer
@@ -91,14 +92,16 @@ def write_problems(file: Path, count: int, rng: random.Random, num_digits: int =
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def main(out: Path, num_digits: int = DIGITS, num_experts: int = 0) -> None:
+def main(out: Path, num_digits: int = DIGITS, num_experts: int = 0, seed: int = 0) -> None:
     if (out / "model" / "config.json").exists():
         return
     prepare_process()
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     write_problems(out / "data.jsonl", 6000, rng, num_digits)
-    torch.manual_seed(0)
+    if seed:
+        rng = random.Random(seed)
+    torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer), num_digits, num_experts)
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters")

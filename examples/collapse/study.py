@@ -52,12 +52,15 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "64_digits": ({"DIGITS": "64"}, ()),
     "8_experts": ({"EXPERTS": "8"}, ()),
     "8_experts_replayed": ({"EXPERTS": "8"}, ("--use-rollout-routing-replay",)),
+    "model_1": ({"MODEL": "1"}, ()),
+    "model_2": ({"MODEL": "2"}, ()),
     "kv_e4m3": ({}, ("--sglang-kv-cache-dtype", "fp8_e4m3")),
     "kv_e5m2": ({}, ("--sglang-kv-cache-dtype", "fp8_e5m2")),
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
 two optimizer steps a rollout; stale weights, as they are, weighed, and in bypass as is the default;
-longer answers; a mixture of experts; a cache of keys and values in FP8."""
+longer answers; a mixture of experts; two other models to begin with; a cache of keys and values in
+FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,13 @@ def plan() -> Iterator[Run]:
         yield changed("nothing", seed, "8_experts_replayed")
     for seed in SEEDS:
         yield Run(arm="aligned_rounded", seed=seed, weight_format="int3")
+    for seed in SEEDS:
+        yield Run(arm="dc_0.015", seed=seed, weight_format="int3", estimator="grpo")
+        for change in ("model_1", "model_2"):
+            for arm in ("aligned", "nothing", "tis_token"):
+                yield changed(arm, seed, change)
+        for arm in ("tis_token", "tis_sequence"):
+            yield Run(arm=arm, seed=seed, weight_format="int3", rollouts=LONG)
     for seed in SEEDS:
         yield Run(arm="nothing", seed=seed, weight_format="bf16")
         for change in ("kv_e4m3", "kv_e5m2"):

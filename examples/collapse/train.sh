@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One run of the study: train.sh ARM [flags]. ARM is a file in arms/. Variables: FORMAT (of the engine's
 # weights; the arm `aligned` has none), SEED, NUM_ROLLOUT, ESTIMATOR, DIGITS (of a problem), EXPERTS (of
-# the model), WORK_DIR, RUN_DIR.
+# the model), MODEL (seed of the model), WORK_DIR, RUN_DIR.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
@@ -12,8 +12,8 @@ arm=$1
 shift
 
 digits=${DIGITS:-12}
-inputs=$work/inputs${DIGITS:+-$DIGITS-digits}${EXPERTS:+-$EXPERTS-experts}
-python "$here/make_inputs.py" "$inputs" "$digits" "${EXPERTS:-0}"
+inputs=$work/inputs${DIGITS:+-$DIGITS-digits}${EXPERTS:+-$EXPERTS-experts}${MODEL:+-model-$MODEL}
+python "$here/make_inputs.py" "$inputs" "$digits" "${EXPERTS:-0}" "${MODEL:-0}"
 rounding=(--rollout-weight-format "${FORMAT:-int3}")
 if [ "$arm" = aligned ]; then rounding=(); fi
 exec onpolicy train \

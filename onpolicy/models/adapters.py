@@ -4,8 +4,10 @@
 
 A: [r, K]; B: [N, r]. W is frozen, A and B are trained. Both products are `Operators.linear`, each
 rounded to the dtype of x; the scaled second one is added to x W^T in float32, and the sum is rounded.
-The trainer's linear and SGLang's have the same module beside them, which a forward hook calls, so they
-do the same to the same bits.
+Where tensor-parallel ranks share N, each has its rows of B; where they share K, each has its columns of
+A, and x A^T is summed over blocks of K as x W^T is. The other factor is whole. The trainer's linear and
+SGLang's have the same module beside them, which a forward hook calls, so they do the same to the same
+bits.
 Source: Hu et al., LoRA (arXiv 2106.09685), eq. 3; s = alpha / sqrt(r) is Kalajdzievski, rsLoRA
 (arXiv 2312.03732), eq. 4.
 """
@@ -16,14 +18,18 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from onpolicy.contract import AdapterShape
+from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 CHILD = "lora"
 """What an adapter is called among the modules of its linear."""
@@ -32,12 +38,17 @@ ALL_LINEAR = "all-linear"
 
 
 class LowRank(nn.Module):
-    """What is added to the result of one linear."""
+    """What is added to the result of one linear, or to a tensor-parallel rank's part of it."""
 
     def __init__(self, linear: Any, operators: Operators, shape: AdapterShape):
         super().__init__()
         out_features, in_features = linear.weight.shape
+        if getattr(
+            linear, "gather_output", False
+        ):  # SGLang's: ranks share W, and each has all of y
+            out_features = linear.output_size
         self.operators, self.scale, self.is_on = operators, shape.scale, True
+        self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
         like = linear.weight.detach()
         self.A = nn.Parameter(like.new_zeros(shape.rank, in_features))
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
@@ -46,7 +57,9 @@ class LowRank(nn.Module):
         """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
-        added = self.operators.linear(self.operators.linear(x, self.A), self.B)
+        x = self.row_parallel.own_part(x, self.A.shape[1])
+        inner = self.operators.row_parallel_linear(x, self.A, None, self.row_parallel)
+        added = self.operators.linear(inner, self.B)
         return (out.float() + added.float() * self.scale).to(out.dtype)
 
 
@@ -139,19 +152,37 @@ def _output_of(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
-def adapter_linears(model: nn.Module, shape: AdapterShape) -> set[tuple[int, int, bool]]:
-    """What `OperatorShapes.linear` says of the products with A and B."""
-    sizes, rank = adapted_sizes(model, shape), shape.rank
-    return {(rank, k, False) for _, k in sizes} | {(n, rank, False) for n, _ in sizes}
+def with_adapters(
+    shapes: OperatorShapes, model: PreTrainedModel, adapter: AdapterShape | None, blocks: int
+) -> OperatorShapes:
+    """The sizes at which a model calls the operators, and those of the products with A and B."""
+    if adapter is None:
+        return shapes
+    shared = row_parallel_linears(model) if blocks > 1 else set()
+    linears, rank = adapted_linears(model, adapter), adapter.rank
+    of_a = {(rank, m.in_features, False) for m in linears if m not in shared}
+    of_row_a = {(rank, m.in_features, False) for m in linears if m in shared}
+    of_b = {(m.out_features, rank, False) for m in linears}
+    return replace(
+        shapes,
+        linear=tuple(sorted({*shapes.linear, *of_a, *of_b})),
+        row_linear=tuple(sorted({*shapes.row_linear, *of_row_a})),
+    )
 
 
-def adapted_sizes(model: nn.Module, shape: AdapterShape) -> list[tuple[int, int]]:
-    """(N, K) of each linear of a model, without adapters, that is to get one."""
+def adapted_linears(model: nn.Module, adapter: AdapterShape) -> list[nn.Linear]:
+    """Those of a model, without adapters, that are to get one."""
     return [
-        (module.weight.shape[0], module.weight.shape[1])
+        module
         for name, module in model.named_modules()
-        if _leaf(name) in shape.targets and isinstance(module, nn.Linear)
+        if _leaf(name) in adapter.targets and isinstance(module, nn.Linear)
     ]
+
+
+def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
+    """Numbers in all adapters of a model, which has none yet."""
+    linears = adapted_linears(model, adapter)
+    return adapter.rank * sum(m.in_features + m.out_features for m in linears)
 
 
 def _leaf(name: str) -> str:

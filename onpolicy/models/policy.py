@@ -13,19 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import AdapterShape, AttentionShape, OperatorShapes
-from onpolicy.errors import ConfigError
+from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.experts import experts_shapes, router_shapes
-from onpolicy.models.facts import ModelFacts
 from onpolicy.models.layers import decoder_layers, follow_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
-from onpolicy.models.scoring import HiddenScores, TaughtScores, score_rows
-from onpolicy.models.tensor_parallel import row_parallel_linears
+from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.kept_tokens import WHOLE, KeptTokens
@@ -53,6 +49,9 @@ class PackedTokens:
     rows: Tensor
     """int64 [R]: rows of `tokens` whose *next* token is asked for"""
 
+    shared_rows: SharedRows | None = None
+    """`rows`, where one may be asked for by several sequences"""
+
     targets: Tensor
     """int64 [R]: those next tokens"""
 
@@ -76,11 +75,10 @@ class PackedTokens:
         sequences: Sequence[Sequence[int]],
         asked: Sequence[Sequence[bool]],
         temperatures: Sequence[Sequence[float]],
-        device: torch.device | str = "cpu",
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
         kept_tokens: Sequence[Sequence[bytes]] = (),
     ) -> PackedTokens:
-        """Pack sequences of token ids, each with a mask of the tokens that are asked for.
+        """Pack sequences of token ids on the CPU, each with a mask of the tokens that are asked for.
 
         The first token of a sequence cannot be: nothing comes before it. `temperatures`: of each token
         that is asked for, by sequence. routed_experts: of each, for all tokens but the last; see
@@ -91,13 +89,13 @@ class PackedTokens:
         positions = torch.cat([torch.arange(n) for n in lens])
         rows = torch.tensor([is_asked for mask in asked for is_asked in mask]).nonzero()[:, 0] - 1
         return PackedTokens(
-            tokens=tokens.to(device),
-            positions=positions.to(device),
-            layout=AttentionLayout.packed(lens, device),
-            rows=rows.to(device),
-            targets=tokens[rows + 1].to(device),
-            temperature=torch.tensor([x for each in temperatures for x in each]).to(device),
-            routed_experts=_pack_experts(lens, routed_experts, device),
+            tokens=tokens,
+            positions=positions,
+            layout=AttentionLayout.packed(lens),
+            rows=rows,
+            targets=tokens[rows + 1],
+            temperature=torch.tensor([x for each in temperatures for x in each]),
+            routed_experts=_pack_experts(lens, routed_experts),
             kept=_pack_kept([len(each) for each in temperatures], kept_tokens),
         )
 
@@ -106,7 +104,6 @@ class PackedTokens:
         sequences: Sequence[Sequence[int]],
         prompt_lens: Sequence[int],
         temperature: float,
-        device: torch.device | str = "cpu",
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
         kept_tokens: Sequence[Sequence[bytes]] = (),
     ) -> PackedTokens:
@@ -116,8 +113,20 @@ class PackedTokens:
             for sequence, prompt in zip(sequences, prompt_lens, strict=True)
         ]
         temperatures = [[temperature] * sum(mask) for mask in asked]
-        return PackedTokens.pack(
-            sequences, asked, temperatures, device, routed_experts, kept_tokens
+        return PackedTokens.pack(sequences, asked, temperatures, routed_experts, kept_tokens)
+
+    def on(self, device: torch.device | str) -> PackedTokens:
+        """The same on a device, from which nothing of it needs to be read back."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            layout=self.layout.on(device),
+            rows=self.rows.to(device),
+            shared_rows=self.shared_rows and self.shared_rows.on(device),
+            targets=self.targets.to(device),
+            temperature=self.temperature.to(device),
+            routed_experts=None if self.routed_experts is None else self.routed_experts.to(device),
         )
 
     def with_own_cut(
@@ -155,7 +164,6 @@ def _pack_kept(counts: Sequence[int], kept_tokens: Sequence[Sequence[bytes]]) ->
 def _pack_experts(
     lens: Sequence[int],
     routed_experts: Sequence[NDArray[np.int32] | None],
-    device: torch.device | str,
 ) -> Tensor | None:
     width = next((x.shape[1] for x in routed_experts if x is not None), None)
     if width is None:
@@ -164,7 +172,7 @@ def _pack_experts(
     for part, known in zip(packed.split(list(lens)), routed_experts, strict=True):
         if known is not None:
             part[:-1] = torch.from_numpy(known.copy())
-    return packed.to(device)
+    return packed
 
 
 class PolicyModel(nn.Module):
@@ -231,10 +239,7 @@ class PolicyModel(nn.Module):
             use_cache=False,
             attention_function=attention,
         )[0][0]
-        if batch.layout.shares_keys:
-            return SharedRows.of(batch.rows).take(hidden)
-        rows: Tensor = hidden[batch.rows]
-        return rows
+        return rows_asked(hidden, batch)
 
 
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
@@ -259,39 +264,3 @@ def empty_policy(
     align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
     add_adapters(causal_lm, operators, adapter)
     return kind(causal_lm, operators)
-
-
-def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:
-    """The sizes at which a model of this configuration calls the operators."""
-    model = facts.model
-    linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
-    shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
-    return OperatorShapes(
-        linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
-        attention=_attention_shapes(facts),
-        norm=facts.norm_sizes(centered=False),
-        layer_norm=facts.norm_sizes(centered=True),
-        vocab_size=facts.config.vocab_size,
-        row_linear=tuple(sorted(_linear_shapes(shared))),
-        experts=tuple(sorted(experts_shapes(model))),
-    )
-
-
-def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
-    """The distinct ones; of a model that tells none, which no aligned run gets to, the usual one."""
-    try:
-        told = tuple(dict.fromkeys(facts.attention))
-    except ConfigError:
-        told = ()
-    return told or (_usual_attention(facts.config),)
-
-
-def _usual_attention(config: PretrainedConfig) -> AttentionShape:
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim)
-
-
-def _linear_shapes(linears: set[nn.Linear]) -> set[tuple[int, int, bool]]:
-    return {(m.out_features, m.in_features, m.bias is not None) for m in linears}

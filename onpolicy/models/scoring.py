@@ -9,6 +9,7 @@ from torch import Tensor
 from onpolicy.ops.kept_tokens import KeptTokens
 from onpolicy.ops.log_probs import Head, Scores, token_log_probs
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
+from onpolicy.ops.shared_rows import SharedRows
 
 
 class HiddenScores(NamedTuple):
@@ -35,6 +36,10 @@ class Asked(Protocol):
     """The tokens asked for, of a whole micro-batch or of a rank's part: see `PackedTokens`."""
 
     @property
+    def rows(self) -> Tensor: ...
+    @property
+    def shared_rows(self) -> SharedRows | None: ...
+    @property
     def targets(self) -> Tensor: ...
     @property
     def temperature(self) -> Tensor: ...
@@ -44,6 +49,13 @@ class Asked(Protocol):
     def wants_hidden(self) -> bool: ...
     @property
     def teacher(self) -> TeacherRows | None: ...
+
+
+def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
+    """[T, H] -> [R, H]: what the head gets of each token asked for, from the row before it."""
+    if asked.shared_rows is not None:
+        return asked.shared_rows.take(hidden)
+    return hidden[asked.rows]
 
 
 def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScores | TaughtScores:

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.token_labels import token_labels
 from onpolicy.ops import AttentionLayout
+from onpolicy.ops.shared_rows import SharedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +54,25 @@ class _Paths:
 
 
 def share_prefixes(batch: PackedTokens) -> PackedTokens:
-    """The same tokens asked of whole sequences laid end to end, T' rows in the place of T.
+    """The same tokens asked of whole sequences laid end to end on the CPU, T' rows in the place of T.
 
     A row may then be asked several times: that of a prompt's last token, by each of its responses.
     """
     lens = batch.layout.query_lens
     experts = batch.routed_experts
-    labels = token_labels(batch.tokens.tolist(), None if experts is None else experts.cpu().numpy())
+    labels = token_labels(batch.tokens.tolist(), None if experts is None else experts.numpy())
     paths = _Paths.of(labels, lens)
     if len(paths.firsts) == len(paths.rows):
         return batch
-    device = batch.tokens.device
-    rows, firsts = (torch.tensor(x, device=device) for x in (paths.rows, paths.firsts))
+    asked = SharedRows.of([paths.rows[i] for i in batch.rows.tolist()])
+    rows, firsts = torch.tensor(paths.rows), torch.tensor(paths.firsts)
     return replace(
         batch,
         tokens=batch.tokens[firsts],
         positions=batch.positions[firsts],
         layout=_layout(rows.split(list(lens)), paths.own),
-        rows=rows[batch.rows],
+        rows=asked.rows,
+        shared_rows=asked,
         routed_experts=None if experts is None else experts[firsts],
     )
 
@@ -82,5 +84,5 @@ def _layout(paths: Sequence[torch.Tensor], own: Sequence[int]) -> AttentionLayou
         query_lens=tuple(count for _, count in asked),
         key_lens=tuple(len(path) for path, _ in asked),
         key_rows=pad_sequence([path for path, _ in asked], batch_first=True),
-        shares_keys=True,
+        shared_keys=SharedRows.of([row for path, _ in asked for row in path.tolist()]),
     )

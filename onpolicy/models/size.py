@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import adapted_sizes
+from onpolicy.models.adapters import adapter_size
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
 from onpolicy.models.trainable import trainable_parameters
@@ -44,7 +44,7 @@ class ModelSize:
         model.tie_weights()
         layers = decoder_layers(model)
         parameters = list(model.parameters())
-        added = adapter.rank * sum(map(sum, adapted_sizes(model, adapter))) if adapter else 0
+        added = adapter_size(model, adapter) if adapter else 0
         trained = sum(p.numel() for p in trainable_parameters(model))
         return ModelSize(
             parameters=sum(p.numel() for p in parameters) + added,

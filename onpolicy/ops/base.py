@@ -140,7 +140,7 @@ class Operators(ABC):
         transformers/models/gpt_oss/modeling_gpt_oss.py, which rounds scores to the model's dtype before
         the softmax; here they are float32.)
         Returns [T, H, D_v] in the dtype of `q`; sums are taken in float32. Gradients flow to q, k, v
-        and sinks where no key row is used twice, as in packed sequences, or `layout.shares_keys`.
+        and sinks where no key row is used twice, as in packed sequences, or with `layout.shared_keys`.
         """
 
     def paged_attention(

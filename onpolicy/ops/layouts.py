@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from onpolicy.ops.shared_rows import SharedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +29,9 @@ class AttentionLayout:
     key_rows: Tensor
     """int64 [S, >= max(key_lens)]: row of the store that holds each key; padding is any valid row."""
 
-    shares_keys: bool = False
-    """Whether a row of the store may be a key of several sequences; its gradient is then a sum over
-    them, in their order."""
+    shared_keys: SharedRows | None = None
+    """The rows of the keys of all sequences, one sequence after another, where a row of the store may be
+    a key of several; its gradient is then a sum over them, in their order."""
 
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What an implementation worked out for this layout, kept for the model's other layers."""
@@ -43,6 +45,11 @@ class AttentionLayout:
         return AttentionLayout(
             query_lens=lens, key_lens=lens, key_rows=rows.clamp_(max=sum(lens) - 1)
         )
+
+    def on(self, device: torch.device | str) -> AttentionLayout:
+        """The same on a device."""
+        shared = self.shared_keys and self.shared_keys.on(device)
+        return replace(self, key_rows=self.key_rows.to(device), shared_keys=shared, plans={})
 
     def by_pages(self) -> PagedLayout:
         """This layout with every key on a page of its own, whose number is int64, for all layers."""
@@ -138,3 +145,33 @@ def sink_gradient(sinks: Tensor | None, grad: Tensor, out: Tensor, lse: Tensor) 
         return None
     delta = (grad.float() * out.float()).sum(-1)
     return -(torch.exp(sinks.float() - lse) * delta).sum(0).to(sinks.dtype)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def attention_gradients(
+    of_packed: Callable[[Tensor, Tensor, AttentionLayout], Gradients],
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+) -> Gradients:
+    """The gradients of q, k and v, by a function that needs every key row to be used at most once.
+
+    of_packed: (k, v, layout) -> the gradients of q and of these. Where sequences share keys, it gets
+    copies of them, sequence after sequence, and what these are given back is added up in that order.
+    """
+    shared = layout.shared_keys
+    if shared is None:
+        return of_packed(k, v, layout)
+    of_q, of_k, of_v = of_packed(k[shared.rows], v[shared.rows], _apart(layout))
+    return of_q, shared.add_up(of_k, len(k)), shared.add_up(of_v, len(v))
+
+
+def _apart(layout: AttentionLayout) -> AttentionLayout:
+    """The layout over copies of its keys, for all layers of a model."""
+    if _apart not in layout.plans:
+        packed = AttentionLayout.packed(layout.key_lens, layout.key_rows.device)
+        layout.plans[_apart] = replace(packed, query_lens=layout.query_lens)
+    found: AttentionLayout = layout.plans[_apart]
+    return found

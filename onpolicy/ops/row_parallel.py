@@ -62,6 +62,12 @@ class RowParallel:
         """This rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks] each."""
         return x.chunk(self.blocks_of(x.shape[-1]), dim=-1)
 
+    def own_part(self, x: Tensor, size: int) -> Tensor:
+        """This rank's `size` columns of [..., K], if x has those of all ranks."""
+        if self.group is None or x.shape[-1] != size * self.ranks:
+            return x
+        return x.chunk(self.ranks, dim=-1)[self.group.rank()]
+
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
         """Add this rank's float32 partials and the other ranks' along the tree."""
         mine = tree_sum(partials)

@@ -177,12 +177,13 @@ def packed_batch(
         [t.token_ids for t in trajectories],
         [t.sampled for t in trajectories],
         [t.temperatures for t in trajectories],
-        device,
         [t.routed_experts for t in trajectories],
         [t.kept_tokens for t in trajectories],
     )
+    if shares_prefixes:
+        packed = share_prefixes(packed)
     return PackedBatch(
-        packed=share_prefixes(packed) if shares_prefixes else packed,
+        packed=packed.on(device),
         samples=samples,
         numbers=list(numbered),
         rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),

@@ -161,13 +161,13 @@ class PolicyTrainer(Trainer):
                 [sequences[i] for i in indices] or [[0, 0]],
                 [prompt_lens[i] for i in indices] or [1],
                 temperature,
-                self.device,
                 kept_tokens=[kept_tokens[i] for i in indices] if any(kept_tokens) else (),
             ).with_own_cut(self.learner.cut)
             for indices in plan
         ]
         if self.config.trainer.share_prefixes:
             batches = [share_prefixes(batch) for batch in batches]
+        batches = [batch.on(self.device) for batch in batches]
         mine: dict[int, Tensor] = {}
         for indices, scores in zip(plan, self.policy.score(batches), strict=True):
             responses = [lens[i] - prompt_lens[i] for i in indices]

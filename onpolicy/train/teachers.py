@@ -111,7 +111,7 @@ class Teachers:
             return batch.packed.with_own_routing()
         numbered = zip(batch.numbers, batch.samples, mine, strict=True)
         samples = {n: s for n, s, is_mine in numbered if is_mine}
-        part = packed_batch(samples, batch.mask.device, batch.packed.layout.shares_keys)
+        part = packed_batch(samples, batch.mask.device, batch.packed.shared_rows is not None)
         return part.packed.with_own_routing()
 
     def _rows(self, batch: PackedBatch, name: str) -> Tensor:

@@ -100,8 +100,7 @@ def pack(rollout: Rollout, order: list[int], temperature: float, device: str) ->
         [rollout.sequences[i] for i in order],
         [rollout.prompt_lens[i] for i in order],
         temperature,
-        device,
-    )
+    ).on(device)
 
 
 def score(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
 from tests.gpu.backends import make_contract
 from tests.gpu.generation import MODELS, generate, make_config, pack, random_prompts, score

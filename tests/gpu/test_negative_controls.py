@@ -7,7 +7,7 @@ import torch
 
 from onpolicy.errors import ContractError
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
 from tests.gpu import attention_checks, gemm_checks
 from tests.gpu.attention_checks import Heads

@@ -24,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from onpolicy.compat import megatron_on_cpu
 from onpolicy.contract import NumericsContract
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.kept_tokens import packed

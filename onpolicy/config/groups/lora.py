@@ -6,7 +6,6 @@ from typing import Annotated
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import CountOrZero, Positive
 from onpolicy.config.rules import Against
-from onpolicy.config.sglang_flags import tensor_parallel_size
 
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
@@ -26,9 +25,6 @@ class LoraConfig:
             "the critic of --advantage-estimator gae is trained whole, and beside adapters it is not "
             "supported yet",
             "Choose another estimator, such as grpo, or leave --lora-rank out."),
-        Against(lambda run: tensor_parallel_size(run.sglang_args) > 1 or run.row_parallel_blocks > 1,
-            "adapters are not shared out over tensor-parallel ranks yet",
-            "Leave out --sglang-tp-size and --row-parallel-blocks, or --lora-rank."),
         Against(lambda run: run.rollout_server_url,
             "servers that run already (--rollout-server-url) were started without adapters",
             "Let the run start its servers, or leave --lora-rank out."),

@@ -32,8 +32,13 @@ from onpolicy.ops.cpu.attention_batches import Batch, batches_of, work
 from onpolicy.ops.cpu.attention_sums import Sums, attend
 from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, Shape, Tile
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.layouts import AttentionLayout, ScoreRule, sink_gradient
-from onpolicy.ops.shared_rows import Gradients, attention_gradients
+from onpolicy.ops.layouts import (
+    AttentionLayout,
+    Gradients,
+    ScoreRule,
+    attention_gradients,
+    sink_gradient,
+)
 
 ROW_BLOCK = 64
 """Query rows of one product in the backward pass, where keys and values sum over them."""

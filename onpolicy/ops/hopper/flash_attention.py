@@ -20,8 +20,13 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.hopper import flash_backward
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
-from onpolicy.ops.shared_rows import Gradients, attention_gradients
+from onpolicy.ops.layouts import (
+    AttentionLayout,
+    Gradients,
+    PagedLayout,
+    ScoreRule,
+    attention_gradients,
+)
 from onpolicy.ops.triton.attention_backward import attention_backward
 
 

@@ -28,8 +28,14 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.contract import ATTENTION_CHUNK
-from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule, sink_gradient
-from onpolicy.ops.shared_rows import Gradients, attention_gradients
+from onpolicy.ops.layouts import (
+    AttentionLayout,
+    Gradients,
+    PagedLayout,
+    ScoreRule,
+    attention_gradients,
+    sink_gradient,
+)
 from onpolicy.ops.triton.attention_backward import attention_backward
 from onpolicy.ops.triton.attention_split import attend_split, is_split
 from onpolicy.ops.triton.attention_tiles import (

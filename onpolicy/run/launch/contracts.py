@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from transformers import PretrainedConfig
@@ -16,11 +15,11 @@ from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import adapter_linears
+from onpolicy.models.adapters import with_adapters
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.llama4 import require_context
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.tensor_parallel import require_shardable
@@ -48,9 +47,7 @@ def contract_for(
         require_alignable(facts, context, aligned_by)
         require_exact(os.environ, aligned_by)
     adapter = adapter_of(config, facts) if aligned else None
-    shapes = operator_shapes(facts, blocks)
-    factors = adapter_linears(facts.model, adapter) if adapter else set()
-    shapes = replace(shapes, linear=tuple(sorted(factors.union(shapes.linear))))
+    shapes = with_adapters(operator_shapes(facts, blocks), facts.model, adapter, blocks)
     kinds = () if aligned else config.operators.kinds
     backend = "stock"
     if aligned_by:

@@ -9,7 +9,7 @@ from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.models.classifiers import as_decoder, require_rewards
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.client import EngineClient
 

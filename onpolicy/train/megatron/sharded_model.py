@@ -18,7 +18,8 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import PackedTokens, operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.policy import PackedTokens
 from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head, Scores

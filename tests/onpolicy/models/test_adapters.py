@@ -8,13 +8,23 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import ALL_LINEAR, LowRank, add_adapters, first_values, target_names
+from onpolicy.models.adapters import (
+    ALL_LINEAR,
+    LowRank,
+    add_adapters,
+    first_values,
+    target_names,
+    with_adapters,
+)
 from onpolicy.models.align import AlignedLinear
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.policy import operator_shapes
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.row_parallel import WHOLE
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.run.launch.adapters import adapter_of
+from sglang_patches.tensor_parallel import shard
+from tests.support.ranks import on_ranks
 from tests.support.tiny import make_checkpoint
 
 SHAPE = AdapterShape(rank=4, scale=0.3, targets=("up_proj",))
@@ -84,6 +94,56 @@ def test_only_adapters_ask_for_gradients_which_are_those_of_the_formula():
     assert torch.allclose(b.grad, SHAPE.scale * grad.T @ (x @ a.detach().T), atol=1e-4)
     assert torch.allclose(a.grad, SHAPE.scale * (grad @ b.detach()).T @ x, atol=1e-4)
     assert adapted.weight.grad is None
+
+
+def one_of_two_ranks(linear, adapter, shared):
+    """What each of two ranks computes of all columns of x, which share K or N of a linear."""
+
+    def result(rank):
+        ours = torch.nn.Linear(1, 1, bias=False)
+        axis = 1 if shared == "K" else 0
+        ours.weight = torch.nn.Parameter(linear.weight.chunk(2, axis)[rank])
+        how = RowParallel(2, torch.distributed.group.WORLD) if shared == "K" else WHOLE
+        module = torch.nn.ModuleDict({"up_proj": AlignedLinear(ours, OPERATORS, how)})
+        add_adapters(module, OPERATORS, SHAPE)
+        for name, factor in module["up_proj"].lora.named_parameters():
+            factor.data = shard(getattr(adapter, name).data, factor, rank)
+        x = X.chunk(2, -1)[rank] if shared == "K" else X
+        return module["up_proj"](x.clone())
+
+    return result
+
+
+X = torch.randn(37, 48)
+
+
+@pytest.mark.parametrize("shared", ["K", "N"])
+def test_ranks_that_share_a_linear_have_the_bits_of_one(shared):
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(48, 80, bias=False)
+    how = RowParallel(2) if shared == "K" else WHOLE
+    model = torch.nn.ModuleDict({"up_proj": AlignedLinear(linear, OPERATORS, how)})
+    add_adapters(model, OPERATORS, SHAPE)
+    adapter = model["up_proj"].lora
+    with torch.no_grad():
+        adapter.A.normal_()
+        adapter.B.normal_()
+        one = model["up_proj"](X)
+        first, second = on_ranks(2, one_of_two_ranks(linear, adapter, shared))
+        assert torch.equal(torch.cat([first, second], -1) if shared == "N" else first, one)
+        assert shared == "N" or torch.equal(second, one)
+        adapter.row_parallel = RowParallel(4)
+        assert not torch.equal(model["up_proj"](X), one)
+
+
+def test_products_with_adapters_are_checked_where_they_are_called(checkpoint):
+    facts = ModelFacts(load_config(str(checkpoint)))
+    adapter = AdapterShape(rank=4, scale=1.0, targets=("down_proj", "q_proj"))
+    for blocks, row_parallel in ((1, False), (2, True)):
+        shapes = with_adapters(operator_shapes(facts, blocks), facts.model, adapter, blocks)
+        assert {(4, 96, False), (192, 4, False), (96, 4, False)} <= set(shapes.linear)
+        assert ((4, 208, False) in shapes.linear) is not row_parallel
+        assert ((4, 208, False) in shapes.row_linear) is row_parallel
 
 
 def test_first_values_depend_on_seed_and_name_alone():

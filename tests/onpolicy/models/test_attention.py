@@ -6,7 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
-from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import make_checkpoint
 

@@ -19,7 +19,8 @@ from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import AlignedExperts, route_by_operators
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
-from onpolicy.models.policy import empty_policy, operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.policy import empty_policy
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import EXPERT_ARCHITECTURES, LATENT_ATTENTION, SIZES, make_checkpoint

@@ -10,7 +10,7 @@ from onpolicy.models import facts as facts_module
 from onpolicy.models import norms
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.routing_replay import can_be_replayed
 from onpolicy.models.tensor_parallel import require_shardable
 from onpolicy.ops.checks.rowwise_check import check_rowwise

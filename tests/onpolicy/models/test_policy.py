@@ -10,7 +10,8 @@ from onpolicy.models.align import AlignedActivation, AlignedLinear
 from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.norms import AlignedRMSNorm
-from onpolicy.models.policy import PackedTokens, empty_policy, operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 

@@ -40,7 +40,7 @@ def other_experts(seed=0):
 
 
 def score(policy, experts=()):
-    return policy(PackedTokens.after_prompts(SEQUENCES, PROMPTS, 1.0, "cpu", experts))[0]
+    return policy(PackedTokens.after_prompts(SEQUENCES, PROMPTS, 1.0, experts))[0]
 
 
 def own_experts(policy):

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.scoring import rows_asked
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.layouts import attention_gradients
 from onpolicy.ops.shared_rows import SharedRows
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
 from tests.support.tiny import make_checkpoint
@@ -129,6 +131,20 @@ def test_tokens_are_shared_that_take_the_same_experts(tmp_path):
         own = policy(apart.with_own_routing())[0]
         assert torch.equal(policy(shared.with_own_routing())[0], own)
         assert not torch.equal(own, want)
+
+
+def test_nothing_is_read_back_from_a_device():
+    """From one without memory, of which nothing can be read."""
+    shared = share_prefixes(packed(GROUPS)).on("meta")
+    rows = torch.empty(len(shared.tokens), 2, 4, device="meta", requires_grad=True)
+    rows_asked(rows, shared).sum().backward()
+
+    def of_packed(k, v, layout):
+        assert layout.key_rows.is_meta and len(k) == len(v) == sum(layout.key_lens)
+        return rows, k, v
+
+    of_all = attention_gradients(of_packed, rows, rows, shared.layout)
+    assert all(x.is_meta and x.shape == rows.shape for x in (rows.grad, *of_all))
 
 
 def test_sequences_that_share_nothing_stay_as_they_are():

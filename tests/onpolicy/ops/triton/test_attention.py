@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
+from onpolicy.ops.shared_rows import SharedRows
 from onpolicy.ops.stock import StockOperators
 from onpolicy.ops.triton import TritonOperators, attention, attention_split
 from onpolicy.ops.triton.attention import blockwise_attention
@@ -293,7 +294,7 @@ def test_keys_that_sequences_share_change_no_bit_and_have_the_sum_of_their_gradi
         query_lens=(35, 9),
         key_lens=(35, 29),
         key_rows=torch.tensor([[*range(35)], path + [0] * 6]),
-        shares_keys=True,
+        shared_keys=SharedRows.of([*range(35), *path]),
     )
     inputs = [x.requires_grad_() for x in packed_inputs([44], (4, 2, 16, 16), torch.float32)]
     whole = [x.detach()[rows].requires_grad_() for x in inputs]

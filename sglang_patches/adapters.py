@@ -1,0 +1,34 @@
+"""Puts the trainer's adapters beside the linears of SGLang's model, and loads them.
+
+A tensor-parallel rank has the rows of B, or the columns of A, that go with its part of the weight.
+Source: replace_linear_class, sglang/srt/models/transformers.py; AutoWeightsLoader._load_param,
+sglang/srt/models/utils.py, which asks a parameter for its `weight_loader`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onpolicy.contract import NumericsContract
+from onpolicy.models.adapters import adapters, add_adapters
+from onpolicy.ops import Operators
+from sglang_patches.tensor_parallel import rank, row_parallel, shard
+
+
+def put_in(model: Any, operators: Operators, contract: NumericsContract) -> None:
+    """Those of the contract, if it has any, beside the linears of a model that is loaded."""
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            module.row_parallel = row_parallel(contract)
+    add_adapters(model, operators, contract.adapter)
+    for adapter in adapters(model):
+        for factor in adapter.parameters():
+            factor.weight_loader = _load_part  # type: ignore[attr-defined]
+
+
+def _load_part(factor: torch.Tensor, whole: torch.Tensor) -> None:
+    factor.data.copy_(shard(whole, factor, rank()))
