@@ -147,6 +147,9 @@ class Trajectory:
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache, by all requests together."""
 
+    num_prefix_tokens: int = 0
+    """Tokens that those requests began with, which might have been found there."""
+
     forks: Forks = ()
     """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
     before), from the first branch on. Example: (("0", 12), ("2", 40))"""
@@ -176,6 +179,7 @@ class Trajectory:
             finish_reason=answer.finish_reason,
             weight_version=answer.weight_version,
             num_cached_tokens=self.num_cached_tokens + answer.num_cached_tokens,
+            num_prefix_tokens=self.num_prefix_tokens + len(self.token_ids),
         )
 
     def given(self, token_ids: Sequence[int]) -> Trajectory:
@@ -209,7 +213,7 @@ class Trajectory:
     def forked(self, length: int, key: str) -> Trajectory:
         """A branch that shares its first tokens."""
         forks = (*self.forks, (key, length))
-        return replace(self.until(length), forks=forks, num_cached_tokens=0)
+        return replace(self.until(length), forks=forks, num_cached_tokens=0, num_prefix_tokens=0)
 
     def as_given(self, length: int) -> Trajectory:
         """The same tokens, of which those before `length` count as given."""

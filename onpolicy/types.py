@@ -34,7 +34,7 @@ class Prompt:
     """What the chat template was applied to; None: it was text."""
 
     rule: str = ""
-    """The rule of `onpolicy/rewards` that scores its responses; empty: that of the run."""
+    """What scores its responses, a rule or a service by its name; empty: what scores the run's."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Puts the trainer's adapters beside the linears of SGLang's model, and loads them.
 
-A tensor-parallel rank has the rows of B, or the columns of A, that go with its part of the weight.
+A tensor-parallel rank has the rows of B, or the columns of A, that go with its part of the weight. The
+last of those of an output projection may be padding.
 Source: replace_linear_class, sglang/srt/models/transformers.py; AutoWeightsLoader._load_param,
 sglang/srt/models/utils.py, which asks a parameter for its `weight_loader`.
 """
@@ -31,4 +32,5 @@ def put_in(model: Any, operators: Operators, contract: NumericsContract) -> None
 
 
 def _load_part(factor: torch.Tensor, whole: torch.Tensor) -> None:
-    factor.data.copy_(shard(whole, factor, rank()))
+    part = shard(whole, factor, rank())
+    factor.data[tuple(map(slice, part.shape))].copy_(part)

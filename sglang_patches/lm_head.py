@@ -17,8 +17,10 @@ import torch
 from transformers import PreTrainedModel
 
 from onpolicy.errors import ContractError
+from onpolicy.models.adapters import factors_of
 from onpolicy.models.logits import logits_rule
 from onpolicy.ops import Operators
+from onpolicy.ops.low_rank import add_low_rank
 from sglang_patches import registry
 
 TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
@@ -36,7 +38,10 @@ def install(operators: Operators) -> None:
         weight = lm_head.weight[: lm_head.org_vocab_size]
         bias = getattr(lm_head, "bias", embedding_bias)
         bias = None if bias is None else bias[: lm_head.org_vocab_size]
-        logits = operators.linear(hidden_states.to(weight.dtype), weight, bias)
+        hidden_states = hidden_states.to(weight.dtype)
+        logits = operators.linear(hidden_states, weight, bias)
+        if (adapter := factors_of(lm_head)) is not None:
+            logits = add_low_rank(operators, hidden_states, logits, adapter)
         finished: torch.Tensor = self.logits_rule.apply(operators, logits)
         return finished
 

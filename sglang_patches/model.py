@@ -38,7 +38,7 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         registry.report["self_check"] = checked
         if fuses and not contract.is_partial:
             fuse(runner, operators)
-        adapters.put_in(runner.model.model, operators, contract)
+        adapters.put_in(runner.model, operators, contract)
         return result
 
     own_norms = keep_norms(contract) if contract.aligns("norm") else set()

@@ -30,6 +30,7 @@ from sglang_patches import (
     lm_head,
     model,
     model_names,
+    prefill_once,
     prompt_answers,
     prompt_log_probs,
     registry,
@@ -85,6 +86,7 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
         classifier.install(operators)
     if contract.aligns("attention"):
         pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
+        prefill_once.install()
         if contract.device == "cpu":
             cpu.accept_attention()
     if contract.aligns("experts"):

@@ -69,12 +69,12 @@ class Placement:
         ranks, engines = (sum(slot.host == host for slot in slots) for slots in sides)
         return ranks, engines
 
-    def describe(self) -> list[str]:
-        """What is on each host, in a line for each."""
-        return [f"{host}: {'; '.join(self._on(host))}" for host in self.hosts]
+    def describe(self, engine: str = "engine") -> list[str]:
+        """What is on each host, in a line for each. `engine`: what its engines are called."""
+        return [f"{host}: {'; '.join(self._on(host, engine))}" for host in self.hosts]
 
-    def _on(self, host: Host) -> Iterator[str]:
-        for kind, slots in (("trainer rank", self.trainer), ("engine", self.engines)):
+    def _on(self, host: Host, engine: str) -> Iterator[str]:
+        for kind, slots in (("trainer rank", self.trainer), (engine, self.engines)):
             for number, slot in enumerate(slots):
                 if slot.host == host:
                     yield f"{kind} {number} ({_resources(slot)})"

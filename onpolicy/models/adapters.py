@@ -29,6 +29,7 @@ from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
+from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 CHILD = "lora"
@@ -42,11 +43,7 @@ class LowRank(nn.Module):
 
     def __init__(self, linear: Any, operators: Operators, shape: AdapterShape):
         super().__init__()
-        out_features, in_features = linear.weight.shape
-        if getattr(
-            linear, "gather_output", False
-        ):  # SGLang's: ranks share W, and each has all of y
-            out_features = linear.output_size
+        out_features, in_features = _features(linear)
         self.operators, self.scale, self.is_on = operators, shape.scale, True
         self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
         like = linear.weight.detach()
@@ -58,9 +55,23 @@ class LowRank(nn.Module):
         if not self.is_on:
             return out
         x = self.row_parallel.own_part(x, self.A.shape[1])
-        inner = self.operators.row_parallel_linear(x, self.A, None, self.row_parallel)
-        added = self.operators.linear(inner, self.B)
-        return (out.float() + added.float() * self.scale).to(out.dtype)
+        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel)
+
+    @property
+    def factors(self) -> Factors:
+        return Factors(self.A, self.B, self.scale)
+
+
+def _features(linear: Any) -> tuple[int, int]:
+    """(N, K) of what a process has of a linear."""
+    rows, columns = linear.weight.shape
+    if getattr(
+        linear, "gather_output", False
+    ):  # of SGLang's, whose ranks share W, and have all of y
+        rows = linear.output_size
+    return min(
+        rows, getattr(linear, "org_vocab_size", rows)
+    ), columns  # or pad an output projection
 
 
 def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | None) -> None:
@@ -88,6 +99,12 @@ def _add(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
     adapter: LowRank = linear._modules[CHILD]  # type: ignore[assignment]
     added: Tensor = adapter(args[0], out)
     return added
+
+
+def factors_of(linear: nn.Module) -> Factors | None:
+    """Those of the adapter that a linear has, where it is on."""
+    adapter = linear._modules.get(CHILD)
+    return adapter.factors if isinstance(adapter, LowRank) and adapter.is_on else None
 
 
 def adapters(model: nn.Module) -> Iterator[LowRank]:
@@ -123,22 +140,24 @@ def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
 
 
-def target_names(model: nn.Module, asked: str) -> tuple[str, ...]:
+def target_names(model: PreTrainedModel, asked: str) -> tuple[str, ...]:
     """The last parts of the names of the linears that are to be adapted, sorted.
 
     asked: names with commas between, or ALL_LINEAR, which is every linear but the output projection.
-    Raises ConfigError for a name that the model does not have, and for what is not a plain linear.
+    Raises ConfigError for a name that the model does not have, for what is no plain linear, and for an
+    output projection that shares its weight with the input embedding.
     """
     kinds: dict[str, set[type]] = {}
     for name, module in model.named_modules():
         if name:
             kinds.setdefault(_leaf(name), set()).add(type(module))
     head = {_leaf(name) for name, m in model.named_modules() if m is _output_of(model)}
-    linears = {name for name, types in kinds.items() if types == {nn.Linear}} - head
-    names = linears if asked == ALL_LINEAR else {name.strip() for name in asked.split(",")}
+    tied = head if model.config.tie_word_embeddings else set()
+    linears = {name for name, types in kinds.items() if types == {nn.Linear}} - tied
+    names = linears - head if asked == ALL_LINEAR else {name.strip() for name in asked.split(",")}
     for name in sorted(names - linears):
         rule = (
-            "is the output projection, which is not adapted yet" if name in head
+            "shares its weight with the input embedding, which has no adapter" if name in tied
             else "is not a plain linear of this model" if name in kinds
             else "is no module of this model"
         )  # fmt: skip

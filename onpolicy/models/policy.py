@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import add_adapters
+from onpolicy.models.adapters import add_adapters, factors_of
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
@@ -220,7 +220,7 @@ class PolicyModel(nn.Module):
         own = self.causal_lm.get_output_embeddings()
         finish = partial(self.logits_rule.apply, self.operators)
         vocabulary = VocabParallel(own.weight.shape[0])
-        return Head(self.operators, own.weight, own.bias, vocabulary, finish)
+        return Head(self.operators, own.weight, own.bias, vocabulary, finish, factors_of(own))
 
     def hidden_states(self, batch: PackedTokens) -> Tensor:
         """[R, H]: what the head gets of each token asked for, from the position before it."""

@@ -70,6 +70,7 @@ def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScore
         head.vocabulary,
         head.finish,
         asked.kept,
+        head.adapter,
     )
     if asked.wants_hidden:
         return HiddenScores(*scores, hidden.detach())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
 from onpolicy.ops.kept_tokens import KeptTokens
+from onpolicy.ops.low_rank import Factors, add_low_rank
 
 
 class Scores(NamedTuple):
@@ -80,10 +82,33 @@ class Head:
     finish: Callable[[Tensor], Tensor] = lambda logits: logits
     """Maps every logit by itself, before anything else is done with it (`models/logits.py`)."""
 
+    adapter: Factors | None = None
+    """What is trained in the place of weight and bias, if anything: b is [V, r], or likewise its rows"""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weight, bias, and an adapter's a and b: what has gradients, as `gradients` gives them."""
+        return self.weight, self.bias, *(self.adapter[:2] if self.adapter else (None, None))
+
+    def holding(self, tensors: Sequence[Tensor | None]) -> Head:
+        """The same head of other `tensors`."""
+        weight, bias, a, b = tensors
+        assert weight is not None
+        adapter = self.adapter
+        if adapter is not None:
+            assert a is not None and b is not None
+            adapter = adapter._replace(a=a, b=b)
+        return replace(self, weight=weight, bias=bias, adapter=adapter)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] of hidden states [M, K]; no autograd."""
+        return self.vocabulary.gather(self.finish(self._product(hidden)))
+
+    def _product(self, hidden: Tensor) -> Tensor:
         product = self.operators.linear(hidden, self.weight, self.bias)
-        return self.vocabulary.gather(self.finish(product))
+        if self.adapter is None:
+            return product
+        return add_low_rank(self.operators, hidden, product, self.adapter)
 
     def chunks(self, hidden: Tensor) -> list[slice]:
         """The rows whose logits are alive at a time."""
@@ -92,28 +117,37 @@ class Head:
 
     def gradients(
         self, hidden: Tensor, grad_logits: Callable[[Tensor, slice], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gradients of hidden states, weight and bias, from that of the logits, chunk by chunk.
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of hidden states and of `tensors`, from that of the logits, chunk by chunk.
 
         grad_logits: (logits [M, V], which rows of `hidden` they are of) -> [M, V] in their dtype.
         """
         grad_hidden = torch.empty_like(hidden)
-        head = [t.detach().requires_grad_() for t in (self.weight, self.bias) if t is not None]
-        grad_head = [torch.zeros_like(t, dtype=torch.float32) for t in head]
+        held = [
+            None if t is None else t.detach().requires_grad_(t.requires_grad) for t in self.tensors
+        ]
+        trained = {i: t for i, t in enumerate(held) if t is not None and t.requires_grad}
+        sums = {i: torch.zeros_like(t, dtype=torch.float32) for i, t in trained.items()}
+        head = self.holding(held)
+        is_linear = self.adapter is None and self.weight.requires_grad
+        # An adapter's gradients, or none at all, are left to autograd.
+        gradients = (
+            self.operators.linear_gradients if is_linear
+            else partial(Operators.linear_gradients, self.operators)
+        )  # fmt: skip
         for rows in self.chunks(hidden):
             part = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
-                product = self.operators.linear(part, *head)
-                mine = self.finish(product)
-            grad = grad_logits(self.vocabulary.gather(mine.detach()), rows)
+                product = head._product(part)
+                finished = self.finish(product)
+            grad = grad_logits(self.vocabulary.gather(finished.detach()), rows)
             grad = self.vocabulary.take(grad, self.weight.shape[0])
-            if mine is not product:
-                (grad,) = torch.autograd.grad(mine, product, grad)
-            grad_hidden[rows] = self.operators.linear_gradients(
-                product, part, head, grad, grad_head
-            )
-        grad_weight, *grad_bias = (total.to(self.weight.dtype) for total in grad_head)
-        return grad_hidden, grad_weight, grad_bias[0] if grad_bias else None
+            if finished is not product:
+                (grad,) = torch.autograd.grad(finished, product, grad)
+            wanted = [*trained.values()], grad, [*sums.values()]
+            grad_hidden[rows] = gradients(product, part, *wanted)
+        found = [sums[i].to(trained[i].dtype) if i in sums else None for i in range(len(held))]
+        return grad_hidden, *found
 
 
 def token_log_probs(
@@ -126,6 +160,7 @@ def token_log_probs(
     vocabulary: VocabParallel | None = None,
     finish: Callable[[Tensor], Tensor] = lambda logits: logits,
     kept: KeptTokens | None = None,
+    adapter: Factors | None = None,
 ) -> Scores:
     """`log_softmax(float32(hidden @ weight.T + bias) / temperature)` at `targets`, and the entropy.
 
@@ -139,10 +174,13 @@ def token_log_probs(
 
     `kept`: the tokens that each target was drawn from, which both are then of. A target that should have
     been drawn from others (`KeptTokens.cut`) has NaN.
+
+    `adapter` adds to the projection, before `finish`. What asks for no gradient gets none.
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
+    head = Head(operators, weight, bias, vocabulary, finish, adapter)
     scores: tuple[Tensor, Tensor] = _TokenLogProbs.apply(
-        operators, hidden, weight, bias, targets, temperature, vocabulary, finish, kept
+        head, hidden, targets, temperature, kept, *head.tensors
     )
     return Scores(*scores)
 
@@ -151,19 +189,16 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        operators: Operators,
+        head: Head,
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
-        vocabulary: VocabParallel,
-        finish: Callable[[Tensor], Tensor],
         kept: KeptTokens | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(log_probs)
-        head = Head(operators, weight, bias, vocabulary, finish)
+        operators, head = head.operators, head.holding(tensors)
         for rows in head.chunks(hidden):
             logits = head.logits(hidden[rows])
             differ = None
@@ -175,9 +210,8 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             if differ is not None:
                 log_probs[rows] = log_probs[rows].masked_fill(differ, torch.nan)
-        ctx.operators, ctx.vocabulary = operators, vocabulary  # type: ignore[attr-defined]
-        ctx.finish, ctx.kept = finish, kept  # type: ignore[attr-defined]
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature)  # type: ignore[arg-type]
+        ctx.head, ctx.kept = head, kept  # type: ignore[attr-defined]
+        ctx.save_for_backward(hidden, targets, temperature, *tensors)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -186,8 +220,8 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature = ctx.saved_tensors  # type: ignore[attr-defined]
-        operators: Operators = ctx.operators  # type: ignore[attr-defined]
+        hidden, targets, temperature, *tensors = ctx.saved_tensors  # type: ignore[attr-defined]
+        head: Head = ctx.head.holding(tensors)  # type: ignore[attr-defined]
         kept: KeptTokens | None = ctx.kept  # type: ignore[attr-defined]
         grad = torch.zeros_like(temperature) if grad is None else grad
 
@@ -195,20 +229,9 @@ class _TokenLogProbs(torch.autograd.Function):
             if kept is not None:
                 logits = kept.cut_to(logits, rows)
             of_entropy = None if grad_entropy is None else grad_entropy[rows]
-            return operators.grad_logits(
+            return head.operators.grad_logits(
                 logits, temperature[rows, None], targets[rows], grad[rows], of_entropy
             )
 
-        head = Head(operators, weight, bias, ctx.vocabulary, ctx.finish)  # type: ignore[attr-defined]
-        grad_hidden, grad_weight, grad_bias = head.gradients(hidden, grad_logits)
-        return (
-            None,
-            grad_hidden,
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        of_hidden, *of_tensors = head.gradients(hidden, grad_logits)
+        return None, of_hidden, None, None, None, *of_tensors

@@ -165,7 +165,7 @@ def reverse_kl(hidden: Tensor, head: Head, teacher: TeacherRows) -> Tensor:
     Gradients flow to `hidden` and the head, as from `token_log_probs`; logits are computed a chunk of
     rows at a time, and again in the backward pass.
     """
-    found: Tensor = _ReverseKl.apply(hidden, head.weight, head.bias, head, teacher)
+    found: Tensor = _ReverseKl.apply(hidden, head, teacher, *head.tensors)
     return found
 
 
@@ -174,37 +174,35 @@ class _ReverseKl(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         head: Head,
         teacher: TeacherRows,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        operators = head.operators
+        operators, head = head.operators, head.holding(tensors)
         kl = hidden.new_empty(len(hidden), dtype=torch.float32)
         for rows in head.chunks(hidden):
             terms, ratios = _terms(operators, head.logits(hidden[rows]), teacher, rows)
             kl[rows] = _row_sums(terms.mul_(ratios))
-        ctx.operators, ctx.teacher = operators, teacher  # type: ignore[attr-defined]
-        ctx.vocabulary, ctx.finish = head.vocabulary, head.finish  # type: ignore[attr-defined]
-        ctx.save_for_backward(hidden, weight, bias, kl)  # type: ignore[arg-type]
+        ctx.head, ctx.teacher = head, teacher  # type: ignore[attr-defined]
+        ctx.save_for_backward(hidden, kl, *tensors)  # type: ignore[arg-type]
         return kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, kl = ctx.saved_tensors  # type: ignore[attr-defined]
-        operators: Operators = ctx.operators  # type: ignore[attr-defined]
+        hidden, kl, *tensors = ctx.saved_tensors  # type: ignore[attr-defined]
+        head: Head = ctx.head.holding(tensors)  # type: ignore[attr-defined]
         teacher: TeacherRows = ctx.teacher  # type: ignore[attr-defined]
 
         def grad_logits(logits: Tensor, rows: slice) -> Tensor:
-            probabilities, ratios = _terms(operators, logits, teacher, rows)
+            probabilities, ratios = _terms(head.operators, logits, teacher, rows)
             found = ratios.sub_(kl[rows, None]).mul_(probabilities).mul_(grad[rows, None])
             out = torch.zeros_like(logits)
             out[:, : found.shape[1]] = found
             return out
 
-        head = Head(operators, weight, bias, ctx.vocabulary, ctx.finish)  # type: ignore[attr-defined]
-        return *head.gradients(hidden, grad_logits), None, None
+        of_hidden, *of_tensors = head.gradients(hidden, grad_logits)
+        return of_hidden, None, None, *of_tensors
 
 
 def _terms(

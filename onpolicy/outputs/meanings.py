@@ -17,7 +17,8 @@ MEANINGS = {
     "rollout/response_length_max": "the largest such number",
     "rollout/truncated_ratio": "share of episodes of which an answer reached the length limit",
     "rollout/log_probs": "mean log-probability of the sampled tokens, from the rollout engine",
-    "rollout/num_cached_tokens": "prompt tokens that were found in the engines' prefix caches",
+    "rollout/num_cached_tokens": "tokens before answers that were found in the engines' prefix caches",
+    "rollout/prefix_cache_hit_rate": "share of all tokens before answers that were found there",
     "rollout/num_filtered_groups": "groups left out: all rewards are equal, or no episode is there",
     "rollout/num_resampled_groups": "groups with equal rewards that others were drawn in the place of",
     "rollout/num_surplus_groups": "complete groups that were more than the rollout needed, and dropped",
@@ -152,6 +153,9 @@ MEANINGS = {
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",
 }
+
+BY_THE_CLOCK = ("perf/", "rollout/num_cached_tokens", "rollout/prefix_cache_hit_rate")
+"""How the names of those metrics begin in which equal runs may differ."""
 
 for _estimator in (
     "no_is",

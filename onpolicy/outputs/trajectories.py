@@ -59,6 +59,8 @@ class TrajectoryRecord(TypedDict):
     finish_reason: str
     weight_version: Annotated[int, Ge(-1)]
     num_cached_tokens: Count
+    num_prefix_tokens: NotRequired[Count]
+    """Earlier versions did not count them."""
     forks: list[Annotated[list[str | Count], Len(2, 2)]]
 
 
@@ -76,6 +78,7 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
         "finish_reason": str(trajectory.finish_reason),
         "weight_version": trajectory.weight_version,
         "num_cached_tokens": trajectory.num_cached_tokens,
+        "num_prefix_tokens": trajectory.num_prefix_tokens,
         "forks": [[*fork] for fork in trajectory.forks],
     }
     if trajectory.kept_tokens:
@@ -113,6 +116,7 @@ def read(record: TrajectoryRecord) -> Trajectory:
         finish_reason=FinishReason(record["finish_reason"]),
         weight_version=record["weight_version"],
         num_cached_tokens=record["num_cached_tokens"],
+        num_prefix_tokens=record.get("num_prefix_tokens", 0),
         forks=tuple((str(key), int(length)) for key, length in record["forks"]),
     )
 

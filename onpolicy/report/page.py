@@ -11,7 +11,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-from onpolicy.outputs.meanings import meaning
+from onpolicy.outputs.meanings import BY_THE_CLOCK, meaning
 from onpolicy.report.runs import Curve, LoggedRun, RunGroup, group_runs, median_curve
 
 
@@ -43,6 +43,7 @@ PANELS = (
     Panel("Response length (tokens)", ("rollout/response_length",)),
     Panel("Truncated responses", ("rollout/truncated_ratio",)),
     Panel("Turns and trajectories of an episode", ("episodes/num_turns", "episodes/num_trajectories")),
+    Panel("Tokens before answers that were cached (share)", ("rollout/prefix_cache_hit_rate",)),
     Panel("Learning rate", ("train/lr",)),
     Panel("Learning-rate decay", ("lr_decay/scale",)),
     Panel("Lambda", ("dc/lambda",)),
@@ -112,9 +113,9 @@ def _run(run: LoggedRun) -> dict[str, Any]:
 
 
 def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
-    """The first earlier run that logged the same values as each, but for times and speeds."""
+    """The first earlier run that logged the same values as each, but for what the clock decides."""
     values = [
-        json.dumps({k: run.curves[k] for k in sorted(run.curves) if not k.startswith("perf/")})
+        json.dumps({k: run.curves[k] for k in sorted(run.curves) if not k.startswith(BY_THE_CLOCK)})
         for run in runs
     ]
     firsts = [values.index(value) for value in values]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from onpolicy.config.groups import RewardConfig
-from onpolicy.config.groups.reward import REMOTE, RULES, is_function, name_of
+from onpolicy.config.groups.reward import REMOTE, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import ANSWER, Answers, Failure, Numbers, load_rule
 from onpolicy.rewards.classifier import Classifier
@@ -40,9 +40,8 @@ class Scorer:
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
         """Raise ConfigError for the first label that a rule cannot read; `name`: flag and file."""
-        rules = [source for source in self.sources if source in RULES]
         for prompt in prompts:
-            for rule in [prompt.rule] if prompt.rule else rules:
+            for rule in filter(_is_ours, self._sources_of(prompt)):
                 try:
                     load_rule(rule).check_label(prompt.label)
                 except ValueError as error:
@@ -56,7 +55,9 @@ class Scorer:
 
         Raises ConfigError if that fails. A function that takes groups is given two of them.
         """
-        tried = [] if prompt.rule else [source for source in self.sources if source not in RULES]
+        tried = [source for source in self._sources_of(prompt) if not _is_ours(source)]
+        if not self.config.reward_server_url:  # a run starts them later, and checks them then
+            tried = [source for source in tried if source != "model"]
         functions = list(filter(is_function, tried))
         workers = Workers(self.config, functions, count=1) if functions else None
         try:
@@ -100,7 +101,7 @@ class Scorer:
         """
         samples = list(chain.from_iterable(groups))
         for sample in samples:
-            if not self._sources_of(sample):
+            if not self._sources_of(sample.prompt):
                 raise RewardError(
                     f"{sample.name}: its episode said no reward, and no rule would. Say one, or give "
                     "--rm-type, --custom-rm-path or --rewards."
@@ -109,7 +110,7 @@ class Scorer:
         sources = [*self.sources, *sorted(theirs)]
         self._import([source for source in sources if source not in REMOTE])
         asked = {
-            source: [[s for s in group if source in self._sources_of(s)] for group in groups]
+            source: [[s for s in group if source in self._sources_of(s.prompt)] for group in groups]
             for source in sources
         }
         answers = {source: self._ask(source, those) for source, those in asked.items()}
@@ -140,13 +141,13 @@ class Scorer:
     def _import(self, local: Sequence[str]) -> None:
         """Have processes that have imported all these, since no sample's time is for that."""
         if not self._imported.issuperset(local):
-            self.close()
+            self._end_workers()
             self._imported |= {*local}
             self._workers = Workers(self.config, sorted(self._imported))
 
-    def _sources_of(self, sample: Sample) -> Collection[str]:
-        """What scores it: the rule that its prompt names, or else those of the run."""
-        return (sample.prompt.rule,) if sample.prompt.rule else self.sources
+    def _sources_of(self, prompt: Prompt) -> Collection[str]:
+        """What scores its samples: the rule that it names, or else those of the run."""
+        return (prompt.rule,) if prompt.rule else self.sources
 
     def _reward(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
         """One number of what each source has said, and the first answer."""
@@ -213,10 +214,21 @@ class Scorer:
         """The flag that asks for it, for messages."""
         return f"{self.config.flag}={source}" if source in self.sources else f"the rule {source}"
 
+    def connect(self) -> None:
+        """Wait until all that was started to score can be asked."""
+
     def close(self) -> None:
-        """End the worker processes."""
+        """End all that was started to score."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
+
+
+def _is_ours(source: str) -> bool:
+    """Whether it is a rule that is there."""
+    return source not in REMOTE and not is_function(source)
 
 
 def _made_up(prompt: Prompt, sample_index: int) -> Sample:

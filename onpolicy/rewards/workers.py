@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -25,6 +25,21 @@ START_SECONDS = 120.0
 """How long a worker may take to import a rule, besides the time limit of a call."""
 
 
+class _Spawn(SpawnContext):
+    """Starts processes anew, since a fork of one with threads, or with a GPU, may hang.
+
+    It keeps its locks: pebble drops them, and their names with them, before it ends its workers, and a
+    worker that is still starting would look for those names, and print a traceback.
+    """
+
+    def __init__(self) -> None:
+        self._locks: list[Any] = []
+
+    def RLock(self) -> Any:
+        self._locks.append(super().RLock())
+        return self._locks[-1]
+
+
 class Workers:
     """Processes that have imported the rules."""
 
@@ -33,12 +48,12 @@ class Workers:
         private_directory.of_this_process()  # its semaphores outlive all of us being killed at once
         paths = [rule for rule in rules if is_function(rule)]
         names = [rule for rule in rules if not is_function(rule)]
+        self._context = _Spawn()
         self._pool = ProcessPool(
             max_workers=count or config.rm_workers or default_workers(),
             initializer=worker.load,
             initargs=(names, paths, config.flag),
-            # A fork of a process with threads, or with a GPU, may hang.
-            context=multiprocessing.get_context("spawn"),
+            context=self._context,
         )
 
     def ask(

@@ -148,11 +148,16 @@ MakeServer = Callable[[EngineSpec, int, Path], EngineServer]
 
 
 def make_servers(
-    specs: Sequence[EngineSpec], base_port: int, logs: Path, make_server: MakeServer
+    specs: Sequence[EngineSpec],
+    base_port: int,
+    logs: Path,
+    make_server: MakeServer,
+    name: str = "engine",
 ) -> list[EngineServer]:
-    """A server for each spec, not started yet; `base_port`: of the first, 0 takes free ones."""
+    """A server for each spec, not started yet; `base_port`: of the first, 0 takes free ones. `name`: of
+    their logs."""
     return [
-        make_server(spec, base_port and base_port + i, logs / f"engine_{i}.log")
+        make_server(spec, base_port and base_port + i, logs / f"{name}_{i}.log")
         for i, spec in enumerate(specs)
     ]
 

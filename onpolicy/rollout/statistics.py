@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 
-from onpolicy.trajectory import FinishReason
+from onpolicy.trajectory import FinishReason, Trajectory
 from onpolicy.types import Sample, SampleGroup
 
 Episode = Sequence[Sample]
@@ -38,11 +38,19 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "rollout/response_length_max": float(max(map(_length, episodes))),
         "rollout/truncated_ratio": truncated_ratio(groups),
         "rollout/log_probs": fmean(x for sample in samples for x in sample.rollout_log_probs),
-        "rollout/num_cached_tokens": float(sum(sample.num_cached_tokens for sample in samples)),
+        **_cache_metrics([sample.trajectory for sample in samples]),
         **_means("rollout/reward", [_mean_parts(episode) for episode in episodes]),
         **metrics,
         **_episode_metrics(episodes),
     }
+
+
+def _cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What the engines did not have to compute, as they found it in their prefix caches."""
+    cached = sum(trajectory.num_cached_tokens for trajectory in trajectories)
+    asked = sum(trajectory.num_prefix_tokens for trajectory in trajectories)
+    rate = {"rollout/prefix_cache_hit_rate": cached / asked} if asked else {}
+    return {"rollout/num_cached_tokens": float(cached), **rate}
 
 
 def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

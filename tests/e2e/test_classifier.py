@@ -18,10 +18,13 @@ from onpolicy.ops import make_operators
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.run.commands.serve import checked_spec
 from onpolicy.run.launch.reward_checks import require_classifier
+from onpolicy.run.served_rewards import make_scorer
 from onpolicy.train import distributed
 from onpolicy.train.fsdp.sharded_model import FsdpModel
 from tests.support.classifiers import make_classifier
 from tests.support.engines_fixture import served
+from tests.support.processes import engine_processes
+from tests.support.run_in_memory import run_in_memory
 from tests.support.samples import to_score
 from tests.support.tiny import make_tokenizer
 
@@ -151,3 +154,39 @@ def test_servers_are_asked_before_a_run_starts(scorer, server, classifier, tmp_p
     wider = make_classifier(tmp_path / "wider", intermediate_size=240)
     with pytest.raises(ConfigError, match=r"serves another model than --reward-checkpoint"):
         require_classifier(config_of(wider))
+
+
+def test_a_run_starts_its_classifiers_itself_and_again_when_they_die(
+    classifier, server, tmp_path, caplog
+):
+    """Its hash is that of a run whose servers are another's, and of one that loses none."""
+    flags = {"rm_type": "model", "reward_checkpoint": str(classifier), "cpu_threads": 1}
+    ours = {"reward_server_url": (server.url,), "reward_api_key": server.spec.api_key}
+    scorers = []
+    distributed.init_process_group()
+
+    def killing(config):
+        """A scorer whose one server is killed before the second rollout is scored."""
+        scorers.append(make_scorer(config))
+        calls, score = [], scorers[0].score
+
+        def after_a_kill(groups):
+            calls.append(groups)
+            if len(calls) == 2:
+                lost = engine_processes(scorers[0].servers.servers[0])["http"]
+                lost.kill()
+                lost.wait()
+            return score(groups)
+
+        scorers[0].score = after_a_kill
+        return scorers[0]
+
+    def hash_of(name, make=make_scorer, **more):
+        return run_in_memory(tmp_path / name, make_scorer=make, **flags, **more).run_hash
+
+    hashes = [hash_of("theirs", **ours), hash_of("killed", killing)]
+    assert hashes == [hashes[0]] * 2
+    assert run_in_memory(tmp_path / "other").run_hash != hashes[0]
+    assert "again" in caplog.text
+    assert not scorers[0].servers.servers[0].is_running
+    assert (tmp_path / "killed/run/logs/reward_0.log").is_file()

@@ -29,6 +29,7 @@ def test_an_answer_is_sampled_after_what_was_given():
     assert (more.prompt_ids, more.response_ids) == ([2, 3], [5, 6, 7])
     assert more.rollout_log_probs == [-1.0, -2.0, -3.0]
     assert (more.num_cached_tokens, more.weight_version) == (5, 3)
+    assert more.num_prefix_tokens == 2 + 4, "what each of the two requests began with"
     assert answered.num_sampled == 2, "the one before is as it was"
 
 

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.engine
 )
 def adapted(request, checkpoint, tmp_path_factory):
     """After a push of adapters that change every log-probability."""
-    (tp_size, form), lora = request.param, groups.LoraConfig(lora_rank=4)
-    directory, engine = tmp_path_factory.mktemp("lora"), {"rollout_weight_format": form}
-    with running(
-        make_engines(checkpoint, directory, "bfloat16", tp_size, lora=lora, **engine)
-    ) as pair:
+    (tp_size, form), directory = request.param, tmp_path_factory.mktemp("lora")
+    every = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head"
+    lora = groups.LoraConfig(lora_rank=4, lora_target_modules=every)
+    engine = {"lora": lora, "rollout_weight_format": form}
+    with running(make_engines(checkpoint, directory, "bfloat16", tp_size, **engine)) as pair:
         requests = make_requests(8, seed=6, temperature=TEMPERATURE)
         before = pair.generate(requests)
         torch.manual_seed(0)
@@ -40,41 +40,44 @@ def test_base_and_adapters_agree_bit_for_bit(adapted):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["scale", "one layer left out", "one bit of B", "adapters in int4"]
+    "wrong", ["scale", "one layer left out", "the head left out", "one bit of B"]
 )
 def test_another_adapter_is_found(adapted, wrong):
     pair, requests, _, after = adapted
-    policy = pair.trainer.policy.module
-    first = next(adapters(policy))
-    bits, scale = [x.B.detach().to_local().view(torch.int32) for x in adapters(policy)], first.scale
-    kept = [x.clone() for x in bits]
+    first, *_, last = adapters(pair.trainer.policy.module)
+    bits = first.B.detach().to_local().view(torch.int32)
+    kept = first.scale, bits.clone()
     if wrong == "scale":
         first.scale *= 1.01
     elif wrong == "one layer left out":
         first.is_on = False
-    elif wrong == "one bit of B":
-        bits[0][0, 0] ^= 1 << 24
+    elif wrong == "the head left out":
+        last.is_on = False
     else:
-        for x in bits:
-            x.copy_(round_weight(x.view(torch.float32), "int4").view(torch.int32))
+        bits[0, 0] ^= 1 << 24
     try:
         assert count_mismatches(pair, requests, after) > 0
     finally:
-        first.scale, first.is_on = scale, True
-        for x, before in zip(bits, kept, strict=True):
-            x.copy_(before)
+        first.scale, first.is_on, last.is_on = kept[0], True, True
+        bits.copy_(kept[1])
 
 
-def test_a_base_that_is_not_rounded_on_one_side_is_found(adapted, checkpoint):
+@pytest.mark.parametrize("wrong", ["base as it was", "adapters in int4"])
+def test_rounding_on_one_side_alone_is_found(adapted, checkpoint, wrong):
     pair, requests, _, after = adapted
     if not pair.contract.weight_format:
         return
-    held = pair.trainer.policy.masters.held["causal_lm.model.layers.0.mlp.up_proj.weight"]
-    rounded = held.detach().to_local().clone()
-    stored = CheckpointReader(str(checkpoint)).read("model.layers.0.mlp.up_proj.weight", ())
+    held, name = pair.trainer.policy.masters.held, "model.layers.0.mlp.up_proj"
+    if wrong == "base as it was":
+        changed = held[f"causal_lm.{name}.weight"].detach().to_local()
+        other = CheckpointReader(str(checkpoint)).read(f"{name}.weight", ())
+    else:
+        changed = held[f"causal_lm.{name}.lora.B"].detach().to_local()
+        other = round_weight(changed, "int4")
+    kept = changed.clone()
     try:
-        held.detach().to_local().copy_(stored)
+        changed.copy_(other)
         assert count_mismatches(pair, requests, after) > 0
     finally:
-        held.detach().to_local().copy_(rounded)
+        changed.copy_(kept)
     assert count_mismatches(pair, requests, after) == 0

@@ -22,6 +22,7 @@ OF_KINDS = {
     },
     "attention": {
         "attention",
+        "managers.scheduler.Scheduler._get_new_batch_prefill_raw",
         "arg_groups.model_hook.handle_model_specific_adjustments",
     },
     "norm": {"models.transformers.replace_rms_norm_class"},

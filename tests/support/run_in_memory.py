@@ -12,8 +12,10 @@ from typing import Any
 from transformers import Qwen3Config
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.outputs.meanings import BY_THE_CLOCK
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.outputs.totals import RunSummary
+from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.prompt_order import PromptSource, joined
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.inputs import EvalPrompts, Inputs
@@ -74,6 +76,9 @@ class ScorerInMemory:
             sample.reward = self.reward(sample)
         return {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
 
+    def connect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -124,23 +129,23 @@ def run_in_memory(
     reward: Reward = even_tokens,
     make_run: Callable[..., Run] = Run,
     eval_sets: dict[str, list[Prompt]] = EVAL_SETS,
+    make_scorer: Callable[[TrainConfig], Scorer] | None = None,
     **values: Any,
 ) -> RunSummary:
-    """What a run ends with. `values`: of the configuration."""
+    """What a run ends with. `make_scorer`: in place of `reward`. `values`: of the configuration."""
     config = make_config(directory, **values)
     make: Any = partial(
         make_run,
         make_engines=pair_maker(host or Host()),
-        make_scorer=lambda config: ScorerInMemory(reward),
+        make_scorer=make_scorer or (lambda config: ScorerInMemory(reward)),
     )
     return train_through_losses(config, make_inputs(config, eval_sets), make)
 
 
 def records_of(directory: Path) -> list[dict[str, Any]]:
     """What a run logged, less what depends on the time it took and on what was cached."""
-    dropped = ("perf/", "rollout/num_cached_tokens")
     return [
-        {name: value for name, value in record.items() if not name.startswith(dropped)}
+        {name: value for name, value in record.items() if not name.startswith(BY_THE_CLOCK)}
         for record in read_jsonl(directory / "run" / "metrics.jsonl")
     ]
 

@@ -9,6 +9,8 @@ from fallback_correction.ranges import ReadBy, Rule, above, at_least, at_most, b
 from onpolicy.config.flags import flags_of
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.groups.inputs import PROCEDURAL, DataConfig
+from onpolicy.config.groups.remote_reward import RemoteName
+from onpolicy.config.groups.reward import RuleName
 from onpolicy.config.groups.rollout import NO_LIMIT_IS_MINUS_ONE, RolloutConfig
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
@@ -42,8 +44,8 @@ class EvalSet:
     input_key: str
     label_key: str
 
-    rm_type: Literal["", "math", "dapo", "exact"] = ""
-    """The rule that scores its responses; empty: what scores the run's."""
+    rm_type: Literal["", RuleName, RemoteName] = ""
+    """What scores its responses, by the flags of the run; empty: what scores the run's."""
 
     flag: str = "--eval-prompt-data"
     """What names the set, for messages."""

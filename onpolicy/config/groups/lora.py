@@ -40,7 +40,7 @@ class LoraConfig:
 
     lora_target_modules: Annotated[str, BY_LORA] = "all-linear"
     """Linears that are adapted: all-linear, which is every one but the output projection, or the last
-    parts of their names, as in q_proj,v_proj."""
+    parts of their names, as in q_proj,lm_head."""
 
     @property
     def scale(self) -> float:

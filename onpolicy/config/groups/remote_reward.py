@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 from fallback_correction.ranges import ReadBy, Rule, at_least, at_most
 from onpolicy.config import secrets
 from onpolicy.config.groups.agents import has_agent
-from onpolicy.config.kinds import Count, CountOrZero, HeaderText, Seconds
+from onpolicy.config.kinds import Count, CountOrZero, Engines, HeaderText, Seconds
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
 from onpolicy.errors import ConfigError
 
@@ -17,11 +17,17 @@ RemoteName = Literal["remote_rm", "judge", "model"]
 
 def asks(source: str) -> ReadBy:
     """A flag that one of RemoteName reads."""
-    return ReadBy(f"--rm-type {source} or --rewards with it", lambda run: _is_asked(run, source))
+    return ReadBy(
+        f"--rm-type {source}, --rewards with it, or a set of --eval-config",
+        lambda run: _is_asked(run, source),
+    )
 
 
 def _is_asked(run: Facts, source: str) -> bool:
-    return source in run.config.reward.sources
+    config = run.config
+    return source in config.reward.sources or any(
+        each.rm_type == source for each in config.eval_sets.values()
+    )
 
 
 def is_url(text: str) -> bool:
@@ -45,7 +51,8 @@ def _require_verdict(pattern: str) -> None:
 
 REMOTE, JUDGE, MODEL = asks("remote_rm"), asks("judge"), asks("model")
 ANY = ReadBy(
-    "--rm-type remote_rm, judge or model, --rewards with one of them, or --teacher-url",
+    "--rm-type remote_rm, judge or model, --rewards or a set of --eval-config with one of them, or "
+    "--teacher-url",
     lambda run: any(_is_asked(run, name) for name in get_args(RemoteName)) or run.teacher_url,
 )
 URL = Rule(
@@ -66,11 +73,15 @@ INCOMPLETE_JUDGE = Together(
 
 
 INCOMPLETE_MODEL = Together(
-    lambda run: _is_asked(run, "model") and not (run.reward_checkpoint and run.reward_server_url),
-    "--reward-checkpoint={run.reward_checkpoint!r}, --reward-server-url={run.reward_server_url!r}: "
-    "model needs both, a classifier and a server of it. Start `onpolicy serve --hf-checkpoint` with the "
-    "classifier, and give what it prints.",
+    lambda run: _is_asked(run, "model") and not run.reward_checkpoint,
+    "--reward-checkpoint='': model needs a classifier. Give it, and --reward-server-url if it is served "
+    "already.",
 )
+
+
+def starts_classifier(run: Facts) -> bool:
+    """Whether the command is to serve --reward-checkpoint itself."""
+    return _is_asked(run, "model") and not run.reward_server_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +138,32 @@ class RemoteRewardConfig:
         Against(has_agent,
             "the classifier is given a prompt's messages and one answer, and an episode may have more",
             "Leave one of the two out."),
+        Against(lambda run: starts_classifier(run) and run.ray_address,
+            "its servers are started on this host alone, and --ray-address={found} has others",
+            "Start them with `onpolicy serve --ray-address`, and give --reward-server-url."),
     ] = ""  # fmt: skip
-    """Checkpoint of the sequence classifier of --rm-type model, with one label: its tokenizer writes the
-    conversation that is scored."""
+    """Checkpoint of the sequence classifier of --rm-type model, with one label. Its tokenizer writes the
+    conversation that is scored, and servers of it are started, and started again if they die."""
+
+    reward_num_engines: Annotated[
+        Engines,
+        ReadBy("--rm-type model (or --rewards or a set of --eval-config with it) without "
+            "--reward-server-url", starts_classifier),
+        NO_RESULT,
+    ] = 1  # fmt: skip
+    """Servers of --reward-checkpoint to start, on aligned operators; samples go to each in turn. On GPUs
+    each takes one that nobody else has; else they share this host's cores."""
 
     reward_server_url: Annotated[
         tuple[str, ...], MODEL, NO_RESULT,
         Together(lambda run: [u for u in run.reward_server_url if not is_url(u)],
             "--reward-server-url={found}: is no address. Give one that begins with http:// or https://."),
     ] = ()  # fmt: skip
-    """Servers of that classifier, started with `onpolicy serve`; samples go to each in turn."""
+    """Running servers of that classifier instead, started with `onpolicy serve`."""
 
     reward_api_key: Annotated[
-        HeaderText, Parsed(partial(secrets.reveal, "--reward-api-key")), MODEL, NO_RESULT
+        HeaderText, Parsed(partial(secrets.reveal, "--reward-api-key")),
+        ReadBy("--reward-server-url", lambda run: run.reward_server_url), NO_RESULT,
     ] = ""  # fmt: skip
     """API key of those servers, or @ and a file that holds it."""
 

@@ -36,7 +36,7 @@ from onpolicy.ops.checks.shard_check import check_shards
 from onpolicy.ops.experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
-ROW_COUNTS = (1, 2, 7, *range(16, 257, 16), 299)
+ROW_COUNTS = (1, 2, 7, 12, *range(16, 257, 16), 299)
 CPU_ROW_COUNTS = (*ROW_COUNTS, 511, 1024)
 """The CPU operators have no GEMM of more rows."""
 GPU_ROW_COUNTS = (*CPU_ROW_COUNTS, 2049, 4096)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onpolicy.ops.cpu.few_rows import FewRows
 from onpolicy.ops.cpu.threads import PiecePool
 
 ROW_MULTIPLE, MAX_ROWS = 16, 1024
@@ -40,6 +41,13 @@ class Gemms:
     has_amx: bool = False
     """Whether bfloat16 is multiplied by AMX instructions."""
 
+    few_rows: FewRows = field(init=False, repr=False)
+    """What was found of float32 products."""
+
+    def __post_init__(self) -> None:
+        found = FewRows(ROW_MULTIPLE, self.product, self._into_some_columns)
+        object.__setattr__(self, "few_rows", found)
+
     def operand(self, x: Tensor, out_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which `x` is multiplied for a result in `out_dtype`."""
         return self.multiplied if x.dtype == out_dtype == self.multiplied else torch.float32
@@ -49,6 +57,31 @@ class Gemms:
         if self.has_amx and operand == torch.bfloat16:
             return AMX_ROWS, AMX_ROWS
         return ROW_MULTIPLE, MAX_ROWS
+
+    def row_multiple(
+        self, count: int, weight: Tensor, has_bias: bool, operand: torch.dtype, blocks: int = 1
+    ) -> int:
+        """What `count` rows are padded to a multiple of, before they are multiplied with `weight` [N, K]
+        in so many blocks of K."""
+        multiple, _ = self.row_limits(operand)
+        may_be_few = operand == torch.float32 and blocks == 1 and weight.is_contiguous()
+        if count >= multiple or not may_be_few:
+            return multiple
+        n, k = weight.shape
+        last = -(-(n % self.columns) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        tiles = [self.columns] * (n >= self.columns) + [last] * (last > 0)
+        return max(self.few_rows.multiple(tile, k, has_bias) for tile in tiles)
+
+    @staticmethod
+    def flops(count: int, weight: Tensor) -> float:
+        """The work of a product of so many rows; fewer than 16 take hardly less time for reading the
+        weight."""
+        return 2.0 * max(count, ROW_MULTIPLE) * weight.numel()
+
+    def _into_some_columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.new_empty(len(x), 2 * len(weight))[:, : len(weight)]
+        self.multiply_into(out, x, weight, bias)
+        return out
 
     def multiply_into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """`product`; that of PyTorch is one of two functions, which need no copy of its result."""

@@ -2,8 +2,9 @@
 
 What breaks row invariance in `F.linear` on a CPU is (a) fewer than 16 rows, which take
 matrix-vector and narrow kernels, and (b) a number of threads, which splits large products in ways
-that depend on the number of rows. So rows are padded to a multiple of 16 and cut into tiles of
-256 to 1,024, and every tile is one single-threaded GEMM.
+that depend on the number of rows. So rows are padded to a multiple of 16, where fewer were not tried
+successfully (`few_rows.py`), and cut into tiles of 256 to 1,024, and every tile is one single-threaded
+GEMM.
 
 Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K may
 depend on how many columns it has. So columns are cut into tiles too, and the last one is padded with
@@ -54,7 +55,7 @@ def tiled_linear(
     `blocks` of K, a power of two, are GEMMs of their own, added along a binary tree.
     """
     out, pieces = _product(gemms, x, weight, bias, out_dtype, blocks)
-    gemms.pool.run(pieces, 2.0 * len(out) * weight.numel())
+    gemms.pool.run(pieces, gemms.flops(len(out), weight))
     return first_rows(out, x.shape[0])
 
 
@@ -67,7 +68,7 @@ def _product(
     blocks: int = 1,
 ) -> tuple[Tensor, list[Piece]]:
     """The result of `tiled_linear`, with its padding, and the pieces that are to fill it."""
-    rows = _whole_rows(gemms, x, out_dtype or x.dtype)
+    rows = _whole_rows(gemms, x, weight, bias is not None, out_dtype or x.dtype, blocks)
     out = x.new_empty(len(rows), weight.shape[0], dtype=out_dtype)
     return out, _pieces(gemms, rows, weight, bias, out, blocks)
 
@@ -83,14 +84,14 @@ def tiled_grouped_linear(
     bounds = offsets.tolist()
     groups = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
     none = x.new_empty(0, weight.shape[1], dtype=out_dtype)
-    inputs = [_whole_rows(gemms, x[a:b], none.dtype) for _, a, b in groups]
+    inputs = [_whole_rows(gemms, x[a:b], weight[e], False, none.dtype) for e, a, b in groups]
     outs = [none.new_empty(len(rows), weight.shape[1]) for rows in inputs]
     pieces = [
         piece
         for (expert, _, _), rows, out in zip(groups, inputs, outs, strict=True)
         for piece in _pieces(gemms, rows, weight[expert], None, out)
     ]
-    gemms.pool.run(pieces, 2.0 * sum(map(len, outs)) * weight[0].numel())
+    gemms.pool.run(pieces, sum(gemms.flops(len(out), weight[0]) for out in outs))
     return torch.cat([none, *(out[: b - a] for (_, a, b), out in zip(groups, outs, strict=True))])
 
 
@@ -111,9 +112,11 @@ def _pieces(
     ]
 
 
-def _whole_rows(gemms: Gemms, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _whole_rows(
+    gemms: Gemms, x: Tensor, weight: Tensor, has_bias: bool, out_dtype: torch.dtype, blocks: int = 1
+) -> Tensor:
     operand = gemms.operand(x, out_dtype)
-    multiple, _ = gemms.row_limits(operand)
+    multiple = gemms.row_multiple(len(x), weight, has_bias, operand, blocks)
     if x.dtype == operand and len(x) % multiple == 0:
         return whole(x)
     return whole(pad_rows(x, multiple).to(operand))

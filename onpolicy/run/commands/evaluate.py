@@ -25,6 +25,7 @@ from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.host_shares import placement_of_servers
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
+from onpolicy.run.served_rewards import make_scorer
 from onpolicy.train.weight_outlet import bucket_bytes
 from onpolicy.weights.digest import in_buckets
 from onpolicy.weights.push import Engine, push_weights
@@ -82,7 +83,8 @@ def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
     with places_on_cluster(HostsConfig(), place, engines.cpu_threads) as places:
         make_rollout = partial(make_rollout_group, places=places)
         make_engines = partial(PublishedEngines, make_rollout=make_rollout)
-        with Run(config, inputs, make_engines=make_engines) as run:
+        scorer = partial(make_scorer, beside=places.placement)
+        with Run(config, inputs, make_engines=make_engines, make_scorer=scorer) as run:
             logger.info("pushing the checkpoint's weights to the servers")
             run.engines.push_weights(0)
             for name in inputs.eval_sets:

@@ -19,6 +19,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engines import EnginePair
+from onpolicy.run.launch.classifiers import classifiers_described
 from onpolicy.run.launch.engine_specs import make_rollout_group, places_in
 from onpolicy.run.launch.host_shares import (
     hosts_here,
@@ -116,7 +117,8 @@ def planned(
     a dry run only says, since the run may be made elsewhere."""
     try:
         if not config.cluster.ray_address:
-            return placement_here(config, contract).describe()
+            placement = placement_here(config, contract)
+            return placement.describe() + classifiers_described(config, placement)
         needs = Needs.of(config, hf_config, contract, longest_sequence)
         with session(config.cluster) as hosts:
             return fitting(partial(placement_of, config, contract), needs, hosts)[1]

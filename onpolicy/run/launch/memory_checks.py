@@ -19,6 +19,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
+from onpolicy.run.launch.classifiers import classifier_memory
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.memory_model import RunMemory
 from onpolicy.run.launch.process_memory import ProcessMemory
@@ -74,7 +75,7 @@ def require_run_fits(
         require_cache(spec)
     run = RunMemory(config, hf_config, spec, size)
     processes = run.with_push(config.cluster.num_ranks, servers)
-    processes += [run.controller(), *run.agents()]
+    processes += [run.controller(), *run.agents(), *classifier_memory(config)]
     try:
         require_memory(processes, spec.contract.device, config.cluster.ray_address, run)
     except ConfigError as error:

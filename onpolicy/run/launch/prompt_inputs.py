@@ -51,4 +51,7 @@ class PromptReader:
             # Made by a flag's name: the same problems wherever the set stands.
             flag, rule = "--eval-prompt-data", ""
         data = replace(self.config.data, input_key=each.input_key, label_key=each.label_key)
-        return EvalPrompts(settings=each, prompts=self.read(each.path, flag, data, rule))
+        prompts = self.read(each.path, flag, data, rule)
+        if rule:
+            self.scorer.try_out(prompts[0])
+        return EvalPrompts(settings=each, prompts=prompts)

@@ -12,15 +12,15 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.client import EngineClient
-
-FLAG = "--reward-checkpoint"
+from onpolicy.run.launch.classifiers import FLAG, classifier_spec, has_own_classifier
 
 
 def require_classifier(config: TrainConfig) -> None:
     """Raise ConfigError unless --reward-checkpoint is a classifier whose numbers can be had, and what is
     served is a model of its sizes, on aligned operators."""
     reward = config.reward
-    if "model" not in reward.sources:
+    sets = config.eval_sets.values()
+    if "model" not in (*reward.sources, *(each.rm_type for each in sets)):
         return
     path = reward.reward_checkpoint
     hf_config = load_config(path, flag=FLAG)
@@ -30,6 +30,8 @@ def require_classifier(config: TrainConfig) -> None:
             f"{FLAG}={path}: its tokenizer has no chat template, which writes the conversation. Add "
             "chat_template.jinja to the checkpoint, or give --reward-input text."
         )
+    if has_own_classifier(config):
+        classifier_spec(config)
     key = reveal("--reward-api-key", reward.reward_api_key)
     for url in reward.reward_server_url:
         served = _contract(url, key, config.engine.rollout_health_timeout)

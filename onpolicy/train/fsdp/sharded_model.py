@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +108,7 @@ class FsdpModel(ShardedModel):
 
     def head(self) -> Head:
         head = self.module.head()
-        parts = [head.weight] if head.bias is None else [head.weight, head.bias]
-        weight, *bias = (_gathered(x, self.dtype) for x in parts)
-        return replace(head, weight=weight, bias=bias[0] if bias else None)
+        return head.holding([None if x is None else _gathered(x, self.dtype) for x in head.tensors])
 
     def accumulate_gradients(
         self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None

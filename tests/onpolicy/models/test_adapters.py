@@ -19,7 +19,7 @@ from onpolicy.models.adapters import (
 from onpolicy.models.align import AlignedLinear
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import operator_shapes
+from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.run.launch.adapters import adapter_of
@@ -165,12 +165,18 @@ def test_all_linear_is_every_linear_but_the_output_projection(model):
     linears = "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"
     assert target_names(model, ALL_LINEAR) == linears
     assert target_names(model, "v_proj, q_proj") == ("q_proj", "v_proj")
+    assert target_names(model, "lm_head,q_proj") == ("lm_head", "q_proj")
+
+
+def test_an_output_projection_that_is_the_embedding_is_refused(tmp_path):
+    tied = ModelFacts(load_config(str(make_checkpoint(tmp_path / "tied", "qwen3-tied")))).model
+    with pytest.raises(ConfigError, match="'lm_head' shares its weight with the input embedding"):
+        target_names(tied, "q_proj,lm_head")
 
 
 @pytest.mark.parametrize(
     ("asked", "rule"),
     [
-        ("q_proj,lm_head", "'lm_head' is the output projection"),
         ("query", "'query' is no module of this model"),
         ("q_norm", "'q_norm' is not a plain linear"),
         ("q_proj,", "is no module of"),

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.low_rank import Factors
 
 OPERATORS = CpuOperators(1)
 
@@ -45,6 +46,36 @@ def test_values_and_gradients_are_close_to_autograd(tokens, vocabulary, has_bias
         expected = torch.autograd.grad(theirs.sum(), leaves, retain_graph=True)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@given(st.integers(1, 200), st.integers(2, 300))
+def test_an_adapter_alone_has_gradients_and_the_weight_beside_it_none(tokens, vocabulary):
+    hidden, weight, _, targets, temperature = inputs(tokens, vocabulary)
+    a, b = torch.randn(3, 24), torch.randn(vocabulary, 3)
+    leaves = [t.requires_grad_() for t in (hidden, a, b)]
+    got = token_log_probs(
+        OPERATORS, hidden, weight, None, targets, temperature, adapter=Factors(a, b, 0.3)
+    )
+    want = reference(hidden, weight + 0.3 * b @ a, None, targets, temperature)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        grad = torch.randn(tokens)
+        found = torch.autograd.grad((grad * ours).sum(), leaves, retain_graph=True)
+        expected = torch.autograd.grad((grad * theirs).sum(), leaves, retain_graph=True)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_a_weight_that_is_not_trained_has_no_gradient(monkeypatch):
+    hidden, weight, *others = inputs(9, 7)
+    trained = weight.clone().requires_grad_()
+    expected, *_ = torch.autograd.grad(
+        token_log_probs(OPERATORS, hidden.requires_grad_(), trained, *others)[0].sum(),
+        [hidden, trained],
+    )
+    monkeypatch.setattr(OPERATORS, "linear_gradients", None)
+    token_log_probs(OPERATORS, hidden, weight, *others)[0].sum().backward()
+    assert torch.equal(hidden.grad, expected) and weight.grad is None
 
 
 def test_the_gradient_of_an_entropy_that_no_loss_has_is_not_computed(monkeypatch):

@@ -45,6 +45,7 @@ def trajectories(draw):
         finish_reason=draw(st.sampled_from(FinishReason)),
         weight_version=3,
         num_cached_tokens=draw(st.integers(0, 9)),
+        num_prefix_tokens=draw(st.integers(0, 9)),
         forks=draw(st.sampled_from([(), (("0", 1), ("a", 3))])),
     )
 
@@ -113,6 +114,12 @@ def test_a_kept_set_is_written_where_it_comes_first_and_held_once():
     assert found == kept and found[0] is found[2]
     each = ["AAAA", "", "AAAA", "AAAAAQ==", ""]  # as earlier versions wrote them
     assert read({**record, "kept_tokens": each}).kept_tokens == kept
+
+
+def test_a_record_of_before_tokens_before_answers_were_counted_is_read():
+    record = write(dataclasses.replace(EXAMPLE, num_prefix_tokens=3))
+    del record["num_prefix_tokens"]
+    assert read(checked(SHAPE, record)).num_prefix_tokens == 0
 
 
 def test_a_digest_is_that_of_the_sampled_tokens_and_their_log_probabilities():

@@ -178,7 +178,7 @@ def test_the_table_has_rewards_tokens_and_moves(tmp_path):
 def test_a_run_with_the_values_of_an_earlier_one_is_named(tmp_path):
     values = [rewards(0.5, math.nan), rewards(0.25), rewards(0.5, math.nan), [], []]
     for record in values[2]:
-        record["perf/step_time"] = 3.5
+        record |= {"perf/step_time": 3.5, "rollout/prefix_cache_hit_rate": 0.5}
     paths = [write_run(tmp_path / str(i), records) for i, records in enumerate(values)]
     data = page_data(read_runs(paths))
     assert [run["same_as"] for run in data["runs"]] == [None, None, 0, None, None]

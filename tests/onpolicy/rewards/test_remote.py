@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import Counter
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -165,6 +166,18 @@ def test_a_service_is_tried_before_a_run_is_started(remote, scorer, service):
     nowhere = scorer(rm_type="remote_rm", rm_url="http://127.0.0.1:9", rm_retries=0)
     with pytest.raises(ConfigError, match=r"no answer from http://127\.0\.0\.1:9: ClientConn"):
         nowhere.try_out(sample("").prompt)
+
+
+def test_a_prompt_that_names_a_service_is_scored_by_it_and_tried_with_it(scorer, service):
+    rule = scorer(rm_type="exact", rm_url=service.url, rm_retries=0)
+    ours, theirs = sample("xx", "xx"), sample("xxx", "breaks")
+    theirs.prompt = replace(theirs.prompt, rule="remote_rm")
+    rule.check_labels([ours.prompt, theirs.prompt], "sets.jsonl")
+    rule.score([[ours, theirs]])
+    assert (ours.reward, theirs.reward, theirs.reward_parts) == (1.0, 3.0, {"is_short": 0.0})
+    with pytest.raises(ConfigError, match=r"the rule remote_rm: tried on the first .*HTTP 500"):
+        rule.try_out(theirs.prompt)
+    assert len(service.asked) == 2
 
 
 @pytest.fixture

@@ -106,6 +106,7 @@ def test_metrics_of_a_rollout():
     assert metrics["rollout/response_length_max"] == 6
     assert metrics["rollout/truncated_ratio"] == 0.5
     assert metrics["rollout/num_cached_tokens"] == 15
+    assert metrics["rollout/prefix_cache_hit_rate"] == 15 / 12
     assert metrics["rollout/log_probs"] == -0.5
     assert metrics["rollout/reward/answered"] == 1
 

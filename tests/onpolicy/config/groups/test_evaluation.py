@@ -137,6 +137,15 @@ def test_a_set_that_nothing_would_score_is_refused(configured):
         validate(parse(TrainConfig, (*problems, *pairs), "onpolicy train"))
 
 
+def test_a_set_that_a_service_scores_needs_its_flags_and_reads_them(configured):
+    with pytest.raises(ConfigError, match="--rm-url='': remote_rm needs the address"):
+        configured(ONE % "rm_type: remote_rm")
+    flags = ("--rm-url", "http://h", "--rm-retries", "1")
+    assert configured(ONE % "rm_type: remote_rm", *flags).eval_sets["a"].rm_type == "remote_rm"
+    with pytest.raises(ConfigError, match="--rm-url=http://h: only --rm-type remote_rm"):
+        configured(ONE % "rm_type: math", *flags)
+
+
 def test_sets_come_from_one_place(configured):
     with pytest.raises(ConfigError, match="--eval-prompt-data names sets too"):
         configured(ONE % "", "--eval-prompt-data", "a.jsonl", "--eval-interval", "2")

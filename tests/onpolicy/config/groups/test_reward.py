@@ -76,7 +76,7 @@ MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("ht
         ({"rm_type": "remote_rm", "rm_url": "h:1"}, "--rm-url='h:1': is no address. Give one"),
         (
             {"rm_type": "exact", "rm_url": "http://h"},
-            "only --rm-type remote_rm or --rewards with it",
+            "only --rm-type remote_rm, --rewards with it, or a set of --eval-config",
         ),
         (
             {"rm_type": "exact", "rm_retries": 1},
@@ -92,9 +92,21 @@ MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("ht
             "has 0 groups, and the number is read from the only one",
         ),
         ({**JUDGE, "judge_api_key": "K\x7f"}, r"--judge-api-key=\.\.\.: goes into an HTTP header"),
-        ({"rm_type": "model"}, "--reward-checkpoint='', .*model needs both"),
+        ({"rm_type": "model"}, "--reward-checkpoint='': model needs a classifier"),
+        (
+            {**MODEL, "reward_num_engines": 2},
+            "--reward-num-engines=2: only --rm-type model .* without",
+        ),
+        (
+            {**MODEL, "reward_server_url": (), "reward_api_key": "K"},
+            "--reward-api-key=K: only --reward-server-url",
+        ),
+        (
+            {**MODEL, "reward_server_url": (), "ray_address": "h:1"},
+            "its servers are started on this host alone, and --ray-address=h:1",
+        ),
         ({**MODEL, "reward_server_url": ("h:1",)}, r"--reward-server-url=\['h:1'\]: is no address"),
-        ({"rm_type": "exact", "reward_input": "text"}, "only --rm-type model or --rewards with it"),
+        ({"rm_type": "exact", "reward_input": "text"}, "only --rm-type model, --rewards with it"),
     ],
 )
 def test_what_scores_over_http_needs_an_address(tmp_path, flags, says):

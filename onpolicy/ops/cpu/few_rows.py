@@ -1,0 +1,59 @@
+"""How few rows a product may have: a decode step of one sequence need not multiply sixteen.
+
+From 16 rows on a single-threaded GEMM gives a row the same bits whatever rows surround it. Of fewer it
+often does too, MKL on an AMD EPYC from 4 on, but no library promises it. So the first product of each
+shape that has fewer is tried beside one of 16, and where a bit differs it keeps 16. What is found
+decides no bit, so it may differ between the engines' machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MULTIPLES = (4, 8)
+"""Numbers of rows that are tried, with their multiples, in this order."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
+
+
+class FewRows:
+    """What was found of each shape, for some ways to multiply."""
+
+    def __init__(self, enough: int, *ways: Multiply):
+        """enough: so many rows give the same bits, in whichever of the ways."""
+        self.enough, self._ways = enough, ways
+        self._found: dict[tuple[int, int, bool], int] = {}
+
+    def multiple(self, columns: int, k: int, has_bias: bool) -> int:
+        """What the rows of a product with a contiguous float32 weight [columns, k] have to be a multiple
+        of, where there are fewer than enough."""
+        shape = columns, k, has_bias
+        if shape not in self._found:
+            self._found[shape] = self._try(*shape)
+        return self._found[shape]
+
+    def _try(self, columns: int, k: int, has_bias: bool) -> int:
+        numbers = torch.Generator().manual_seed(0)
+        x, weight, bias = (
+            torch.randn(size, generator=numbers)
+            for size in ((self.enough, k), (columns, k), (columns,))
+        )
+        given = weight, bias if has_bias else None
+        whole = self._ways[0](x, *given)
+
+        def agrees(rows: int) -> bool:
+            ends = slice(rows), slice(self.enough - rows, None)
+            return all(
+                torch.equal(way(x[end].clone(), *given), whole[end])
+                for way in self._ways
+                for end in ends
+            )
+
+        for multiple in MULTIPLES:
+            if all(map(agrees, range(multiple, self.enough, multiple))):
+                return multiple
+        return self.enough

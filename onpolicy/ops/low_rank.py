@@ -1,0 +1,39 @@
+"""What a low-rank adapter adds to the result of a linear: the one formula of all engines."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+
+
+class Factors(NamedTuple):
+    """An adapter of a linear [N, K], or of a tensor-parallel rank's part of one."""
+
+    a: Tensor
+    """[r, K]"""
+
+    b: Tensor
+    """[N, r]"""
+
+    scale: float
+
+
+def add_low_rank(
+    operators: Operators,
+    x: Tensor,
+    out: Tensor,
+    factors: Factors,
+    row_parallel: RowParallel = WHOLE,
+) -> Tensor:
+    """`out + scale * (x @ a.T) @ b.T`, rounded once: [..., K], [..., N] -> [..., N] in the dtype of out.
+
+    Each product is rounded to the dtype of x; the sum is taken in float32. `row_parallel`: how the first
+    product is summed over K.
+    """
+    inner = operators.row_parallel_linear(x, factors.a, None, row_parallel)
+    added = operators.linear(inner, factors.b)
+    return (out.float() + added.float() * factors.scale).to(out.dtype)

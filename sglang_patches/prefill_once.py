@@ -1,0 +1,112 @@
+"""A prefix that waiting requests share is prefilled by the first of them.
+
+Stock SGLang looks for a request's prefix in its cache when it takes the request into a batch, and puts
+all that wait into one batch as long as there is room: n samples of one prompt that are sent at once are
+prefilled n times. (Its policy `lpm` moves such requests to the end of the queue, from where they come
+into the same batch.) Here a request is left in the queue for a pass while one before it computes at
+least LEAST tokens of its prefix that are not in the cache yet. No bit depends on it, since the aligned
+attention gives a cached prefix and a computed one the same rows.
+Source: sglang/srt/managers/scheduler.py. Can go when SGLang's scheduler leaves them in the queue.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect, insort
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from sglang_patches import registry
+
+TARGET = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
+
+LEAST = 32
+"""Tokens whose prefill costs more than a pass that one waits; SGLang's threshold of `lpm`."""
+
+
+def install() -> None:
+    registry.hook(TARGET, _leave_followers, "around")
+
+
+def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make up a batch of those in the queue that wait for nobody."""
+    queue, cache = scheduler.waiting_queue, scheduler.tree_cache
+    if getattr(cache, "disable", True) or not queue:
+        return original(scheduler, *args, **kwargs)
+    last = scheduler.last_batch
+    under_way = last.reqs if last is not None and last.forward_mode.is_extend() else []
+    leaders = Leaders(scheduler.page_size)
+    for request in filter(None, (scheduler.chunked_req, *under_way)):
+        leaders.add(_tokens(request), _key(request))
+    waits = {
+        request
+        for request in queue
+        if leaders.compute(_tokens(request), _key(request), partial(_num_cached, cache, request))
+    }
+    scheduler.waiting_queue = [request for request in queue if request not in waits]
+    result = original(scheduler, *args, **kwargs)
+    left = dict.fromkeys(scheduler.waiting_queue)
+    still = [request for request in queue if request in waits or request in left]
+    scheduler.waiting_queue = list(dict.fromkeys(chain(still, left)))
+    return result
+
+
+class Leaders:
+    """Requests whose prefixes will be in the cache after the next passes, by what separates caches."""
+
+    def __init__(self, page_size: int = 1):
+        self._page_size = page_size
+        self._of = defaultdict[Any, list[bytes]](list)
+        """In order, as bytes that sort as their tokens do: who shares most stands beside."""
+
+    def compute(self, tokens: Sequence[int], key: Any, num_cached: Callable[[], int]) -> bool:
+        """Whether one of them computes at least LEAST tokens of these before the last, of which
+        `num_cached` are there; if none does, these lead too."""
+        words, others = _words(tokens), self._of[key]
+        place = bisect(others, words)
+        shared = max(
+            (_shared(words, other) for other in others[max(place - 1, 0) : place + 1]), default=0
+        )
+        whole = min(shared, len(tokens) - 1) // self._page_size * self._page_size
+        if whole >= LEAST and whole - num_cached() >= LEAST:
+            return True
+        others.insert(place, words)
+        return False
+
+    def add(self, tokens: Sequence[int], key: Any) -> None:
+        insort(self._of[key], _words(tokens))
+
+
+def _words(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype=">u4").tobytes()
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """Tokens that both begin with."""
+    count = min(len(a), len(b)) // 4
+    differ = np.frombuffer(a, ">u4", count) != np.frombuffer(b, ">u4", count)
+    return int(differ.argmax()) if differ.any() else count
+
+
+def _tokens(request: Any) -> Any:
+    return request.origin_input_ids + request.output_ids
+
+
+def _key(request: Any) -> tuple[Any, Any]:
+    """Caches of other adapters, or other salts, are none of its own."""
+    return request.extra_key, request.cache_salt
+
+
+def _num_cached(cache: Any, request: Any) -> int:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    extra, salt = _key(request)
+    key = RadixKey(token_ids=_tokens(request), extra_key=extra, cache_salt=salt)
+    found = cache.match_prefix(MatchPrefixParams(key=key))
+    length = getattr(found, "device_prefix_len", None)  # SGLang 0.5.21 gives the places instead
+    return len(found.device_indices) if length is None else int(length)
