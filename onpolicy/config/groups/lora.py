@@ -21,10 +21,6 @@ class LoraConfig:
         Against(lambda run: run.train_backend != "fsdp",
             "--train-backend {run.train_backend} has no adapters yet",
             "Choose --train-backend fsdp, or leave --lora-rank out."),
-        Against(lambda run: run.advantage_estimator == "gae",
-            "the critic of --advantage-estimator gae is trained whole, and beside adapters it is not "
-            "supported yet",
-            "Choose another estimator, such as grpo, or leave --lora-rank out."),
         Against(lambda run: run.rollout_server_url,
             "servers that run already (--rollout-server-url) were started without adapters",
             "Let the run start its servers, or leave --lora-rank out."),

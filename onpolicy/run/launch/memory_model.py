@@ -95,7 +95,7 @@ def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
     path, trust = config.critic.critic_load, config.model.trust_remote_code
     if path:
         return [ModelSize.of(load_config(path, trust, "--critic-load"), trust)]
-    return [policy] * bool(config.critic_checkpoint)
+    return [policy.whole] * bool(config.critic_checkpoint)
 
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:

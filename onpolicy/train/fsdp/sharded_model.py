@@ -55,7 +55,7 @@ class FsdpModel(ShardedModel):
         self.config = config
         self.kind = ValueModel if has_values else PolicyModel
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
-        self.adapter = contract.adapter if trained else None
+        self.adapter = contract.adapter if trained and not has_values else None
         self.module = self._load(path, contract, operators)
         if not trained:
             self.module.requires_grad_(False)

@@ -21,7 +21,6 @@ def test_adapters_are_for_aligned_runs():
     ("argv", "rule"),
     [
         (["--train-backend", "megatron"], "--train-backend megatron has no adapters yet"),
-        (["--advantage-estimator", "gae"], "the critic of --advantage-estimator gae"),
         (["--rollout-server-url", "http://127.0.0.1:1"], "started without adapters"),
     ],
 )
