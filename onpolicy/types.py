@@ -65,9 +65,10 @@ class SamplingParams:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a token may be drawn from fewer than all."""
+        """Whether a token may be drawn from fewer than all; a greedy one is the likeliest of all."""
         filters = (self.top_p, self.top_k, self.min_p)
-        return filters != (1.0, -1, 0.0) or self.grammar is not None
+        is_filtered = filters != (1.0, -1, 0.0) and self.top_k != 1
+        return is_filtered or self.grammar is not None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -109,6 +110,9 @@ class Sample:
 
     number: int = 0
     """Its place among the trajectories of the episode."""
+
+    is_greedy: bool = False
+    """Whether it is the answer that its group is compared with, of which nothing is learnt."""
 
     response: str = ""
     """What was sampled, as text."""
@@ -197,6 +201,9 @@ class SampleGroup:
     number: int = 0
     """Position of the prompt in the endless order of a run's prompts."""
 
+    greedy: Sample | None = None
+    """The answer that they are compared with; None where the estimator needs none."""
+
     branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
     """What the branches of each episode sampled from which versions; nothing of one that failed."""
 
@@ -225,6 +232,9 @@ class TrainSample:
 
     policy_version: int | None = None
     """The version of the policy that learns from it; None: the one that it was sampled from."""
+
+    baseline: float | None = None
+    """The reward of its group's greedy answer; None without one."""
 
     teacher_log_probs: list[float] | None = None
     """[R]: what a teacher behind a URL gives its sampled tokens; None: it was not asked."""

@@ -27,6 +27,7 @@ def group_advantages(
     estimator: AdvantageEstimator,
     lengths: list[list[int]] | None = None,
     episodes: list[list[int]] | None = None,
+    baselines: Sequence[float] = (),
 ) -> list[list[float]]:
     """One advantage for every trajectory, by groups, in the order of `rewards`.
 
@@ -40,11 +41,15 @@ def group_advantages(
     own, the baseline alone is of episodes. verl knows none: there every row of a prompt is a sample.
 
     lengths: tokens of every trajectory that are trained on, which opo and what whitens over tokens need.
+    baselines: the reward of each group's greedy answer, which remax needs.
     A group whose episodes' rewards are all equal has no signal, and advantages of exactly 0 under what
     compares and does not whiten. ValueError for another estimator, and for missing lengths.
     """
     require_choice("estimator", estimator, AdvantageEstimator)
     entry = ESTIMATORS[estimator]
+    if entry.baseline == "greedy":
+        compared = zip(rewards, baselines, strict=True)
+        return [[reward - greedy for reward in group] for group, greedy in compared]
     if entry.whitens or entry.baseline == "by-length":
         _require_lengths(rewards, lengths)
     groups = [

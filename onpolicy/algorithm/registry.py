@@ -25,9 +25,9 @@ Bound = Literal[
 ]  # fmt: skip
 AdvantageEstimator = Literal[
     "grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "grpo_passk", "gdpo", "reinforce",
-    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae",
+    "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae",
 ]  # fmt: skip
-Baseline = Literal["none", "mean", "others", "by-length", "second-best"]
+Baseline = Literal["none", "mean", "others", "by-length", "second-best", "greedy"]
 Scale = Literal["none", "group", "batch", "tokens"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 LossAggregation = Literal[
@@ -67,6 +67,11 @@ class EstimatorEntry(Named):
 
     returns: bool = False
     """Whether a token is given the rewards from it on, where tokens have rewards."""
+
+    @property
+    def discounts(self) -> bool:
+        """Whether a later reward may be worth less; the baseline of a whole answer is not discounted."""
+        return self.returns and self.baseline == "none"
 
 
 BY_SEQUENCE: LossAggregation = "seq-mean-token-mean"
@@ -185,6 +190,11 @@ ESTIMATORS: dict[AdvantageEstimator, EstimatorEntry] = {
     "reinforce": EstimatorEntry(
         baseline="none", compares=False, returns=True,
         formula="r, or the rewards from a token on", source="Williams 1992", peers="",
+    ),
+    "remax": EstimatorEntry(
+        baseline="greedy", compares=False, returns=True,
+        formula="r, or the rewards from a token on, less r of the group's greedy answer",
+        source="arXiv 2310.10505", peers="verl remax",
     ),
     "reinforce_plus_plus": EstimatorEntry(
         baseline="none", compares=False, returns=True, whitens=True,

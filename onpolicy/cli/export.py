@@ -15,10 +15,14 @@ from onpolicy.outputs.destinations import require_directory
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write a checkpoint with rounded weights, as a run with this --rollout-weight-format rolls out.
+    """Write a checkpoint whose weights were rounded, or that an adapter was merged into.
 
-    Takes the `hf` directory of a checkpoint, which holds the weights before they are rounded, and writes
-    numbers and scales in the form of compressed-tensors, which transformers loads. Dense models.
+    --quantised takes the `hf` directory of a checkpoint, which holds the weights before they are rounded
+    as a run with this --rollout-weight-format rolls out, and writes numbers and scales in the form of
+    compressed-tensors, which transformers loads. Dense models.
+
+    --merge takes the base, and writes it with an adapter added to its weights, for what loads no
+    adapters. In bfloat16 much of an update may be rounded away; how much is said.
     """
 
     hf_checkpoint: str = ""
@@ -27,7 +31,14 @@ class ExportConfig:
     quantised: Literal[
         "", "fp8_e4m3", "int8", "int4", "int4_group128", "int3", "int3_group128"
     ] = ""  # fmt: skip
-    """The format. Required."""
+    """The format."""
+
+    merge: str = ""
+    """Directory of an adapter in PEFT's format, such as step_N/hf of a run with --lora-rank, which is
+    merged into --hf-checkpoint."""
+
+    dtype: Literal["", "bfloat16", "float16", "float32"] = ""
+    """That of a merged checkpoint. Required with --merge."""
 
     output: str = ""
     """Directory to write, which is not there yet. Required."""
@@ -36,12 +47,23 @@ class ExportConfig:
 def main(argv: Sequence[str]) -> int:
     """Read the checkpoint and write the other."""
     config = parse(ExportConfig, argv, "onpolicy export")
-    for flag in ("hf_checkpoint", "quantised", "output"):
+    for flag in ("hf_checkpoint", "output", *(["dtype"] if config.merge else [])):
         if not getattr(config, flag):
             raise ConfigError(f"{spelled(flag)} is missing. Give it.")
+    if bool(config.quantised) == bool(config.merge):
+        raise ConfigError("--quantised, --merge: one of the two says what is written. Give one.")
+    if config.dtype and not config.merge:
+        raise ConfigError(f"--dtype={config.dtype}: only --merge reads it. Leave it out.")
     if Path(config.output).exists():
         raise ConfigError(f"--output={config.output}: is there already. Give another directory.")
     require_directory("--output", str(Path(config.output).absolute().parent))
+
+    if config.merge:
+        from onpolicy.models.merged import export_merged
+
+        given = Path(config.hf_checkpoint), config.merge, Path(config.output), config.dtype
+        print(f"{config.output}: {export_merged(*given)}, in {config.dtype}")
+        return 0
 
     from onpolicy.models.quantised import export_quantised
 

@@ -36,6 +36,7 @@ from onpolicy.config.groups import AlgorithmConfig, OperatorsConfig
 from onpolicy.config.groups.recipes import RECIPES
 from onpolicy.config.rules import require_ranges
 from onpolicy.errors import ConfigError
+from onpolicy.models.peft_adapter import read_peft_adapter
 
 Config = TypeVar("Config")
 
@@ -53,11 +54,14 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         from_file = yaml_file.read_arguments(path, flag_types(config_class))
     arguments = [*from_file[0], *rest]
     config, unknown = _parsed(config_class, arguments, prog)
-    if recipe := RECIPES.get(getattr(config, "algorithm", AlgorithmConfig()).recipe):
+    recipe = RECIPES.get(getattr(config, "algorithm", AlgorithmConfig()).recipe, {})
+    adapter = _adapter_flags(flag_values(config).get("lora_adapter", ""))
+    if told := {**recipe, **adapter}:
         arguments = [
-            x for key, value in recipe.items() for x in yaml_file.as_argument(key, value)
+            x for key, value in told.items() for x in yaml_file.as_argument(key, value)
         ] + arguments
         config, unknown = _parsed(config_class, arguments, prog)
+        _require_as_told(config, adapter)
     if unknown:
         raise ConfigError(_unknown(unknown[0], rest, [*flag_types(config_class)], prog))
     if sglang := (*from_file[1], *sglang_args):
@@ -67,6 +71,22 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     if getattr(config, "operators", OperatorsConfig()).is_portable:
         use_portable_kernels()
     return counted_as_engines(config)
+
+
+def _adapter_flags(directory: str) -> dict[str, Any]:
+    """What --lora-adapter says of itself."""
+    return read_peft_adapter(directory, "--lora-adapter").flags if directory else {}
+
+
+def _require_as_told(config: Any, adapter: dict[str, Any]) -> None:
+    """Raise ConfigError for a flag that is given and that --lora-adapter says otherwise."""
+    values = flag_values(config)
+    for name, told in adapter.items():
+        if values[name] != told:
+            raise ConfigError(
+                f"{spelled(name)}={values[name]}: the adapter of "
+                f"--lora-adapter={values['lora_adapter']} has {told}. Leave {spelled(name)} out."
+            )
 
 
 class _Refused(Exception):

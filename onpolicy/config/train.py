@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from onpolicy.algorithm.registry import OBJECTIVES
+from onpolicy.algorithm.registry import ESTIMATORS, OBJECTIVES
 from onpolicy.config import groups, secrets
 from onpolicy.config.flags import SGLANG_ARGS, also, flag_values
 from onpolicy.config.groups.reward import name_of
@@ -73,6 +73,16 @@ class TrainConfig:
     @property
     def samples_per_rollout(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def compares_with_greedy(self) -> bool:
+        """Whether the samples of a prompt are compared with a greedy answer to it."""
+        return ESTIMATORS[self.algorithm.advantage_estimator].baseline == "greedy"
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Those that are drawn: the samples, and maybe a greedy one."""
+        return self.rollout.n_samples_per_prompt + self.compares_with_greedy
 
     @property
     def global_batch_size(self) -> int:

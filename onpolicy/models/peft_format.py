@@ -9,9 +9,14 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
 from onpolicy.config.groups import LoraConfig
 from onpolicy.contract import AdapterShape
+from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import is_adapters
+from onpolicy.models.peft_adapter import CONFIG, WEIGHTS, PeftAdapter, linear_of
 from onpolicy.weights.digest import WeightBucket, write_weights
 
 PREFIX = "base_model.model."
@@ -32,7 +37,7 @@ def export_adapter(
         for name, tensor in bucket
         if is_adapters(name)
     ]
-    write_weights(tensors, directory / "adapter_model.safetensors")
+    write_weights(tensors, directory / WEIGHTS)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -46,10 +51,55 @@ def export_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    (directory / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def read_factors(directory: str) -> dict[str, Tensor]:
+    """The numbers of an adapter that was checked, under the names of a model's parameters, in the dtype
+    in which they are stored."""
+    return {_name_here(name): x for name, x in load_file(Path(directory) / WEIGHTS).items()}
+
+
+def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag: str) -> None:
+    """Raise ConfigError unless an adapter is that of the base in `path`, whose `model` is one without
+    numbers, and has both factors of every linear whose name its targets have."""
+    name = f"{flag}={adapter.directory}"
+    if not _is_base(adapter.base, path):
+        raise ConfigError(
+            f"{name}: is an adapter of {adapter.base}, and --hf-checkpoint={path} is another model. "
+            f"Give that one; if it is the same by another name, write this one into {CONFIG}."
+        )
+    targets, rank = set(adapter.targets.split(",")), adapter.rank
+    needed: dict[str, tuple[int, ...]] = {}
+    for linear, module in model.named_modules():
+        if linear.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
+            needed[f"{linear}.lora.A"] = (rank, module.in_features)
+            needed[f"{linear}.lora.B"] = (module.out_features, rank)
+    found = {_name_here(key): shape for key, shape in adapter.factors.items()}
+    for each in sorted(needed.keys() | found.keys()):
+        if needed.get(each) != found.get(each):
+            have, need = (list(x[each]) if each in x else "none" for x in (found, needed))
+            raise ConfigError(
+                f"{name}: {each} is {have} there, and this model needs {need}: an adapter here is "
+                "beside every linear of a name, in every layer. Give an adapter of this model that is."
+            )
+
+
+def _is_base(told: str, path: str) -> bool:
+    """Whether a model's name or path may be that of a checkpoint's directory."""
+    if not told or Path(told).is_dir():
+        return not told or Path(told).resolve() == Path(path).resolve()
+    here, name = Path(path).resolve(), Path(told).name
+    return name == here.name or f"models--{told.replace('/', '--')}" in here.parts
 
 
 def _name_in_peft(name: str) -> str:
     """model.layers.0.mlp.up_proj.lora.A -> base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"""
     linear, factor = name.rsplit(".lora.", 1)
     return f"{PREFIX}{linear}.lora_{factor}.weight"
+
+
+def _name_here(name: str) -> str:
+    """The inverse of `_name_in_peft`."""
+    linear, factor = linear_of(name)
+    return f"{linear}.lora.{factor}"

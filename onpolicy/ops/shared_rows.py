@@ -33,6 +33,13 @@ class SharedRows:
         runs = [(slice(i, j), slice(rows[i], rows[i] + j - i)) for i, j in cuts]
         return SharedRows(torch.tensor(rows, dtype=torch.int64), runs)
 
+    def then(self, first: int, count: int) -> SharedRows:
+        """With so many rows more, which follow each other from `first` on."""
+        more = torch.arange(first, first + count, device=self.rows.device)
+        read = slice(len(self.rows), len(self.rows) + count)
+        rows = torch.cat([self.rows, more])
+        return SharedRows(rows, [*self.runs, (read, slice(first, first + count))])
+
     def on(self, device: torch.device | str) -> SharedRows:
         """The same on a device."""
         return replace(self, rows=self.rows.to(device))

@@ -11,6 +11,7 @@ import re
 MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's episodes",
     "rollout/reward_std": "standard deviation of those rewards",
+    "rollout/greedy_reward": "mean reward of the greedy answers that samples are compared with",
     "rollout/reward_timeouts": "samples that a reward rule did not finish in time; they score 0",
     "rollout/reward_errors": "samples that a reward rule failed on, by error or crash; they score 0",
     "rollout/response_length": "mean number of tokens that were sampled in an episode",

@@ -23,7 +23,9 @@ class RunHash:
         `with_spans`: and which weights each token was sampled from.
         """
         digest = hashlib.sha256(self.value.encode())
+        groups = [*groups]
         episodes = [episode for group in groups for episode in group.episodes]
+        episodes += [[group.greedy] for group in groups if group.greedy]
         for number, sample in (pair for episode in episodes for pair in enumerate(episode)):
             trajectory, length = sample.trajectory, sample.trajectory.num_sampled
             digest.update(struct.pack(f"<{length}q", *trajectory.response_ids))

@@ -116,7 +116,7 @@ class SampleLog:
 
     def _chosen(self, groups: Sequence[SampleGroup]) -> list[tuple[list[Sample], int]]:
         """(episode, the place of a trajectory in it) of each."""
-        episodes = (e for group in groups for e in group.episodes[:MOST_OF_A_PROMPT])
+        episodes = (e for group in groups for e in _episodes(group)[:MOST_OF_A_PROMPT])
         return list(islice(((e, i) for e in episodes for i in range(len(e))), self._count))
 
     def describe(self, sample: Sample) -> str:
@@ -171,11 +171,17 @@ class SampleLog:
         found = {
             "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
             "forks": trajectory.forks or None,
+            "is_greedy": sample.is_greedy or None,
             "token_rewards": sample.token_rewards,
             "metrics": sample.metrics or None,
             "info": sample.info or None,
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _episodes(group: SampleGroup) -> list[list[Sample]]:
+    """What a group's samples are compared with comes first."""
+    return ([[group.greedy]] if group.greedy else []) + group.episodes
 
 
 def _short(values: Sequence[float]) -> float | list[float | None] | None:

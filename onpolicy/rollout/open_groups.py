@@ -27,6 +27,9 @@ class OpenGroup:
 
     episodes: list[OpenEpisode]
 
+    has_greedy: bool = False
+    """Whether the last of them is the greedy one."""
+
     @property
     def unfinished(self) -> list[OpenEpisode]:
         """Those that are not complete."""

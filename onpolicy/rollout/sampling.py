@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from onpolicy.errors import EngineError
 from onpolicy.rollout.branches import spans_of
@@ -46,6 +47,12 @@ def make_group(
         )
         for sample in range(num_samples)
     ]
+
+
+def greedy(request: Request) -> Request:
+    """The same, answered by the likeliest token each time, with its log-probability among all tokens."""
+    params = replace(request.params, top_p=1.0, top_k=1, min_p=0.0, return_routed_experts=False)
+    return replace(request, params=params)
 
 
 def open_group(
@@ -102,7 +109,10 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
     for (group, i, each, number), text in zip(drawn, texts, strict=True):
         assert each.episode is not None  # it has trajectories
         sample = sample_of(group.prompt, i, each.episode, each.trajectories, number, text)
-        of_number[group.number].samples.append(sample)
+        if group.has_greedy and each is group.episodes[-1]:
+            sample.is_greedy, of_number[group.number].greedy = True, sample
+        else:
+            of_number[group.number].samples.append(sample)
     return made
 
 

@@ -34,6 +34,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     return {
         "rollout/raw_reward": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
+        **_means("rollout", [{"greedy_reward": g.greedy.reward} for g in groups if g.greedy]),
         "rollout/response_length": mean_response_length(groups),
         "rollout/response_length_max": float(max(map(_length, episodes))),
         "rollout/truncated_ratio": truncated_ratio(groups),

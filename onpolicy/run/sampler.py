@@ -24,7 +24,7 @@ from onpolicy.rollout.evaluation import eval_metrics
 from onpolicy.rollout.observations import Observations
 from onpolicy.rollout.open_groups import FreeGroups, OpenGroup, OpenGroups, Staleness
 from onpolicy.rollout.rounds import Round
-from onpolicy.rollout.sampling import make_group, open_group, sample_groups
+from onpolicy.rollout.sampling import greedy, make_group, open_group, sample_groups
 from onpolicy.rollout.statistics import rollout_metrics
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.failed import failed_attempts, failure_metrics
@@ -129,7 +129,7 @@ class Sampler:
 
     def _open_groups(self) -> OpenGroups:
         rollout = self.config.rollout
-        width = self.config.open_groups * rollout.n_samples_per_prompt
+        width = self.config.open_groups * self.config.answers_per_prompt
         if rollout.rollout_schedule != "free":
             return OpenGroups(self.open_group, width)
         size = rollout.rollout_batch_size
@@ -194,7 +194,7 @@ class Sampler:
         decode = partial(self.inputs.tokenizer.batch_decode, skip_special_tokens=True)
         groups = sample_groups(complete, decode)
         unrewarded = [[s for s in group.samples if not s.is_rewarded] for group in groups]
-        metrics = self._scorer.score(unrewarded)
+        metrics = self._scorer.score([*unrewarded, *([g.greedy] for g in groups if g.greedy)])
         for group in groups:
             if group.samples:
                 self._rollouter.finish_group(group)
@@ -219,10 +219,12 @@ class Sampler:
         rollout, prompt = self.config.rollout, self.curriculum.at(number)
         params = self._params(rollout.rollout_temperature, rollout.rollout_max_response_len)
         params = replace(params, return_routed_experts=self.engines.replays_routing)
-        count, batch = rollout.n_samples_per_prompt, rollout.rollout_batch_size
-        seed_key = (self.config.seed, "rollout", *divmod(number, batch))
-        requests = make_group(prompt, count, params, *seed_key)
-        return open_group(number, prompt, requests, self._rollouter, self._rules)
+        seed_key = (self.config.seed, "rollout", *divmod(number, rollout.rollout_batch_size))
+        requests = make_group(prompt, self.config.answers_per_prompt, params, *seed_key)
+        if self.config.compares_with_greedy:
+            requests[-1] = greedy(requests[-1])
+        group = open_group(number, prompt, requests, self._rollouter, self._rules)
+        return replace(group, has_greedy=self.config.compares_with_greedy)
 
     def request_of(self, sample: Sample, groups: Sequence[SampleGroup]) -> Request:
         """What a sample of some groups was an answer to."""

@@ -18,8 +18,9 @@ def worth_training(
 
 
 def has_signal(group: SampleGroup) -> bool:
-    """Whether the rewards of a group's episodes differ."""
-    return len(set(group.rewards)) > 1
+    """Whether the rewards of a group's episodes differ, from that of its greedy answer if it has one."""
+    greedy = [] if group.greedy is None else [group.greedy.reward]
+    return len({*group.rewards, *greedy}) > 1
 
 
 def make_train_samples(
@@ -33,7 +34,13 @@ def make_train_samples(
         (number, episode) for number, group in enumerate(groups) for episode in group.episodes
     ]
     return [
-        TrainSample(sample=sample, group=group, episode=number, policy_version=policy_version)
+        TrainSample(
+            sample=sample,
+            group=group,
+            episode=number,
+            policy_version=policy_version,
+            baseline=None if (greedy := groups[group].greedy) is None else greedy.reward,
+        )
         for number, (group, episode) in enumerate(episodes)
         for sample in episode
     ]

@@ -44,6 +44,9 @@ class ScoredTrajectory:
     reward: float = 0.0
     """That of its sample, before any penalty."""
 
+    baseline: float = 0.0
+    """The reward of its group's greedy answer; 0 without one."""
+
     token_rewards: Sequence[float] | None = None
     """[R]: the rewards of its sampled tokens, if its episode said them."""
 
@@ -95,7 +98,8 @@ class RewardEstimator(Estimator):
     """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`).
 
     Where tokens have rewards, or pay, reinforce gives each those from it to the end of its trajectory,
-    and reinforce_plus_plus these whitened. The others compare episodes, by what comes to one in all.
+    remax these less the baseline, and reinforce_plus_plus these whitened. The others compare episodes,
+    by what comes to one in all.
     """
 
     def __init__(
@@ -118,7 +122,11 @@ class RewardEstimator(Estimator):
             groups = named_advantages(named, self.named_weights, outcomes.episodes)
         else:
             groups = group_advantages(
-                outcomes.rewards, self.kind, outcomes.lengths, outcomes.episodes
+                outcomes.rewards,
+                self.kind,
+                outcomes.lengths,
+                outcomes.episodes,
+                outcomes.baselines,
             )
         values = list(chain.from_iterable(groups))
         return {
@@ -128,7 +136,8 @@ class RewardEstimator(Estimator):
 
     def _of_returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
         found = {
-            number: returns(shaped_rewards(scored), self.gamma) for number, scored in ours.items()
+            number: [x - scored.baseline for x in returns(shaped_rewards(scored), self.gamma)]
+            for number, scored in ours.items()
         }
         if ESTIMATORS[self.kind].whitens:
             runs = [[(len([*same]), a) for a, same in groupby(each)] for each in found.values()]
@@ -211,6 +220,7 @@ def _scored_trajectories(
             trajectory=batch.samples[i].sample.trajectory,
             scores={role: each[i] for role, each in parts.items()},
             reward=batch.samples[i].sample.reward,
+            baseline=batch.samples[i].baseline or 0.0,
             token_rewards=batch.samples[i].sample.token_rewards,
         )
         for i, number in enumerate(batch.numbers)

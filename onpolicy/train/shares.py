@@ -37,6 +37,9 @@ class Outcomes:
     have_failed: list[list[bool]] = field(default_factory=list)
     """Whether what was to score each failed."""
 
+    baselines: list[float] = field(default_factory=list)
+    """The reward of each group's greedy answer, if they have one."""
+
     @staticmethod
     def of(samples: Sequence[TrainSample]) -> Outcomes:
         groups = [list(group) for _, group in groupby(samples, key=lambda s: s.group)]
@@ -47,6 +50,7 @@ class Outcomes:
             reward_parts=[[s.sample.reward_parts for s in group] for group in groups],
             have_failed=[[s.sample.has_failed for s in group] for group in groups],
             has_token_rewards=any(s.sample.token_rewards is not None for s in samples),
+            baselines=[group[0].baseline for group in groups if group[0].baseline is not None],
         )
 
     def named_rewards(self, names: Iterable[str]) -> dict[str, list[list[float]]]:

@@ -10,7 +10,7 @@ from onpolicy.errors import ParityError
 from onpolicy.ops import cuts
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.kept_tokens import packed, unpacked
-from onpolicy.rollout.sampling import trajectories_of
+from onpolicy.rollout.sampling import greedy, trajectories_of
 from onpolicy.types import Prompt, Sample, TrainSample
 from tests.support.engines_fixture import make_requests
 
@@ -42,6 +42,19 @@ def trajectories(engines, requests):
         assert answer.rollout_log_probs == alone.rollout_log_probs
         assert answer.kept_tokens == alone.kept_tokens == []
     return trajectories_of(requests, answers[:12])
+
+
+def test_a_greedy_answer_beside_them_is_that_of_the_whole_vocabulary(engines, requests):
+    """At each temperature the tokens of a request of temperature 0, and a log-probability among all."""
+    alone = make_requests(3, seed=23, max_new_tokens=20)
+    asked = [greedy(request) for request in with_filters(alone, **FILTERS)]
+    answers = engines.generate([*requests[:5], *asked])[5:]
+    for request, answer in zip(asked, answers, strict=True):
+        params = dataclasses.replace(request.params, temperature=0.0, top_k=-1)
+        (coldest,) = engines.generate([dataclasses.replace(request, params=params)])
+        assert answer.response_ids == coldest.response_ids and answer.kept_tokens == []
+        (scores,) = engines.score([request], [answer], request.params.temperature)
+        assert scores.tolist() == answer.rollout_log_probs
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,9 @@ CACHE_TOKENS = 1000
 class Memory:
     """What a server's process holds, and loses when it ends."""
 
+    can_be_greedy = True
+    """Whether top_k = 1 is heeded; no other filter is."""
+
     def __init__(self, contract: NumericsContract):
         self.contract = contract
         self.weights, self.version = make_weights(), UNPUSHED
@@ -137,7 +140,9 @@ class Memory:
             scores = self.score(context, temperature)
         if not response:
             self.prefixes[temperature, *context] = scores
-        token = sample(scores, request.sampling_seed, len(context))
+        is_greedy = self.can_be_greedy and request.params.top_k == 1
+        seed = request.sampling_seed
+        token = int(scores.argmax()) if is_greedy else sample(scores, seed, len(context))
         return token, scores[token].item()
 
     def score(self, context: list[int], temperature: float) -> Tensor:

@@ -26,6 +26,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.policy import PackedTokens, empty_policy
+from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.kept_tokens import packed
@@ -104,6 +105,8 @@ class Job:
     kept: bool = False
     """Whether tokens were drawn from a part of the vocabulary."""
 
+    shares_prefixes: bool = False
+
     @property
     def contract(self):
         return make_contract(self.path, self.dtype, self.blocks)
@@ -115,7 +118,8 @@ class Job:
         config = AutoConfig.from_pretrained(self.path)
         experts = [random_experts(config, each) for each in sequences] if self.replay else ()
         kept = [random_kept(config, each) for each in sequences] if self.kept else ()
-        return pack(sequences, experts, kept)
+        batch = pack(sequences, experts, kept)
+        return share_prefixes(batch) if self.shares_prefixes else batch
 
     def with_batches(self, batches):
         return replace(self, batches=batches)

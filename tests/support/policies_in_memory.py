@@ -45,6 +45,8 @@ class PolicyMemory(Memory):
     Under a stock contract it differs from the trainer.
     """
 
+    can_be_greedy = False  # so that rewards differ under --rollout-top-k 1 too
+
     def __init__(self, contract: NumericsContract, policy: PolicyModel):
         super().__init__(contract)
         self.weights, self._policy, self._num_in_policy = {}, policy, 0

@@ -76,7 +76,8 @@ class TrainerInMemory(Trainer):
 
     def _advantages(self, samples: Sequence[TrainSample]) -> list[float]:
         outcomes, kind = Outcomes.of(samples), self.config.algorithm.advantage_estimator
-        groups = group_advantages(outcomes.rewards, kind, outcomes.lengths, outcomes.episodes)
+        of = outcomes.rewards, kind, outcomes.lengths, outcomes.episodes, outcomes.baselines
+        groups = group_advantages(*of)
         return [advantage for group in groups for advantage in group]
 
     def _score(self, sample: Sample) -> Tensor:

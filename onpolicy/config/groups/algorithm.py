@@ -15,6 +15,7 @@ from onpolicy.algorithm.registry import (
     readers,
     reads,
 )
+from onpolicy.config.groups.greedy import MISFIT
 from onpolicy.config.groups.recipes import Recipe
 from onpolicy.config.kinds import CountOrZero, NonNegative, Positive
 from onpolicy.config.rules import NO_RESULT, Against, Together
@@ -109,13 +110,13 @@ class AlgorithmConfig:
     recipe: Annotated[Recipe, NO_RESULT] = ""
     """Flags of a method by its name, which other flags win over (docs/losses.md)."""
 
-    advantage_estimator: Annotated[AdvantageEstimator, NO_PARTS] = "grpo"
+    advantage_estimator: Annotated[AdvantageEstimator, NO_PARTS, MISFIT] = "grpo"
     """How the rewards of a prompt's samples become advantages (docs/losses.md)."""
 
     gamma: Annotated[
         float, at_least(0), at_most(1),
         ReadBy("--advantage-estimator gae, reinforce or reinforce_plus_plus",
-            lambda run: ESTIMATORS[run.advantage_estimator].returns),
+            lambda run: ESTIMATORS[run.advantage_estimator].discounts),
     ] = 1.0  # fmt: skip
     """Discount of a reward with every sampled token that comes before it."""
 

@@ -38,6 +38,10 @@ class LoraConfig:
     """Linears that are adapted: all-linear, which is every one but the output projection, or the last
     parts of their names, as in q_proj,lm_head."""
 
+    lora_adapter: Annotated[str, BY_LORA] = ""
+    """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
+    rank, alpha, rsLoRA and targets, so --lora-rank and the others are left out."""
+
     @property
     def scale(self) -> float:
         """What the product with both factors is multiplied by."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Recipe = Literal[
     "", "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "dppo", "rloo", "opo",
-    "reinforce_plus_plus", "lite_ppo", "clip_cov", "kl_cov",
+    "remax", "reinforce_plus_plus", "lite_ppo", "clip_cov", "kl_cov",
 ]  # fmt: skip
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -25,6 +25,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "dppo": {"policy_loss": "dppo_tv"},
     "rloo": {"policy_loss": "reinforce", "advantage_estimator": "rloo", "kl_coef": 0.05},
     "opo": {"policy_loss": "reinforce", "advantage_estimator": "opo"},
+    "remax": {"advantage_estimator": "remax", "kl_coef": 0.001},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.01},
     "lite_ppo": {"advantage_estimator": "grpo_batch"},
     "clip_cov": {

@@ -139,7 +139,7 @@ class RolloutConfig(SamplingConfig):
             "draws groups in the place of others by rule, and with --rollout-schedule free the clock "
             "decides what is drawn",
             "Leave one of the two out; --filter-equal-rewards may stay."),
-        Against(lambda run: run.n_samples_per_prompt < 2,
+        Against(lambda run: run.n_samples_per_prompt < 2 and not run.config.compares_with_greedy,
             "the rewards of a group of --n-samples-per-prompt={run.n_samples_per_prompt} are always "
             "equal", "Raise that to 2 or more."),
         Against(lambda run: run.filter_equal_rewards,

@@ -53,8 +53,8 @@ class TrainerConfig:
 
     share_prefixes: Annotated[
         bool,
-        Against(lambda run: run.train_backend != "fsdp" and run.train_backend,
-            "--train-backend {found} computes whole sequences"),
+        Against(lambda run: run.megatron_cp > 1 and run.megatron_cp,
+            "--megatron-cp={found}: ranks of context parallelism have stretches of whole sequences"),
         Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
             "operators that are not aligned compute a token otherwise where its past is shared",
             "Add --true-on-policy-mode, without --mismatch-governor, or leave it out."),

@@ -9,6 +9,8 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import target_names
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import has_experts
+from onpolicy.models.peft_adapter import read_peft_adapter
+from onpolicy.models.peft_format import require_adapter_fits
 
 
 def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterShape | None:
@@ -25,4 +27,7 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
             "adapted yet. Choose a dense model, or leave --lora-rank out."
         )
     targets = target_names(facts.model, asked)
+    if given := config.lora.lora_adapter:
+        adapter = read_peft_adapter(given, "--lora-adapter")
+        require_adapter_fits(adapter, facts.model, config.model.hf_checkpoint, "--lora-adapter")
     return AdapterShape(rank=rank, scale=config.lora.scale, targets=targets)

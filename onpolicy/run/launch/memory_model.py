@@ -201,7 +201,8 @@ class RunMemory:
     def controller(self) -> ProcessMemory:
         """The process that asks, whose libraries are in memory already: a rollout's samples, each of one
         trajectory, since how often an episode branches is not known."""
-        num_bytes = self.config.samples_per_rollout * self.spec.longest_sequence * TOKEN_RECORD
+        num_answers = self.config.rollout.rollout_batch_size * self.config.answers_per_prompt
+        num_bytes = num_answers * self.spec.longest_sequence * TOKEN_RECORD
         branches = ", if no episode branches" * has_agent(self.config.agent)
         records = {f"samples of a rollout{branches}": num_bytes}
         return ProcessMemory.on_host("controller", records, self.spec.contract.device)

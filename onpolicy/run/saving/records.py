@@ -30,6 +30,7 @@ class Group(TypedDict):
     prompt: Count
     number: Count
     samples: list[Sample]
+    greedy: NotRequired[Sample]
 
 
 @with_config(CLOSED)

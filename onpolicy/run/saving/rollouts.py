@@ -199,22 +199,24 @@ def _read_branch(record: records.Branch) -> BranchRecord:
 
 
 def _group(group: SampleGroup) -> dict[str, Any]:
-    samples = [
-        {
-            "index": sample.sample_index,
-            "trajectory": write(sample.trajectory),
-            "response": sample.response,
-            "reward": sample.reward,
-            "reward_parts": sample.reward_parts,
-            "has_failed": sample.has_failed,
-            "is_rewarded": sample.is_rewarded,
-            "token_rewards": sample.token_rewards,
-            "metrics": sample.metrics,
-            "info": sample.info,
-        }
-        for sample in group.samples
-    ]
-    return {"prompt": group.prompt.index, "number": group.number, "samples": samples}
+    samples = [_sample(sample) for sample in group.samples]
+    record = {"prompt": group.prompt.index, "number": group.number, "samples": samples}
+    return record | ({"greedy": _sample(group.greedy)} if group.greedy else {})
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    return {
+        "index": sample.sample_index,
+        "trajectory": write(sample.trajectory),
+        "response": sample.response,
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "has_failed": sample.has_failed,
+        "is_rewarded": sample.is_rewarded,
+        "token_rewards": sample.token_rewards,
+        "metrics": sample.metrics,
+        "info": sample.info,
+    }
 
 
 def _prompt(prompts: Sequence[Prompt], index: int) -> Prompt:
@@ -225,25 +227,31 @@ def _prompt(prompts: Sequence[Prompt], index: int) -> Prompt:
 
 def _read_group(prompts: Sequence[Prompt], record: records.Group) -> SampleGroup:
     prompt = _prompt(prompts, record["prompt"])
-    for each in record["samples"]:
-        rewards, count = each["token_rewards"], len(each["trajectory"]["rollout_log_probs"])
-        if rewards is not None and len(rewards) != count:
-            raise ValueError(f"token_rewards={len(rewards)} numbers: {count} tokens are sampled")
-    samples = [
-        Sample(
-            prompt=prompt,
-            sample_index=each["index"],
-            number=sum(other["index"] == each["index"] for other in record["samples"][:place]),
-            trajectory=read(each["trajectory"]),
-            response=each["response"],
-            reward=each["reward"],
-            reward_parts=each["reward_parts"],
-            has_failed=each.get("has_failed", False),
-            is_rewarded=each["is_rewarded"],
-            token_rewards=each["token_rewards"],
-            metrics=each["metrics"],
-            info=each["info"],
-        )
-        for place, each in enumerate(record["samples"])
-    ]
-    return SampleGroup(prompt=prompt, samples=samples, number=record["number"])
+    samples = [_read_sample(prompt, each) for each in record["samples"]]
+    for place, sample in enumerate(samples):
+        before = record["samples"][:place]
+        sample.number = sum(other["index"] == sample.sample_index for other in before)
+    group = SampleGroup(prompt=prompt, samples=samples, number=record["number"])
+    if "greedy" in record:
+        group.greedy = _read_sample(prompt, record["greedy"])
+        group.greedy.is_greedy = True
+    return group
+
+
+def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
+    rewards, count = record["token_rewards"], len(record["trajectory"]["rollout_log_probs"])
+    if rewards is not None and len(rewards) != count:
+        raise ValueError(f"token_rewards={len(rewards)} numbers: {count} tokens are sampled")
+    return Sample(
+        prompt=prompt,
+        sample_index=record["index"],
+        trajectory=read(record["trajectory"]),
+        response=record["response"],
+        reward=record["reward"],
+        reward_parts=record["reward_parts"],
+        has_failed=record.get("has_failed", False),
+        is_rewarded=record["is_rewarded"],
+        token_rewards=record["token_rewards"],
+        metrics=record["metrics"],
+        info=record["info"],
+    )

@@ -87,6 +87,7 @@ class FsdpModel(ShardedModel):
             kind=self.kind,
             adapter=self.adapter,
             seed=self.config.seed,
+            begins_with=self.config.lora.lora_adapter,
         )
 
     def use(self, operators: Operators) -> None:

@@ -23,6 +23,7 @@ from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import first_values, is_adapters
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_format import read_factors
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.value_head import ValueHead, ValueModel
@@ -48,10 +49,12 @@ def load_sharded_policy(
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
     seed: int = 0,
+    begins_with: str = "",
 ) -> PolicyModel:
     """Load float32 master weights, each rank its shards; computation runs in `dtype`.
 
-    Every rank reads its own shards of the checkpoint's files. Adapters begin as `seed` says.
+    Every rank reads its own shards of the checkpoint's files. Adapters are those of the
+    directory `begins_with`, or begin as `seed` says.
     """
     config = load_config(path, trust_remote_code, context=context)
     model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind, adapter)
@@ -63,16 +66,19 @@ def load_sharded_policy(
     load_shards(model, PREFIX, path, config, trust_remote_code)
     if isinstance(model, ValueModel):
         _load_head(model.value_head, path)
-    _begin_adapters(model, seed)
+    _begin_adapters(model, seed, begins_with)
     return model
 
 
 @torch.no_grad()
-def _begin_adapters(model: PolicyModel, seed: int) -> None:
+def _begin_adapters(model: PolicyModel, seed: int, begins_with: str) -> None:
+    given = read_factors(begins_with) if begins_with else {}
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             assert isinstance(parameter, DTensor)
-            values = first_values(name, parameter.shape, seed)
+            values = given.get(name.removeprefix(PREFIX))
+            if values is None:
+                values = first_values(name, parameter.shape, seed)
             parameter.to_local().copy_(rows_of(parameter, values))
 
 

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.routing_replay import OWN_CHOICE
 from onpolicy.ops import AttentionLayout
 from onpolicy.ops.kept_tokens import KeptTokens
 from onpolicy.ops.reverse_kl import TeacherRows
+from onpolicy.ops.shared_rows import SharedRows
 from onpolicy.train.megatron.config import AlignedConfig
 
 FILLER_TOKEN = 0
@@ -47,6 +49,9 @@ class LocalTokens(PackedSeqParams):
 
     rows: Tensor
     """int64 [R']: rows here whose next token is asked for, padded to as many as any rank has"""
+
+    shared_rows: SharedRows | None = None
+    """As in `PackedTokens`; None under context parallelism."""
 
     targets: Tensor
     """int64 [R']"""
@@ -79,21 +84,31 @@ class LocalTokens(PackedSeqParams):
 def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
     """All tokens, and a filler sequence up to a multiple."""
     filler = -len(batch.tokens) % multiple
-    layout = batch.layout
-    if filler:
-        lens = (*layout.query_lens, filler)
-        layout = AttentionLayout.packed(lens, batch.tokens.device)
+    layout = _with_filler(batch.layout, filler) if filler else batch.layout
     return LocalTokens(
         tokens=F.pad(batch.tokens, (0, filler), value=FILLER_TOKEN)[None],
         positions=F.pad(batch.positions, (0, filler))[None],
         layouts=(layout,),
         rows=batch.rows,
+        shared_rows=batch.shared_rows,
         targets=batch.targets,
         temperature=batch.temperature,
         routed_experts=_pad_experts(batch, torch.arange(len(batch.tokens)), filler),
         kept=batch.kept,
         wants_hidden=batch.wants_hidden,
         teacher=batch.teacher,
+    )
+
+
+def _with_filler(layout: AttentionLayout, count: int) -> AttentionLayout:
+    """The layout of one sequence more, of so many tokens after all others."""
+    first = sum(layout.query_lens)
+    own = torch.arange(first, first + count, device=layout.key_rows.device)
+    return AttentionLayout(
+        query_lens=(*layout.query_lens, count),
+        key_lens=(*layout.key_lens, count),
+        key_rows=pad_sequence([*layout.key_rows, own], batch_first=True),
+        shared_keys=layout.shared_keys and layout.shared_keys.then(first, count),
     )
 
 

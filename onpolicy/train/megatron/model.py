@@ -33,7 +33,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
-from onpolicy.models.scoring import HiddenScores, TaughtScores, score_rows
+from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
 from onpolicy.models.value_head import ValueHead, Values
 from onpolicy.ops.base import Operators
 from onpolicy.ops.log_probs import Head, Scores, VocabParallel
@@ -113,7 +113,7 @@ class PolicyGptModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden_states, True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group)
-        scores = score_rows(hidden[:, 0][local.rows], self.head(), local)
+        scores = score_rows(rows_asked(hidden[:, 0], local), self.head(), local)
         if local.order is None:
             return scores
         return type(scores)._make(share_rows(x, self.cp_group)[local.order] for x in scores)
@@ -131,7 +131,7 @@ class PolicyGptModel(GPTModel):
         assert self.config.operators is not None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
-        values = head.values(self.config.operators, hidden[:, 0][local.rows])
+        values = head.values(self.config.operators, rows_asked(hidden[:, 0], local))
         if local.order is not None:
             values = share_rows(values, self.cp_group)[local.order]
         return Values(values)

@@ -61,8 +61,8 @@ def test_the_mode_takes_layouts_whose_gradients_have_no_order():
         (["--hf-checkpoint", ""], "--hf-checkpoint is missing"),
         ([*IN_STAGES, "--rank-invariant"], "--megatron-pp=2: with --rank-invariant .*one micro-batch"),
         (["--share-prefixes"], "--share-prefixes.*Add --true-on-policy-mode"),
-        (["--share-prefixes", "--true-on-policy-mode", "--train-backend", "megatron"],
-            "--train-backend megatron computes whole sequences"),
+        (["--share-prefixes", "--true-on-policy-mode", "--train-backend", "megatron",
+            "--megatron-cp", "2"], "--megatron-cp=2: .*stretches of whole sequences"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):

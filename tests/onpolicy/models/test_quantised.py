@@ -49,7 +49,7 @@ def test_transformers_loads_the_bits_that_a_run_computes_with(source, tmp_path, 
 
 def test_what_cannot_be_written_is_refused(source, checkpoint, tmp_path, capsys):
     assert exported(source, tmp_path / "out") == 2
-    assert "--quantised is missing" in capsys.readouterr().err
+    assert "--quantised, --merge: one of the two" in capsys.readouterr().err
     assert exported(source, tmp_path, "--quantised", "int4") == 2
     assert "is there already" in capsys.readouterr().err
     assert exported(checkpoint, tmp_path / "out", "--quantised", "int4_group128") == 2

@@ -71,6 +71,15 @@ def test_a_group_has_a_signal_if_its_episodes_differ(rewards, episodes, differ):
     assert [*kept] == [drawn] * differ
 
 
+@pytest.mark.parametrize(("rewards", "greedy"), [([1.0, 1.0], 0.0), ([0.5], 1.0), ([1.0], 1.0)])
+def test_samples_that_differ_from_their_greedy_answer_have_a_signal(rewards, greedy):
+    drawn, (answer,) = group(0, rewards), group(0, [greedy]).samples
+    drawn.greedy = answer
+    assert has_signal(drawn) == (rewards[0] != greedy)
+    made = make_train_samples([drawn, group(1, [1.0])])
+    assert [m.baseline for m in made] == [greedy] * len(rewards) + [None]
+
+
 def test_a_token_lags_by_the_pushes_between_its_weights_and_those_that_learn():
     spans = (Span(version=3, start=0, end=2), Span(version=5, start=2, end=3))
     prompt = Prompt(index=0, prompt_ids=[3], label="", text="")

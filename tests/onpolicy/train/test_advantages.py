@@ -192,7 +192,26 @@ def test_what_tokens_pay_is_part_of_their_returns_as_in_verl(num_ranks):
     assert found != made_on(num_ranks, without, samples_of=peers_samples, paid=paid)
 
 
-@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gdpo"}))
+@pytest.mark.parametrize("with_kl", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_greedy_answers_reward_is_taken_off_as_in_verl(num_ranks, with_kl):
+    """ReMax, whose baseline pays no KL; of what a token is left with, whether tokens pay or do not."""
+    verl = PEERS["remax"]
+    kl = PEERS["reinforce_plus_plus_by_token"]["kl"]
+    paid = {i: [verl["kl_coef"] * x for x in each] for i, each in enumerate(kl)}
+
+    def samples():
+        return [
+            dataclasses.replace(s, baseline=verl["baselines"][s.group]) for s in peers_samples()
+        ]
+
+    estimator = RewardEstimator("remax")
+    found = made_on(num_ranks, estimator, samples_of=samples, paid=paid if with_kl else None)
+    expected = verl["advantages_with_kl" if with_kl else "advantages"]
+    assert found == [pytest.approx(each, abs=1e-6) for each in expected]
+
+
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gdpo", "remax"}))
 def test_what_tokens_pay_leaves_estimators_of_groups_the_rest_of_the_reward(kind):
     """As if rewards had been smaller by what a trajectory paid; none where every token pays nothing."""
     paid = {i: [0.01 * i] * n for i, n in enumerate(n for group in LENGTHS for n in group)}

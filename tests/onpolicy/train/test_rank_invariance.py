@@ -136,7 +136,8 @@ def learn_episodes(job):
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce_plus_plus"])
 @pytest.mark.parametrize(
-    ("backend", "shared"), [("fsdp", False), ("fsdp", True), ("megatron", False)]
+    ("backend", "shared"),
+    [("fsdp", False), ("fsdp", True), ("megatron", False), ("megatron", True)],
 )
 def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
     ranks, checkpoint, backend, estimator, shared

@@ -1,11 +1,16 @@
 """The package peft computes with our adapters what we compute with them."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from onpolicy.cli.main import main
+from onpolicy.cli.parse import parse
+from onpolicy.config import TrainConfig
 from onpolicy.models.adapters import adapters
-from tests.onpolicy.train.fsdp.test_trainer import make, make_samples
+from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, weights
 
 __all__ = ["make"]
 
@@ -60,3 +65,52 @@ def test_peft_computes_with_what_we_wrote_what_we_compute(make, checkpoint, tmp_
         if isinstance(module, peft.tuners.lora.Linear):
             module.scaling["default"] *= 1.01
     assert (scored(samples, model) - ours(samples)).abs().max() > 10 * CLOSE
+
+
+OPTIONS = {
+    "all linears": {"target_modules": "all-linear"},
+    "named ones": {"target_modules": ["v_proj", "up_proj"], "lora_dropout": 0.1},
+    "rsLoRA": {"target_modules": r".*\.(q|k)_proj", "use_rslora": True},
+}
+
+
+def make_peft(checkpoint, directory, **options):
+    """An adapter that PEFT made, and wrote into a directory; the model of transformers with it."""
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **options)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_we_compute_with_what_peft_wrote_what_peft_computes(make, checkpoint, tmp_path, kind):
+    model = make_peft(checkpoint, tmp_path, **OPTIONS[kind])
+    flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path)], "onpolicy train").lora
+    trainer = make(lora=dataclasses.asdict(flags))
+    samples = make_samples(trainer)
+    assert (scored(samples, model) - ours(samples)).abs().max() < CLOSE
+    with model.disable_adapter():
+        assert (scored(samples, model) - ours(samples)).abs().max() > 100 * CLOSE
+
+
+def test_what_was_written_and_is_read_again_has_the_same_bits(make, tmp_path):
+    trainer = drawn(make(lora={"lora_rank": 4}))
+    trainer.export(tmp_path / "adapter")
+    again = make(lora={"lora_rank": 4, "lora_adapter": str(tmp_path / "adapter")})
+    assert all(torch.equal(weights(trainer)[name], x) for name, x in weights(again).items())
+    assert not torch.equal(ours(make_samples(trainer)), ours(make_samples(make())))
+
+
+def test_peft_merges_to_what_export_writes(checkpoint, tmp_path):
+    model = make_peft(checkpoint, tmp_path / "adapter", target_modules="all-linear")
+    given = ["--merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "out")]
+    assert main(["export", "--hf-checkpoint", str(checkpoint), *given, "--dtype", "float32"]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-6), name

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.train.megatron.batch import FILLER_TOKEN, LocalTokens
 from tests.support.megatron_ranks import pack, random_sequences
 
@@ -66,3 +67,18 @@ def test_without_context_parallelism_only_a_filler_sequence_is_added(lens):
     assert local.rows is batch.rows and local.order is None
     (same,) = localize(batch, 1)
     assert same.layouts == (batch.layout,)
+
+
+def test_a_filler_follows_sequences_that_share_their_beginning():
+    first, second = random_sequences(9, 3)
+    shared = share_prefixes(pack([first, first[:6] + second]))
+    (local,) = localize(shared, 1, multiple=8)
+    (layout,) = local.layouts
+    assert layout.query_lens == (9, 3, 4) and layout.key_lens == (9, 9, 4)
+    keys = [rows[:n] for rows, n in zip(layout.key_rows, layout.key_lens, strict=True)]
+    assert [x.tolist() for x in keys] == [[*range(9)], [*range(6), 9, 10, 11], [12, 13, 14, 15]]
+    assert torch.equal(layout.shared_keys.rows, torch.cat(keys))
+    read = torch.zeros(len(layout.shared_keys.rows), dtype=torch.int64)
+    for run, lie in layout.shared_keys.runs:
+        read[run] = torch.arange(lie.start, lie.stop)
+    assert torch.equal(read, layout.shared_keys.rows)

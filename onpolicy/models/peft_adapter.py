@@ -1,0 +1,151 @@
+"""What an adapter in PEFT's format says of itself, as flags: its rank, its scale and its targets.
+
+Source: `LoraConfig` and `get_peft_model_state_dict` of the package peft (0.21).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from annotated_types import Ge, Gt
+from pydantic import TypeAdapter, with_config
+from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
+
+from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.system.reading import read_json_object, require_file
+from onpolicy.system.records import OPEN, checked
+
+logger = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+_READ = {"r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
+
+_OF_NO_RESULT = {
+    "task_type", "revision", "inference_mode", "peft_version", "auto_mapping", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core",
+    "qalora_group_size", "eva_config", "runtime_config",
+}  # fmt: skip
+"""Fields that decide nothing of what the written factors compute, as dropout in training, or which their
+names say, as the targets."""
+
+_EMPTY: tuple[Any, ...] = (None, False, [], {}, 0, "")
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # PiSSA, OLoRA, CorDA and LoftQ change the base.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""The values of other fields with which an adapter is one here; of any that is not named, the empty
+ones, so that what PEFT adds is refused until it is known."""
+
+
+@with_config(OPEN)
+class _Told(TypedDict):
+    peft_type: str
+    r: Annotated[int, Ge(1)]
+    lora_alpha: Annotated[float, Gt(0)]
+    use_rslora: NotRequired[bool]
+    base_model_name_or_path: NotRequired[str | None]
+
+
+_SHAPE = TypeAdapter(_Told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftAdapter:
+    """The adapter of a directory, without its numbers."""
+
+    directory: Path
+    rank: int
+    alpha: float
+    is_rslora: bool
+
+    base: str
+    """Name or path of the model that it is beside; "" if it does not say."""
+
+    factors: dict[str, tuple[int, ...]]
+    """The shape of each tensor, by its name in the file."""
+
+    @property
+    def linears(self) -> list[str]:
+        """The names of its linears, sorted."""
+        return sorted({linear_of(name)[0] for name in self.factors})
+
+    @property
+    def targets(self) -> str:
+        """The last parts of these names, as --lora-target-modules has them."""
+        return ",".join(sorted({linear.rpartition(".")[2] for linear in self.linears}))
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags of a run that trains it."""
+        return {
+            "lora_rank": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_rslora": self.is_rslora,
+            "lora_target_modules": self.targets,
+        }
+
+
+def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
+    """Read it but for its numbers. Raises ConfigError, which blames `flag`, for one that is not whole,
+    or that computes something else than x W^T + s (x A^T) B^T."""
+    path, name = Path(directory), f"{flag}={directory}"
+    record = read_json_object(path / CONFIG, f"{name}: {CONFIG}")
+    try:
+        told = checked(_SHAPE, record)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {CONFIG}: {error}. Give an adapter that PEFT wrote.") from error
+    for field, value in record.items():
+        if value not in _PLAIN.get(field, _EMPTY) and field not in _READ | _OF_NO_RESULT:
+            raise ConfigError(
+                f"{name}: {CONFIG}: {field}={value!r} is not supported: an adapter here is two factors "
+                "beside a linear, of one rank and scale everywhere, and the base stays as it is. Train "
+                "one without it."
+            )
+    if dropout := record.get("lora_dropout"):
+        logger.info("%s: lora_dropout=%s is not applied: rollouts have none", name, dropout)
+    return PeftAdapter(
+        directory=path,
+        rank=told["r"],
+        alpha=told["lora_alpha"],
+        is_rslora=told.get("use_rslora", False),
+        base=told.get("base_model_name_or_path") or "",
+        factors=_factors(path / WEIGHTS, f"{name}: {WEIGHTS}"),
+    )
+
+
+def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
+    require_file(file, name)
+    try:
+        with safe_open(file, framework="np") as stored:
+            shapes = {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"{name} is no complete safetensors file ({in_one_line(error)}). Get it again."
+        ) from error
+    for key in shapes:
+        if not _FACTOR.fullmatch(key):
+            raise ConfigError(
+                f"{name}: holds {key}, which is no factor of a linear. Train an adapter of linears "
+                "alone."
+            )
+    if not shapes:
+        raise ConfigError(f"{name}: holds no adapter. Get it again.")
+    return shapes
+
+
+def linear_of(name: str) -> tuple[str, str]:
+    """A tensor's name in the file -> that of its linear, and "A" or "B"."""
+    found = _FACTOR.fullmatch(name)
+    assert found is not None
+    return found[1], found[2]
