@@ -15,8 +15,7 @@ _IN_MODEL = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
 FUSED_NAMES = {"gate_proj", "up_proj", "down_proj"}
 """Linears whose names PEFT reads, in a mixture, as those of the experts that were modules in
-transformers 4 (`utils/transformers_weight_conversion.py`), wherever they are. So their weights are named
-there."""
+transformers 4 (its `_convert_peft_config_moe`), wherever they are. So their weights are named there."""
 
 
 def of_experts(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
