@@ -63,7 +63,7 @@ class ModelSize:
 
     @property
     def whole(self) -> ModelSize:
-        """Of the model that adapters are beside, trained in all its parameters; of another, itself."""
+        """The model that adapters are beside, trained in all its parameters; itself, if it has none."""
         base = self.parameters - self.adapters
         return replace(self, parameters=base, trained=base, adapters=0) if self.adapters else self
 
