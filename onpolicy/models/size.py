@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -33,6 +33,9 @@ class ModelSize:
     hidden: int
     vocab: int
 
+    adapters: int = 0
+    """Those of the parameters that are adapters'."""
+
     @staticmethod
     def of(
         config: PretrainedConfig,
@@ -55,7 +58,14 @@ class ModelSize:
             width=max(_width(layer, config) for layer in layers),
             hidden=config.hidden_size,
             vocab=config.vocab_size,
+            adapters=added,
         )
+
+    @property
+    def whole(self) -> ModelSize:
+        """The model that adapters are beside, trained in all its parameters; itself, if it has none."""
+        base = self.parameters - self.adapters
+        return replace(self, parameters=base, trained=base, adapters=0) if self.adapters else self
 
     @property
     def outside_layers(self) -> int:

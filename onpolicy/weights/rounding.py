@@ -1,8 +1,8 @@
 """Weights in a small number format, as a deployment computes with them, in the engine's own dtype.
 
 A linear layer's weight is divided by a scale that it shares with others of its block, rounded, and
-multiplied again: on machines without such kernels too. Embeddings, the output projection, routers, norms
-and biases stay as they are, as deployments have it.
+multiplied again: on machines without such kernels too. Embeddings, the output projection, routers,
+norms, biases and adapters stay as they are, as deployments have it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from onpolicy.contract import NumericsContract
 from onpolicy.weights.digest import WeightBucket
 
-KEPT = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.")
+KEPT = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.", ".lora.")
 FP8 = torch.float8_e4m3fn
 
 

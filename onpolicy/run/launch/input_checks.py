@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
-from onpolicy.config import TrainConfig
+from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import has_experts, load_config
@@ -90,6 +92,7 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         "--ref-checkpoint": config.algorithm.ref_checkpoint * config.algorithm.reads_reference,
         "--critic-load": config.critic.critic_load,
     }
+    plain = replace(config, lora=groups.LoraConfig())
     for flag, path in others.items():
         if not path:
             continue
@@ -102,7 +105,8 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         of_critic = flag == "--critic-load"
         require_fit(path, own, model.trust_remote_code, flag, of_critic=of_critic)
         try:
-            contract = contract_for(config, own, aligned=config.plan.may_align)
+            # Adapters are the policy's alone.
+            contract = contract_for(plain, own, aligned=config.plan.may_align)
             if config.trainer.train_backend == "megatron":
                 megatron.check(config, own, contract)
         except ConfigError as error:

@@ -66,7 +66,7 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
         "weights": weights,
         "gradients": FLOAT32 * trained // ranks,
         "AdamW": 2 * FLOAT32 * trained // ranks,
-        "masters": weights * bool(rollout_format(config)),
+        "masters": weights * bool(rollout_format(config) and not config.lora.lora_rank),
         "reference": weights * config.loads_reference,
         "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
         "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,
@@ -97,7 +97,7 @@ def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
     path, trust = config.critic.critic_load, config.model.trust_remote_code
     if path:
         return [ModelSize.of(load_config(path, trust, "--critic-load"), trust)]
-    return [policy] * bool(config.critic_checkpoint)
+    return [policy.whole] * bool(config.critic_checkpoint)
 
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:

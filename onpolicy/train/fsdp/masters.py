@@ -3,7 +3,8 @@
 The gradient of a rounded weight moves its master: straight-through (Bengio et al., arXiv:1308.3432).
 Masters are rounded once after each step, and from the dtype that is pushed, as a deployment would round
 what it was sent: float32 is rounded to other numbers here and there. A whole tensor is rounded, of which
-each rank keeps its rows, since rows of several ranks may share a scale.
+each rank keeps its rows, since rows of several ranks may share a scale. What is not trained is rounded
+once, and needs none: the base that adapters are beside (QLoRA, arXiv:2305.14314), a reference.
 """
 
 from __future__ import annotations
@@ -21,44 +22,46 @@ from onpolicy.weights.rounding import is_rounded, round_weight
 class Masters:
     """Every method is collective."""
 
-    def __init__(
-        self, module: PolicyModel, weight_format: str, dtype: torch.dtype, *, trained: bool
-    ):
-        """Rounds the weights of `module`, if there is a format; `trained`: and keeps what they were."""
+    def __init__(self, module: PolicyModel, weight_format: str, dtype: torch.dtype):
+        """Rounds the weights of `module`, if there is a format, and keeps what the trained ones were."""
         self._module, self._format, self._dtype = module, weight_format, dtype
-        self._rounded = dict(module.named_parameters()) if weight_format else {}
+        named = dict(module.named_parameters())
         self._rounded = {
             name: parameter
-            for name, parameter in self._rounded.items()
+            for name, parameter in (named.items() if weight_format else ())
             if self._parts(name, torch.empty(parameter.shape, device="meta"))
         }
-        self.beside: dict[str, nn.Parameter] = {}
+        self.beside = {
+            name: nn.Parameter(parameter.detach().clone())
+            for name, parameter in self._rounded.items()
+            if parameter.requires_grad
+        }
         """Float32 masters, sharded as the parameters of the same names."""
-        if trained:
-            for name, parameter in self._rounded.items():
-                copy = parameter.detach().clone()
-                self.beside[name] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
-        self.held: dict[str, nn.Parameter] = {**dict(module.named_parameters()), **self.beside}
+        self.held: dict[str, nn.Parameter] = {**named, **self.beside}
         """What is trained and saved: masters, and the model's parameters that have none."""
-        self.round()
+        for name, parameter in self._rounded.items():
+            self._round(name, parameter)
 
     def take_gradients(self) -> None:
         """Give the masters what was computed for the rounded weights."""
         for name, master in self.beside.items():
             master.grad = self._rounded[name].grad
 
-    @torch.no_grad()
     def round(self) -> None:
         """Let the model compute with what the masters are now."""
-        for name, parameter in self._rounded.items():
-            master = self.held[name]
+        for name, master in self.beside.items():
             master.grad = None
-            cast = master.detach().to(self._dtype, copy=True)
-            assert isinstance(cast, DTensor) and isinstance(parameter, DTensor)
-            whole = cast.full_tensor()
-            for part in self._parts(name, whole):
-                part.copy_(round_weight(part, self._format))
-            parameter.to_local().copy_(rows_of(parameter, whole))
+            self._round(name, master)
+
+    @torch.no_grad()
+    def _round(self, name: str, held: nn.Parameter) -> None:
+        """Let the model compute with `held`, rounded."""
+        cast, parameter = held.detach().to(self._dtype, copy=True), self._rounded[name]
+        assert isinstance(cast, DTensor) and isinstance(parameter, DTensor)
+        whole = cast.full_tensor()
+        for part in self._parts(name, whole):
+            part.copy_(round_weight(part, self._format))
+        parameter.to_local().copy_(rows_of(parameter, whole))
 
     def _parts(self, name: str, whole: Tensor) -> list[Tensor]:
         """Those of the tensors that a checkpoint has of it that are rounded, as views."""

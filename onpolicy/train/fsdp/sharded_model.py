@@ -55,7 +55,7 @@ class FsdpModel(ShardedModel):
         self.config = config
         self.kind = ValueModel if has_values else PolicyModel
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
-        self.adapter = contract.adapter if trained else None
+        self.adapter = contract.adapter if trained and not has_values else None
         self.module = self._load(path, contract, operators)
         if not trained:
             self.module.requires_grad_(False)
@@ -63,7 +63,7 @@ class FsdpModel(ShardedModel):
         """Whether this is what adapters are beside."""
         contract = contract if rounds else contract.unrounded
         self.module.kv_format = contract.kv_format
-        self.masters = Masters(self.module, contract.weight_format, self.dtype, trained=trained)
+        self.masters = Masters(self.module, contract.weight_format, self.dtype)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:

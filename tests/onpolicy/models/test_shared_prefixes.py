@@ -5,13 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.distributed._composable import checkpoint
 
+from onpolicy.contract import AdapterShape
+from onpolicy.models.adapters import adapters, add_adapters
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.scoring import rows_asked
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.layouts import attention_gradients
 from onpolicy.ops.shared_rows import SharedRows
+from onpolicy.weights.rounding import is_rounded, round_weight
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
 from tests.support.tiny import make_checkpoint
 
@@ -45,9 +49,24 @@ def distance(ours, theirs):
     return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe", "adapters"])
 def policy(request, tmp_path_factory):
-    return load_policy(make_checkpoint(tmp_path_factory.mktemp("model"), request.param))
+    """Adapters are beside weights in int4, in layers whose activations are recomputed."""
+    if request.param != "adapters":
+        return load_policy(make_checkpoint(tmp_path_factory.mktemp("model"), request.param))
+    policy = load_policy(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3"))
+    with torch.no_grad():
+        for name, weight in policy.causal_lm.named_parameters():
+            if is_rounded(name, weight):
+                weight.copy_(round_weight(weight, "int4"))
+    shape = AdapterShape(rank=4, scale=2.0, targets=("down_proj", "q_proj", "v_proj"))
+    add_adapters(policy.causal_lm, policy.operators, shape)
+    for adapter in adapters(policy):
+        torch.nn.init.normal_(adapter.A, std=0.1)
+        torch.nn.init.normal_(adapter.B, std=0.1)
+    for layer in policy.layers:
+        checkpoint(layer)
+    return policy
 
 
 @pytest.mark.parametrize("sequences", [GROUPS, AGENT], ids=["groups", "an agent's branches"])

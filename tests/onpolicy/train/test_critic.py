@@ -117,6 +117,27 @@ def test_a_critic_and_its_policy_have_the_same_bits_on_1_2_and_3_ranks_and_after
     assert not torch.equal(other[2], alone[2]) and not equal(other[1], alone[1])
 
 
+def test_beside_adapters_a_critic_learns_whole_what_it_learns_beside_a_policy_without(
+    checkpoint, tmp_path
+):
+    """In the first rollout, in which both policies are the base; and a run goes on with its bits."""
+    job, plain = job_of(checkpoint, "fsdp"), job_of(checkpoint, "fsdp")
+    job.changes["lora"] = {"lora_rank": 4}
+    whole, beside = learn(job, save=tmp_path), learn(plain, (0,))
+
+    def of_critic(metrics):
+        return {name: x for name, x in metrics.items() if name.startswith("critic/")}
+
+    assert of_critic(whole[0][0]) == of_critic(beside[0][0]) and whole[0][0]["critic/vf_loss"] > 0
+    assert whole[0][1]["parity/num_mismatched_tokens"] == 0
+    metrics, *end = learn(job, (1,), load=tmp_path)
+    assert same((whole[0][:1] + metrics, *end), whole)
+    trainer = make(job)
+    policy, critic = trainer.policy.module, trainer.models["critic"].module
+    assert all((".lora." in name) == p.requires_grad for name, p in policy.named_parameters())
+    assert all(".lora." not in name and p.requires_grad for name, p in critic.named_parameters())
+
+
 def test_an_exported_critic_is_a_token_classifier_of_transformers(checkpoint, tmp_path):
     begun = token_classifier(tmp_path / "begun")
     trainer = make(job_of(checkpoint, "fsdp", critic_load=str(begun)))

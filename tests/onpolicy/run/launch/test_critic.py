@@ -7,6 +7,7 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
+from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
@@ -68,6 +69,15 @@ def test_a_rank_holds_a_critic_of_its_own_size(checkpoint, larger, backend):
     assert parts["larger"]["activations"] > parts["policy"]["activations"]
     if backend == "fsdp":
         assert parts["larger"]["gathered layers"] > parts["policy"]["gathered layers"]
+
+
+def test_beside_adapters_a_rank_holds_a_critic_that_is_trained_whole(checkpoint):
+    config = config_of(checkpoint, *CRITIC, "--true-on-policy-mode", "--lora-rank", "4")
+    hf_config, spec = make_spec(config, 50)
+    adapter = AdapterShape(rank=4, scale=1.0, targets=("q_proj",))
+    adapted, whole = ModelSize.of(hf_config, adapter=adapter), size_of(checkpoint)
+    parts = RunMemory(config, hf_config, spec, adapted).trainer().parts
+    assert parts["critic"] == 4 * 4 * whole.parameters > 10 * parts["AdamW"]
 
 
 def test_the_room_asked_for_is_that_of_both(checkpoint, larger, monkeypatch):

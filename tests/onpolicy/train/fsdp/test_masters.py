@@ -10,7 +10,8 @@ from onpolicy.train import policy_trainer
 from onpolicy.train.fsdp import masters as masters_module
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.sharding import gather_buckets
-from onpolicy.weights.rounding import dequantise, quantise
+from onpolicy.weights import rounding
+from onpolicy.weights.rounding import dequantise, quantise, round_weight
 from tests.support.megatron_training import Job, equal, make, make_samples, weights
 from tests.support.policies_in_memory import checked_operators
 from tests.support.rounded import deployed
@@ -118,6 +119,46 @@ def test_the_reference_is_rounded_as_the_policy_is(checkpoint):
     trainer = make(job(checkpoint, algorithm={"use_kl_loss": True, "kl_loss_coef": 0.1}))
     assert trainer.train(make_samples(trainer), 0, RATES).metrics["train/kl_loss"] == 0
     assert not trainer.models["reference"].masters.beside
+
+
+def with_adapters(path, **changes):
+    lora = {"lora_rank": 4, "lora_target_modules": "q_proj,down_proj"}
+    return job(path, "int4", lora=lora, operators={"row_parallel_blocks": 0}, **changes)
+
+
+def test_a_base_beside_adapters_is_rounded_once_and_they_are_not(checkpoint, tmp_path):
+    """And a run goes on with its bits from a checkpoint that has no base."""
+    trainer, plain = make(with_adapters(checkpoint)), make(job(checkpoint, "int4"))
+    base, frozen, samples = weights(plain), trainer.policy.frozen_digest(), make_samples(trainer)
+    assert not trainer.policy.masters.beside and frozen
+    of_base = [s.sample.rollout_log_probs for s in make_samples(plain)]
+    assert [s.sample.rollout_log_probs for s in samples] == of_base
+    assert trainer.train(samples, 0, RATES).metrics["parity/num_mismatched_tokens"] == 0
+    trainer.save(tmp_path / "state")
+    other = make(with_adapters(checkpoint))
+    other.load(tmp_path / "state")
+    for each in (trainer, other):
+        each.train(make_samples(each, seed=1), 1, RATES)
+    pushed = weights(trainer)
+    assert equal(weights(other), pushed) and trainer.policy.frozen_digest() == frozen
+    assert equal({name: pushed[name] for name in base}, base)
+    exact = {name: x.to(PUSHED) for name, x in masters(trainer).items() if name not in base}
+    assert all(x.any() and not torch.equal(round_weight(x, "int4"), x) for x in exact.values())
+    assert equal({name: pushed[name] for name in exact}, exact)
+
+
+def test_adapters_that_are_rounded_are_noticed(checkpoint, monkeypatch):
+    monkeypatch.setattr(rounding, "KEPT", rounding.KEPT[:-1])
+    assert make(with_adapters(checkpoint)).policy.masters.beside
+
+
+def test_the_reference_of_adapters_is_the_rounded_base(checkpoint):
+    trainer = make(with_adapters(checkpoint, algorithm={"use_kl_loss": True, "kl_loss_coef": 0.1}))
+    first, later = (
+        trainer.train(make_samples(trainer), step, RATES).metrics["train/kl_loss"]
+        for step in (0, 1)
+    )
+    assert first == 0 < later
 
 
 def test_one_scale_that_is_off_by_an_ulp_is_a_mismatch(checkpoint, monkeypatch):
