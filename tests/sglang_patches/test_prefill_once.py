@@ -43,7 +43,8 @@ def test_tokens_of_another_adapter_are_no_prefix_and_nothing_is_looked_up_for_th
 @pytest.mark.engine
 @pytest.mark.parametrize("length", [40, 120])
 def test_a_group_that_is_sent_at_once_prefills_its_prompt_once(engines, length):
-    """120 tokens are three chunks of the engine's."""
+    """120 tokens are three chunks of the engine's; a request that is left fewer than LEAST need not wait
+    for the last."""
     (request, *_) = make_requests(1, seed=length, max_new_tokens=8)
     prompt = [(length * 7 + i * i) % 130 + 2 for i in range(length)]
     group = [
@@ -51,7 +52,9 @@ def test_a_group_that_is_sent_at_once_prefills_its_prompt_once(engines, length):
         for i in range(8)
     ]
     together = engines.generate(group)
-    assert sorted(c.num_cached_tokens for c in together) == [0] + [length - 1] * 7
+    first, *others = sorted(c.num_cached_tokens for c in together)
+    assert first == 0
+    assert all(length - 1 - LEAST < cached < length for cached in others)
     alone = [engines.generate([request])[0] for request in group]
     for a, b in zip(together, alone, strict=True):
         assert (a.response_ids, a.rollout_log_probs) == (b.response_ids, b.rollout_log_probs)
