@@ -147,6 +147,10 @@ class NumericsContract:
     """The format that linears' weights are rounded to before either engine computes with them, a name in
     `onpolicy/weights/rounding.py`; empty: they are those that are trained, in `dtype`."""
 
+    kv_format: str = ""
+    """The format that keys and values are rounded to when the cache is written, a name in
+    `onpolicy/models/kv_cache.py`; empty: they are in `dtype`."""
+
     log_prob: str = LOG_PROB
 
     attention_chunk: int = ATTENTION_CHUNK
@@ -170,6 +174,11 @@ class NumericsContract:
     def variables(self) -> dict[str, str]:
         """Environment variables under which the processes that keep it start."""
         return PORTABLE_KERNELS if self.backend == "portable" else {}
+
+    @property
+    def unrounded(self) -> NumericsContract:
+        """The same for a model that rounds nothing: a teacher, a critic."""
+        return dataclasses.replace(self, weight_format="", kv_format="")
 
     @property
     def is_partial(self) -> bool:

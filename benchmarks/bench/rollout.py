@@ -30,7 +30,7 @@ def bench_rollout(config: BenchConfig) -> dict[str, Any]:
     """Tokens per second of whole SGLang servers, for each kind of operators."""
     requests = random_requests(config, load_config(config.model.hf_checkpoint).vocab_size)
     with servers(config) as (groups, _):
-        measures = {kind: _rollout_measure(group, requests) for kind, group in groups.items()}
+        measures = {kind: rollout_measure(group, requests) for kind, group in groups.items()}
         return {
             "what": "rollout",
             "unit": "sampled tokens per second",
@@ -69,7 +69,7 @@ def servers(config: BenchConfig) -> Iterator[tuple[dict[str, RolloutGroup], int]
         yield groups, spec.cache_tokens
 
 
-def _rollout_measure(group: RolloutGroup, requests: list[Request]) -> Measure:
+def rollout_measure(group: RolloutGroup, requests: list[Request]) -> Measure:
     num_tokens = sum(request.params.max_new_tokens for request in requests)
 
     def measure() -> float:

@@ -106,13 +106,17 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
         return config
     case = read_case(Path(config.case))
     contract = case["contract"]
-    kinds, weight_format = contract["kinds"], contract.get("weight_format", "")
+    kinds = contract["kinds"]
     is_aligned = contract["backend"] != "stock" and not kinds
     blocks = contract["row_parallel_blocks"] if is_aligned else 0
     return replace(
         config,
         operators=replace(config.operators, row_parallel_blocks=blocks, align=",".join(kinds)),
-        servers=replace(config.servers, rollout_weight_format=weight_format),
+        servers=replace(
+            config.servers,
+            rollout_weight_format=contract.get("weight_format", ""),
+            rollout_kv_format=contract.get("kv_format", ""),
+        ),
         temperature=case["params"]["temperature"],
         max_prompt_len=max(8, case["prompt_len"]),
         max_new_tokens=case["params"]["max_new_tokens"],

@@ -39,6 +39,9 @@ class _Spawn(SpawnContext):
         self._locks.append(super().RLock())
         return self._locks[-1]
 
+    def drop_locks(self) -> None:
+        self._locks.clear()
+
 
 class Workers:
     """Processes that have imported the rules."""
@@ -103,6 +106,7 @@ class Workers:
     def close(self) -> None:
         self._pool.stop()
         self._pool.join()
+        self._context.drop_locks()
 
 
 def default_workers() -> int:

@@ -132,11 +132,11 @@ class TrainingEngine(Protocol):
         *,
         trained: bool,
         has_values: bool = False,
-        weight_format: str = "",
+        rounds: bool = False,
     ) -> ShardedModel:
         """Load a Hugging Face checkpoint; with an optimizer if the model is `trained`, with a value
-        head in the place of its output projection if it `has_values`, and with weights that are rounded
-        before it computes with them if it has a `weight_format`."""
+        head in the place of its output projection if it `has_values`; it rounds what the contract
+        says that the rollout rounds if it `rounds`."""
 
 
 def recomputes_activations(config: TrainerConfig, hf_config: PretrainedConfig) -> bool:

@@ -72,7 +72,7 @@ class PolicyTrainer(Trainer):
         self._use_contract(contract)
         source, algorithm = config.model.hf_checkpoint, config.algorithm
         estimator = with_teacher(config, estimator or _estimator(config))
-        load_rounded = partial(load_model, weight_format=contract.weight_format)
+        load_rounded = partial(load_model, rounds=True)
         self.models: Models = {"policy": load_rounded(source, self.operators, trained=True)}
         if algorithm.reads_reference or "reference" in estimator.roles:
             base = None if algorithm.ref_checkpoint else self.policy.without_adapters()

@@ -117,7 +117,7 @@ def quantise(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
     asked = FORMATS[weight_format]
     blocks = _in_blocks(weight.float(), asked.block)
     scale = asked.scale(blocks.abs().amax((1, 3), keepdim=True), asked.largest)
-    scale = torch.where(scale > 0, scale, 1)
+    scale = torch.where(scale == 0, 1, scale)  # what is not finite stays so
     numbers = _from_blocks(asked.nearest(blocks / scale), weight.shape)
     return numbers, scale[:, 0, :, 0]
 

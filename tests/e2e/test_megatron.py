@@ -12,13 +12,19 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.engine
 
 PROMPTS, TOKENS = 6, 12
+ROUNDED = ("--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3")
 
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "ranks", "flags"),
     [
         pytest.param("qwen3", "float32", 1, [], marks=pytest.mark.runs),  # explain runs it too
-        ("glm4-moe", "bfloat16", 2, ["--megatron-tp", "2", "--megatron-sequence-parallel"]),
+        (
+            "glm4-moe",
+            "bfloat16",
+            2,
+            ["--megatron-tp", "2", "--megatron-sequence-parallel", *ROUNDED],
+        ),
         ("qwen2", "float32", 2, ["--megatron-cp", "2"]),
         ("qwen3-tied", "bfloat16", 2, ["--megatron-pp", "2"]),
         ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2"]),

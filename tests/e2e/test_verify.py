@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from onpolicy.cli.main import main
-from onpolicy.config.groups import ModelConfig, ServersConfig
+from onpolicy.config.groups import ModelConfig, OperatorsConfig, ServersConfig
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.run.commands.verify import passes, verify
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -60,17 +60,21 @@ def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture,
 
 
 def test_no_token_differs_where_both_engines_round(tmp_path):
+    """Two ranks of a server hold parts of blocks; Megatron, and a whole server: test_megatron.py."""
     path = make_checkpoint(tmp_path / "model", "qwen3-moe")
     config = VerifyConfig(
         model=ModelConfig(hf_checkpoint=str(path)),
-        servers=ServersConfig(rollout_weight_format="int3"),
+        operators=OperatorsConfig(row_parallel_blocks=2),
+        servers=ServersConfig(rollout_weight_format="fp8_e4m3_block128", rollout_kv_format="int8"),
+        sglang_args=("--tp-size", "2"),
         num_prompts=6,
         max_new_tokens=12,
         run_dir=str(tmp_path / "run"),
     )
     report = verify(config)
     assert report["num_compared_tokens"] == 2 * 6 * 12
-    assert report["contract"]["weight_format"] == "int3"
+    assert report["contract"]["weight_format"] == "fp8_e4m3_block128"
+    assert report["contract"]["kv_format"] == "int8"
     assert passes(report, config)
 
 

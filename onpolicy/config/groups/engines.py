@@ -32,6 +32,9 @@ WeightSync = Annotated[
         "Choose --weight-sync tensor or ipc.",
     ),
 ]
+KvFormat = Literal["", "int8", "fp8_e4m3"]
+"""See `onpolicy/models/kv_cache.py`; empty: the model's dtype."""
+
 WeightFormat = Literal[
     "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
     "int3_group128", "mxfp4", "nvfp4",
@@ -99,7 +102,7 @@ class KeyConfig(CpuConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightFormatConfig:
+class RoundingConfig:
     rollout_weight_format: Annotated[
         WeightFormat,
         DecidesResults(True),
@@ -109,19 +112,27 @@ class WeightFormatConfig:
         Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
             "without --true-on-policy-mode the run that pushes the weights rounds them",
             "Give it to `onpolicy train`."),
-        Against(lambda run: run.plan.starts_aligned and not run.plan.is_governed
-                and getattr(run, "train_backend", "fsdp") == "megatron",
-            "with --true-on-policy-mode the trainer rounds its own weights too, which is written for "
-            "fsdp alone", "Choose --train-backend fsdp, or leave the flag out."),
     ] = ""  # fmt: skip
     """Round the weights of linear layers, as a deployment in this format would have them: with a scale
     for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), for 32
     (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
     them, else the servers alone."""
 
+    rollout_kv_format: Annotated[
+        KvFormat,
+        DecidesResults(True),
+        Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
+            "both engines round keys and values by the same function, which stock operators do not",
+            "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
+        Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
+    ] = ""  # fmt: skip
+    """Keep the cache in 8 bits a number, keys and values rounded with a scale for each token and head
+    when they are written: a rollout holds about twice the tokens. Both engines compute with what is read
+    back. On CPUs."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(KeyConfig, WeightFormatConfig):
+class ServerConfig(KeyConfig, RoundingConfig):
     rollout_host: Annotated[
         str, OWN_SERVERS,
         Against(lambda run: not is_loopback(run.rollout_host) and not run.rollout_api_key,
@@ -153,7 +164,7 @@ class EngineCountConfig:
 
 @also(rollout_num_engines=[NONE_STARTED])
 @dataclass(frozen=True, kw_only=True)
-class ServersConfig(KeyConfig, EngineCountConfig, WeightFormatConfig):
+class ServersConfig(KeyConfig, EngineCountConfig, RoundingConfig):
     rollout_server_url: Annotated[
         tuple[str, ...],
         Together(lambda run: run.rollout_server_url and " ".join(secrets.hide(run.sglang_args)),
@@ -170,7 +181,7 @@ class ServersConfig(KeyConfig, EngineCountConfig, WeightFormatConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplersConfig(CpuConfig, EngineCountConfig, WeightFormatConfig):
+class SamplersConfig(CpuConfig, EngineCountConfig, RoundingConfig):
     rollout_max_concurrency: Count = 256
     """Requests in flight per server."""
 

@@ -80,6 +80,7 @@ def _contract(config: ServeConfig, hf_config: PretrainedConfig) -> NumericsContr
         "--no-true-on-policy-mode": not config.plan.starts_aligned,
         "--sessions": config.gateway.sessions,
         "--rollout-weight-format": config.server.rollout_weight_format,
+        "--rollout-kv-format": config.server.rollout_kv_format,
     }
     if wrong := next((flag for flag, value in given.items() if value), ""):
         raise ConfigError(

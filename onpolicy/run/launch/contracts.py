@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.engines import ServerConfig
 from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
@@ -23,7 +24,7 @@ from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.tensor_parallel import require_shardable
-from onpolicy.ops.backends import choose_backend
+from onpolicy.ops.backends import backend_of, choose_backend
 from onpolicy.ops.environment import require_exact
 from onpolicy.ops.machine import Machine
 from onpolicy.run.launch.adapters import adapter_of
@@ -62,9 +63,13 @@ def contract_for(
     weight_format = rollout_format(config) if aligned else ""
     if weight_format:
         require_roundable(facts, weight_format)
+    kv_format = _servers(config).rollout_kv_format
+    if kv_format:
+        require_cached(facts, backend, kv_format)
     return NumericsContract(
         backend=backend,
         weight_format=weight_format,
+        kv_format=kv_format,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=model.dtype,
         shapes=shapes,
@@ -77,10 +82,26 @@ def contract_for(
 
 def rollout_format(config: TrainConfig | ServeConfig) -> str:
     """--rollout-weight-format, where both engines are to compute with it."""
-    servers = config.server if isinstance(config, ServeConfig) else config.engine
     plan = config.plan
     is_of_both = plan.starts_aligned and not plan.is_governed
-    return servers.rollout_weight_format if is_of_both else ""
+    return _servers(config).rollout_weight_format if is_of_both else ""
+
+
+def _servers(config: TrainConfig | ServeConfig) -> ServerConfig:
+    return config.server if isinstance(config, ServeConfig) else config.engine
+
+
+def require_cached(facts: ModelFacts, backend: str, kv_format: str) -> None:
+    """Raise ConfigError if no operators here read such a cache, or the model has one of another kind."""
+    rule = ""
+    if backend_of(backend).needs_gpu:
+        rule = f"--operators {backend} read a cache in the model's dtype, and only the CPU's others"
+    elif getattr(facts.config, "kv_lora_rank", None):
+        rule = (
+            "the model's attention is latent (kv_lora_rank), whose caches keep no keys and values"
+        )
+    if rule:
+        raise ConfigError(f"--rollout-kv-format={kv_format}: {rule}. Leave the flag out.")
 
 
 def require_roundable(facts: ModelFacts, weight_format: str) -> None:

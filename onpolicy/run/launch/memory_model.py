@@ -18,6 +18,7 @@ from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.kv_cache import packed_size
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
@@ -85,6 +86,7 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
         "weights": weights + copies,
         "gradients": FLOAT32 * size.trained // model_ranks,
         "AdamW": 2 * FLOAT32 * size.trained * config.takes_steps // shards,
+        "masters": weights * bool(rollout_format(config)),
         "reference": weights * config.loads_reference,
         "exchanged gradients": FLOAT32 * size.trained // ranks * orders,
     }
@@ -140,10 +142,10 @@ def server_memory(
 
 def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     """Bytes of a token's keys and values in all layers."""
-    itemsize = getattr(torch, contract.dtype).itemsize
-    kinds = contract.shapes.attention
-    per_layer = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
-    size: int = hf_config.num_hidden_layers * per_layer * itemsize
+    itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
+    head = packed_size if contract.kv_format else lambda numbers: itemsize * numbers
+    per_layer = max(kind.kv_heads * (head(kind.head_dim) + head(kind.value_dim)) for kind in kinds)
+    size: int = hf_config.num_hidden_layers * per_layer
     return size
 
 

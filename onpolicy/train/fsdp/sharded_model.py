@@ -50,7 +50,7 @@ class FsdpModel(ShardedModel):
         *,
         trained: bool,
         has_values: bool = False,
-        weight_format: str = "",
+        rounds: bool = False,
     ):
         self.config = config
         self.kind = ValueModel if has_values else PolicyModel
@@ -61,7 +61,9 @@ class FsdpModel(ShardedModel):
             self.module.requires_grad_(False)
         self.is_base = False
         """Whether this is what adapters are beside."""
-        self.masters = Masters(self.module, weight_format, self.dtype, trained=trained)
+        contract = contract if rounds else contract.unrounded
+        self.module.kv_format = contract.kv_format
+        self.masters = Masters(self.module, contract.weight_format, self.dtype, trained=trained)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:

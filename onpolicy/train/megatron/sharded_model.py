@@ -27,6 +27,7 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel
 from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.masters import Masters
 from onpolicy.train.megatron.model import build_model
 from onpolicy.train.megatron.optimizer import (
     OrderedGradients,
@@ -62,10 +63,10 @@ class MegatronModel(ShardedModel):
         *,
         trained: bool,
         has_values: bool = False,
-        weight_format: str = "",
+        rounds: bool = False,
     ):
-        assert not weight_format  # refused (config/groups/engines.py)
         self.config, self.operators = config, operators
+        contract = contract if rounds else contract.unrounded
         self.device = distributed.device(contract.device)
         self.module = self._load(path, contract, layout, has_values)
         self.ordered: OrderedGradients | None = None
@@ -76,6 +77,7 @@ class MegatronModel(ShardedModel):
                 self.ordered = OrderedGradients(self.module)
             self.optimizer = make_optimizer(self.module, config, getattr(torch, contract.dtype))
             use_settings(self.optimizer, config)
+        self.masters = Masters(self.module, contract.weight_format, trained=trained)
 
     def _load(
         self, path: str, contract: NumericsContract, layout: MegatronLayout, has_values: bool
@@ -151,8 +153,10 @@ class MegatronModel(ShardedModel):
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.masters.swap()
         self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()
+        self.masters.round()
 
     def weight_buckets(
         self,
@@ -161,11 +165,12 @@ class MegatronModel(ShardedModel):
         ranks: Collection[int] = (0,),
         masters: bool = False,
     ) -> Iterator[WeightBucket]:
-        return export_buckets(self.module, max_bytes, part, ranks)
+        held = self.masters.beside if masters else {}
+        return export_buckets(self.module, max_bytes, part, ranks, held)
 
     def optimizer_tensors(self) -> list[Tensor]:
         parts = self.optimizer.chained_optimizers if self.optimizer is not None else ()
-        kept: list[Tensor] = []
+        kept = [*self.masters.beside.values()]
         for optimizer in (part.optimizer for part in parts):
             kept += [weight for group in optimizer.param_groups for weight in group["params"]]
             kept += [
@@ -185,12 +190,14 @@ class MegatronModel(ShardedModel):
 
     def write_tensors(self, directory: Path) -> None:
         assert self.optimizer is not None
-        write_tensors(directory, self.module, self.optimizer)
+        with self.masters.in_place():
+            write_tensors(directory, self.module, self.optimizer)
 
     def read_tensors(self, directory: Path) -> None:
         assert self.optimizer is not None
         read_tensors(directory, self.module, self.optimizer)
         use_settings(self.optimizer, self.config)
+        self.masters.round()
 
     def around_operators(
         self, around: Callable[[Operators], Operators]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """What a rank holds: its pipeline stage, and its shares of linears and of experts."""
 
     stage: int
@@ -30,8 +30,8 @@ class _Place:
     ep_rank: int
 
     @staticmethod
-    def mine() -> _Place:
-        return _Place(
+    def mine() -> Place:
+        return Place(
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_expert_model_parallel_rank(),
@@ -43,10 +43,10 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
 
     Raises ConfigError that lists the names if tensors are missing, unknown or of other shapes.
     """
-    policy = _unwrap(model)
-    weight_map = _weight_map(policy)
+    policy = unwrap(model)
+    weight_map = weight_map_of(policy)
     reader = CheckpointReader(path)
-    parameters, place = _global_parameters(policy), _Place.mine()
+    parameters, place = global_parameters(policy), Place.mine()
     shapes, unread = weight_map.shapes(), policy.config.unread
     assert parameters.keys() == set(weight_map.parameters(place.stage))
     if policy.has_values:
@@ -68,17 +68,22 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def export_buckets(
-    model: nn.Module, max_bytes: int, part: WeightPart = "all", ranks: Collection[int] = (0,)
+    model: nn.Module,
+    max_bytes: int,
+    part: WeightPart = "all",
+    ranks: Collection[int] = (0,),
+    masters: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
     """Whole tensors of a part under their Hugging Face names, `max_bytes` at a time, in fixed order.
 
     Collective: every rank has to take all buckets. They are full on `ranks` and empty elsewhere;
     a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters' dtype,
-    buffers (a router's correction of its scores) their own, in buckets of one dtype each.
+    buffers (a router's correction of its scores) their own, in buckets of one dtype each. `masters`, by
+    the global names of parameters, take their places.
     """
-    policy = _unwrap(model)
-    weight_map = _weight_map(policy)
-    parameters = _global_parameters(policy)
+    policy = unwrap(model)
+    weight_map = weight_map_of(policy)
+    parameters = {**global_parameters(policy), **(masters or {})}
     shapes = weight_map.shapes()
     if part != "all":
         frozen = _frozen_names(policy)
@@ -101,7 +106,7 @@ def export_buckets(
 
 def _frozen_names(policy: PolicyGptModel) -> set[str]:
     """The Hugging Face tensors that are not trained, wherever they are; collective."""
-    weight_map, first, place = _weight_map(policy), first_layer(policy), _Place.mine()
+    weight_map, first, place = weight_map_of(policy), first_layer(policy), Place.mine()
     ours = {
         part.name
         for name, parameter in policy.named_parameters()
@@ -111,8 +116,8 @@ def _frozen_names(policy: PolicyGptModel) -> set[str]:
     return set().union(*distributed.gather(ours, None))
 
 
-def _all_places() -> list[_Place]:
-    mine = _Place.mine()
+def _all_places() -> list[Place]:
+    mine = Place.mine()
     places = [mine] * distributed.world_size()
     dist.all_gather_object(places, mine)
     return places
@@ -127,7 +132,7 @@ class _Held:
     rank: int
 
 
-def _holders(weight_map: WeightMap, places: list[_Place]) -> dict[str, list[_Held]]:
+def _holders(weight_map: WeightMap, places: list[Place]) -> dict[str, list[_Held]]:
     """For every Hugging Face tensor, the parts that make it up, each from the first rank with it."""
     first: dict[tuple[str, int, int], int] = {}
     for rank, place in enumerate(places):
@@ -188,12 +193,12 @@ def _collect(
             target.copy_(block.view(target.shape))
 
 
-def _unwrap(model: nn.Module) -> PolicyGptModel:
+def unwrap(model: nn.Module) -> PolicyGptModel:
     unwrapped: PolicyGptModel = unwrap_model(model)
     return unwrapped
 
 
-def _weight_map(policy: PolicyGptModel) -> WeightMap:
+def weight_map_of(policy: PolicyGptModel) -> WeightMap:
     config = policy.config
     assert config.hf_config is not None
     layout = MegatronLayout(
@@ -204,9 +209,9 @@ def _weight_map(policy: PolicyGptModel) -> WeightMap:
     return WeightMap(config.hf_config, layout, policy.has_values)
 
 
-def _global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
+def global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
     """Parameters, and buffers that a checkpoint holds, by global names."""
-    weight_map, first = _weight_map(policy), first_layer(policy)
+    weight_map, first = weight_map_of(policy), first_layer(policy)
     buffers = [(name, x) for name, x in policy.named_buffers() if weight_map.is_buffer(name)]
     return {global_name(name, first): x for name, x in (*policy.named_parameters(), *buffers)}
 

@@ -10,9 +10,10 @@ from onpolicy.train import policy_trainer
 from onpolicy.train.fsdp import masters as masters_module
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.sharding import gather_buckets
-from onpolicy.weights.rounding import dequantise, is_rounded, quantise, round_weight
-from tests.support.megatron_training import Job, make, make_samples, weights
+from onpolicy.weights.rounding import dequantise, quantise
+from tests.support.megatron_training import Job, equal, make, make_samples, weights
 from tests.support.policies_in_memory import checked_operators
+from tests.support.rounded import deployed
 from tests.support.samples import make_train_sample
 from tests.support.tiny import make_checkpoint
 
@@ -41,22 +42,6 @@ def masters(trainer):
     held = policy.masters.beside
     buckets = gather_buckets(policy.module, torch.float32, 1 << 30, masters=held)
     return {name: tensor for bucket in buckets for name, tensor in bucket}
-
-
-def deployed(held, weight_format="int3", dtype=PUSHED):
-    """What an engine computes with."""
-    return {
-        name: (
-            round_weight(tensor.to(dtype), weight_format)
-            if is_rounded(name, tensor)
-            else tensor.to(dtype)
-        ).bfloat16()
-        for name, tensor in held.items()
-    }
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("model", ["checkpoint", "mixture"])

@@ -1,0 +1,88 @@
+"""What the weights were before they were rounded, where a model computes with rounded ones.
+
+As FSDP2's masters (`train/fsdp/masters.py`): rounded once after each step, over whole tensors, which
+tensor-parallel ranks put together for that. Pipeline stages and ranks of experts have whole ones anyway.
+A master has the dtype that is pushed; in bfloat16 Megatron's optimizer has its own in float32 beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from onpolicy.train.megatron.collectives import gather_rows
+from onpolicy.train.megatron.weight_map import Part
+from onpolicy.train.megatron.weights import Place, global_parameters, unwrap, weight_map_of
+from onpolicy.weights.rounding import is_rounded, round_weight
+
+
+class Masters:
+    """Made after the optimizer, which begins with weights as they were."""
+
+    def __init__(self, model: nn.Module, weight_format: str, *, trained: bool):
+        """Rounds the weights of `model`, if there is a format; `trained`: and keeps what they were."""
+        policy = unwrap(model)
+        self._map, self._format, self._place = weight_map_of(policy), weight_format, Place.mine()
+        shapes = self._map.shapes() if weight_format else {}
+        self._shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if is_rounded(name, torch.empty(shape, device="meta"))
+        }
+        self._rounded = {
+            name: parameter.detach()
+            for name, parameter in global_parameters(policy).items()
+            if self._parts(name, self._place.tp_rank)
+        }
+        kept = self._rounded if trained else {}
+        self.beside = {name: torch.empty_like(parameter) for name, parameter in kept.items()}
+        """Masters, by the global names of the parameters, in their shapes."""
+        self.round()
+
+    def round(self) -> None:
+        """Keep what the parameters are, and let the model compute with that rounded; collective."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        for name, parameter in self._rounded.items():
+            if name in self.beside:
+                self.beside[name].copy_(parameter)
+            held = gather_rows(parameter, group).chunk(group.size())
+            whole = {
+                key: round_weight(tensor, self._format)
+                for key, tensor in self._put_together(name, held).items()
+            }
+            for part in self._parts(name, self._place.tp_rank):
+                parameter[part.target] = whole[part.name][part.source]
+
+    def swap(self) -> None:
+        """Let masters and rounded weights change places."""
+        for name, master in self.beside.items():
+            rounded = self._rounded[name].clone()
+            self._rounded[name].copy_(master)
+            master.copy_(rounded)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Meanwhile the model's parameters are the masters."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def _put_together(self, name: str, held: Sequence[Tensor]) -> dict[str, Tensor]:
+        """A checkpoint's tensors, of what each tensor-parallel rank has for `name`."""
+        whole: dict[str, Tensor] = {}
+        for rank, parameter in enumerate(held):
+            for part in self._parts(name, rank):
+                empty = parameter.new_empty(self._shapes[part.name])
+                whole.setdefault(part.name, empty)[part.source] = parameter[part.target]
+        return whole
+
+    def _parts(self, name: str, tp_rank: int) -> list[Part]:
+        """What a parameter holds of tensors that are rounded."""
+        parts = self._map.parts(name, tp_rank, self._place.ep_rank)
+        return [part for part in parts if part.name in self._shapes]

@@ -1,0 +1,44 @@
+"""A trainer that attends to keys and values in 8 bits, and what a scale that is off by an ulp does."""
+
+import pytest
+import torch
+
+from onpolicy.errors import ParityError
+from onpolicy.models import kv_cache
+from onpolicy.train import policy_trainer
+from tests.support.megatron_training import Job, make, make_samples
+from tests.support.policies_in_memory import checked_operators
+
+
+@pytest.fixture(autouse=True)
+def checked_once(monkeypatch):
+    monkeypatch.setattr(policy_trainer, "checked_operators", checked_operators)
+
+
+def trainer_of(checkpoint, **engine):
+    changes = {"engine": engine, "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1}}
+    return make(Job(path=checkpoint, backend="fsdp", changes=changes))
+
+
+@pytest.mark.parametrize("kv_format", kv_cache.NUMBERS)
+def test_one_scale_that_is_off_by_an_ulp_is_a_mismatch(checkpoint, monkeypatch, kv_format):
+    trainer = trainer_of(checkpoint, rollout_kv_format=kv_format)
+    samples, quantise = make_samples(trainer), kv_cache.quantise
+    metrics = trainer.train(samples, 0, [0.0]).metrics
+    assert metrics["parity/num_mismatched_tokens"] == 0 < metrics["parity/num_compared_tokens"]
+    assert metrics["train/kl_loss"] == 0  # the reference's cache is rounded too
+
+    def one_off(rows, kv_format):
+        numbers, scale = quantise(rows, kv_format)
+        scale[0] = torch.nextafter(scale[0], torch.tensor(torch.inf))  # of a first token
+        return numbers, scale
+
+    monkeypatch.setattr(kv_cache, "quantise", one_off)
+    with pytest.raises(ParityError):
+        trainer.train(samples, 0, [0.0])
+
+
+def test_whoever_rounds_no_keys_computes_other_log_probs(checkpoint):
+    rounded, whole = trainer_of(checkpoint, rollout_kv_format="int8"), trainer_of(checkpoint)
+    log_probs = [[s.sample.rollout_log_probs for s in make_samples(x)] for x in (rounded, whole)]
+    assert log_probs[0] != log_probs[1]
