@@ -24,7 +24,7 @@ class Sample(TypedDict):
     has_failed: NotRequired[bool]
     is_rewarded: bool
     token_rewards: list[float] | None
-    token_weights: NotRequired[list[Weight] | None]
+    token_weights: NotRequired[list[Weight]]
     metrics: dict[str, float]
     info: dict[str, Any]
 
@@ -56,7 +56,7 @@ class Result(TypedDict):
     reward: float | None
     rewards: list[float] | None
     token_rewards: list[list[float]] | None
-    token_weights: NotRequired[list[list[Weight]] | None]
+    token_weights: NotRequired[list[list[Weight]]]
     metrics: dict[str, float]
     info: dict[str, Any]
 

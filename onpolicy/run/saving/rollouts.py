@@ -118,11 +118,16 @@ def _episode(episode: OpenEpisode) -> dict[str, Any]:
         return {**record, "result": None}
     result = {
         "trajectories": [write(trajectory) for trajectory in episode.trajectories],
-        **{name: getattr(found, name) for name in ("reward", "rewards", *BY_TOKEN)},
+        **{name: getattr(found, name) for name in ("reward", "rewards", "token_rewards")},
+        **_weights(found),
         "metrics": {**found.metrics},
         "info": {**found.info},
     }
     return {**record, "result": result}
+
+
+def _weights(of: Episode | Sample) -> dict[str, Any]:
+    return {} if of.token_weights is None else {"token_weights": of.token_weights}
 
 
 def _failure(failure: EpisodeFailure) -> dict[str, Any]:
@@ -217,7 +222,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "has_failed": sample.has_failed,
         "is_rewarded": sample.is_rewarded,
         "token_rewards": sample.token_rewards,
-        "token_weights": sample.token_weights,
+        **_weights(sample),
         "metrics": sample.metrics,
         "info": sample.info,
     }
