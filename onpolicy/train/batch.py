@@ -8,7 +8,7 @@ are [R], of all sampled tokens; float32 where nothing else is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cuts import Cut
+from onpolicy.train import distributed
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
 
@@ -202,6 +203,20 @@ def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> Tens
     each = [s.sample.token_weights or [1.0] * s.sample.trajectory.num_sampled for s in samples]
     numbers = [x for weights in each for x in weights]
     return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> dict[str, float]:
+    """How much of their tokens the micro-batches of all ranks compute; nothing of whole sequences."""
+    if not shares_prefixes:
+        return {}
+    batches = [batch for step in steps for batch in step]
+    ours = [batch for batch in batches if not batch.is_filler]
+    counts = {
+        "distinct": sum(len(batch.packed.tokens) for batch in ours),
+        "all": sum(len(s.sample.token_ids) for batch in ours for s in batch.samples),
+    }
+    found = distributed.count_over_data(counts, batches[0].mask.device)
+    return {"train/distinct_tokens_share": found["distinct"] / found["all"]}
 
 
 def completed(batch: WeighedBatch, log_probs: Tensor) -> WeighedBatch:
