@@ -92,8 +92,8 @@ class LearntTokens:
     """[R]: after a penalty of a correction."""
 
     weights: list[float]
-    """[R]: the corrections' factor of a token's policy loss: 1 without any, 0 where it was rejected. A
-    correction of the user's own is not part of it."""
+    """[R]: the factor of a token's policy loss, by corrections and by its own weight: 1 without any, 0
+    where it was rejected. A correction of the user's own is not part of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +134,9 @@ class Sample:
     token_rewards: list[float] | None = None
     """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is then the sum of
     those of the whole episode."""
+
+    token_weights: list[float] | None = None
+    """[R]: what the objective of its sampled tokens is multiplied by, if the episode said it."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the episode said of itself; all its trajectories have them."""

@@ -43,6 +43,7 @@ class RemoteEpisode:
                     reward=said["reward"],
                     rewards=said["rewards"],
                     token_rewards=said["token_rewards"],
+                    token_weights=said["token_weights"],
                     metrics=said["metrics"],
                     info=said["info"],
                 )

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -232,12 +232,15 @@ def _said(episode: Episode) -> Message:
         "branches": None if branches is None else [each.number for each in branches],  # type: ignore[union-attr]
         "reward": episode.reward,
         "rewards": None if episode.rewards is None else [*episode.rewards],
-        "token_rewards": None
-        if episode.token_rewards is None
-        else [[*each] for each in episode.token_rewards],
+        "token_rewards": _lists(episode.token_rewards),
+        "token_weights": _lists(episode.token_weights),
         "metrics": {**episode.metrics},
         "info": {**episode.info},
     }
+
+
+def _lists(by_token: Sequence[Sequence[float]] | None) -> list[list[float]] | None:
+    return None if by_token is None else [[*each] for each in by_token]
 
 
 class Calls:

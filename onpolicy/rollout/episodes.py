@@ -37,6 +37,10 @@ class Episode:
     token_rewards: Sequence[Sequence[float]] | None = None
     """For each trajectory one for each sampled token, [R]."""
 
+    token_weights: Sequence[Sequence[float]] | None = None
+    """Likewise what each token's objective is multiplied by in the loss, 0 or more; None: 1.
+    Denominators and all other terms stay as they are (prime-rl's component weights)."""
+
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Json] = field(default_factory=dict)
     """What is to be seen of it later: tool calls, why it ended."""

@@ -50,13 +50,19 @@ def with_learnt(
     if rewards is not None:
         rewards = _numbers("rewards", rewards, len(whole), "its trajectories")
     if token_rewards is not None:
-        token_rewards = _of_learnt(token_rewards, whole, learnt)
+        token_rewards = _of_learnt("token_rewards", token_rewards, whole, learnt)
+    token_weights = episode.token_weights
+    if token_weights is not None:
+        token_weights = _of_learnt("token_weights", token_weights, whole, learnt)
+        if (least := min((x for each in token_weights for x in each), default=0.0)) < 0:
+            raise _nonsense(f"token_weights={least!r}: must be at least 0")
     return replace(
         episode,
         trajectories=[*learnt],
         reward=reward,
         rewards=rewards,
         token_rewards=token_rewards,
+        token_weights=token_weights,
         metrics=_checked_metrics(episode.metrics),
         info=_as_json(episode.info),
     )
@@ -82,20 +88,19 @@ def _numbers(name: str, values: Sequence[Any], count: int, of: str) -> list[floa
 
 
 def _of_learnt(
-    token_rewards: Sequence[Sequence[float]],
+    name: str,
+    by_token: Sequence[Sequence[float]],
     whole: Sequence[Trajectory],
     learnt: Sequence[Trajectory],
 ) -> list[list[float]]:
-    if len(token_rewards) != len(whole):
+    if len(by_token) != len(whole):
         raise _nonsense(
-            f"token_rewards={len(token_rewards)} lists: the episode has {len(whole)} trajectories. Give "
+            f"{name}={len(by_token)} lists: the episode has {len(whole)} trajectories. Give "
             "one list for each"
         )
     numbers = [
-        _numbers(
-            f"token_rewards[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}"
-        )
-        for i, (each, known) in enumerate(zip(token_rewards, whole, strict=True))
+        _numbers(f"{name}[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}")
+        for i, (each, known) in enumerate(zip(by_token, whole, strict=True))
     ]
     parts = zip(numbers, learnt, strict=True)
     return [each[len(each) - own.num_sampled :] for each, own in parts]
@@ -143,6 +148,7 @@ def sample_of(
         reward=0.0 if rewards is None else rewards[number],
         is_rewarded=rewards is not None,
         token_rewards=None if episode.token_rewards is None else [*episode.token_rewards[number]],
+        token_weights=None if episode.token_weights is None else [*episode.token_weights[number]],
         metrics={**episode.metrics},
         info={**episode.info},
     )

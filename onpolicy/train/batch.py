@@ -60,6 +60,9 @@ class PackedBatch:
     """bool: the tokens that count. None of a filler, which only keeps this rank in step with the
     others, and none that was rejected as not finite."""
 
+    token_weights: Tensor | None = None
+    """What episodes say that the objective of each is multiplied by; None: they say nothing."""
+
     @property
     def is_filler(self) -> bool:
         return not self.numbers
@@ -190,7 +193,16 @@ def packed_batch(
         rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),
         lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
         mask=torch.full((len(log_probs),), bool(numbered), device=device),
+        token_weights=_token_weights(samples, device),
     )
+
+
+def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:
+    if all(s.sample.token_weights is None for s in samples):
+        return None
+    each = [s.sample.token_weights or [1.0] * s.sample.trajectory.num_sampled for s in samples]
+    numbers = [x for weights in each for x in weights]
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> dict[str, float]:

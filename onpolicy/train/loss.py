@@ -138,6 +138,8 @@ def _policy_term(
     loss, metrics = objective.loss, dict[str, Tensor]()
     kept = shares * batch.kept
     factors = kept * batch.importance_weights
+    if batch.token_weights is not None:
+        factors = factors * batch.token_weights
     if settings.opsm_delta is not None:
         drifted = ~opsm_mask(
             log_probs, batch.rollout_log_probs, batch.advantages, tokens, settings.opsm_delta

@@ -6,6 +6,7 @@ import random
 from contextvars import ContextVar
 
 from onpolicy.rollout.deadline import Stopwatch
+from onpolicy.rollout.episodes import Episode
 
 GIVEN = [9, 3]
 
@@ -116,3 +117,10 @@ async def forks_by(turns, prompt):
     await turns.sample(max_tokens=3)
     turns.append(GIVEN)
     await turns.fork(key=hears(prompt.index)).sample()
+
+
+async def weighs(turns, prompt):
+    """Learns from every other token."""
+    await turns.sample()
+    count = turns.trajectory.num_sampled
+    return Episode(token_weights=[[float(i % 2) for i in range(count)]])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
+from annotated_types import Ge
 from pydantic import with_config
 from typing_extensions import TypedDict
 
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord
 from onpolicy.system.records import CLOSED
+
+Weight = Annotated[float, Ge(0)]
 
 
 @with_config(CLOSED)
@@ -21,6 +24,7 @@ class Sample(TypedDict):
     has_failed: NotRequired[bool]
     is_rewarded: bool
     token_rewards: list[float] | None
+    token_weights: NotRequired[list[Weight]]
     metrics: dict[str, float]
     info: dict[str, Any]
 
@@ -52,6 +56,7 @@ class Result(TypedDict):
     reward: float | None
     rewards: list[float] | None
     token_rewards: list[list[float]] | None
+    token_weights: NotRequired[list[list[Weight]]]
     metrics: dict[str, float]
     info: dict[str, Any]
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 FILE = "rollouts.json"
 
+BY_TOKEN = ("token_rewards", "token_weights")
+
 _SHAPE = TypeAdapter(records.Rollouts)
 
 
@@ -117,10 +119,15 @@ def _episode(episode: OpenEpisode) -> dict[str, Any]:
     result = {
         "trajectories": [write(trajectory) for trajectory in episode.trajectories],
         **{name: getattr(found, name) for name in ("reward", "rewards", "token_rewards")},
+        **_weights(found),
         "metrics": {**found.metrics},
         "info": {**found.info},
     }
     return {**record, "result": result}
+
+
+def _weights(of: Episode | Sample) -> dict[str, Any]:
+    return {} if of.token_weights is None else {"token_weights": of.token_weights}
 
 
 def _failure(failure: EpisodeFailure) -> dict[str, Any]:
@@ -185,6 +192,7 @@ def _read_result(record: records.Result) -> Episode:
         reward=record["reward"],
         rewards=record["rewards"],
         token_rewards=record["token_rewards"],
+        token_weights=record.get("token_weights"),
         metrics=record["metrics"],
         info=record["info"],
     )
@@ -214,6 +222,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "has_failed": sample.has_failed,
         "is_rewarded": sample.is_rewarded,
         "token_rewards": sample.token_rewards,
+        **_weights(sample),
         "metrics": sample.metrics,
         "info": sample.info,
     }
@@ -239,9 +248,11 @@ def _read_group(prompts: Sequence[Prompt], record: records.Group) -> SampleGroup
 
 
 def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
-    rewards, count = record["token_rewards"], len(record["trajectory"]["rollout_log_probs"])
-    if rewards is not None and len(rewards) != count:
-        raise ValueError(f"token_rewards={len(rewards)} numbers: {count} tokens are sampled")
+    count = len(record["trajectory"]["rollout_log_probs"])
+    for name in BY_TOKEN:
+        numbers: Any = record.get(name)
+        if numbers is not None and len(numbers) != count:
+            raise ValueError(f"{name}={len(numbers)} numbers: {count} tokens are sampled")
     return Sample(
         prompt=prompt,
         sample_index=record["index"],
@@ -252,6 +263,7 @@ def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
         has_failed=record.get("has_failed", False),
         is_rewarded=record["is_rewarded"],
         token_rewards=record["token_rewards"],
+        token_weights=record.get("token_weights"),
         metrics=record["metrics"],
         info=record["info"],
     )

@@ -13,7 +13,15 @@ from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
 from tests.support.agents import ToldWatch
 from tests.support.engines_in_memory import Host
-from tests.support.run_in_memory import PROMPTS, even_tokens, make_config, records_of, run_in_memory
+from tests.support.run_in_memory import (
+    PROMPTS,
+    Interrupted,
+    even_tokens,
+    interrupted_at,
+    make_config,
+    records_of,
+    run_in_memory,
+)
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -232,3 +240,24 @@ def test_an_evaluation_counts_the_attempts_that_failed_in_it(tmp_path):
     run(tmp_path / "other", "acts", eval_interval=4)
     evaluated = [record for record in records_of(tmp_path / "other") if "eval/avg@1" in record]
     assert evaluated and all(record["eval/num_failed_episodes"] == 0 for record in evaluated)
+
+
+@pytest.mark.parametrize("mode", ["lag 1", "segments"])
+def test_weights_of_tokens_reach_training_from_workers_and_through_checkpoints(tmp_path, mode):
+    seen = []
+
+    class Kept(Run):
+        def train(self, groups, step):
+            seen.extend(s for group in groups for s in group.samples)
+            return super().train(groups, step)
+
+    values = {"agent_workers": 1, **MODES[mode]}
+    straight = run(tmp_path / "straight", "weighs", make_run=Kept, **values)
+    assert seen and all(
+        s.token_weights == [float(i % 2) for i in range(s.trajectory.num_sampled)] for s in seen
+    )
+    saves = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1}
+    with pytest.raises(Interrupted):
+        run(tmp_path / "part", "weighs", make_run=interrupted_at(2), **values, **saves)
+    resumed = run(tmp_path / "part", "weighs", **values, **saves)
+    assert resumed.run_hash == straight.run_hash

@@ -49,6 +49,32 @@ def test_a_rejected_token_has_no_squared_log_ratio_whatever_its_values():
     assert gradient.tolist() == pytest.approx([3 * log_probs[0].item(), 0])
 
 
+def test_a_tokens_weight_multiplies_its_objective_and_nothing_beside_it():
+    settings = LossSettings(objective=ObjectiveConfig(kind="reinforce"), entropy_coef=0.5)
+    entropy, weights = torch.tensor([0.3, 0.2, 0.1]), torch.tensor([0.0, 1.0, 2.5])
+    log_probs, batch = make_batch([0.5, 2.0, 3.0], [1.0, -1.0, 0.5])
+    _, plain = policy_loss(log_probs, batch, settings, entropy)
+    loss, found = policy_loss(log_probs, replace(batch, token_weights=weights), settings, entropy)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    by_token = weights * batch.shares * -batch.advantages
+    assert torch.equal(gradient, by_token)
+    expected = (by_token * log_probs).sum().item()
+    assert found["train/pg_loss"].item() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(found["train/entropy"], plain["train/entropy"])
+    assert not torch.equal(found["train/pg_loss"], plain["train/pg_loss"])
+
+
+def test_weights_are_packed_with_their_samples_and_are_1_of_those_without():
+    samples = [make_train_sample(range(1 + n), 1, [0.0] * n, 0.0, i) for i, n in enumerate((2, 1))]
+    samples[0].sample.token_weights = [0.0, 3.0]
+    (batch,) = make_micro_batches(samples, max_tokens=99)
+    order = [[0.0, 3.0] if n == 0 else [1.0] for n in batch.numbers]
+    assert batch.token_weights.tolist() == [x for each in order for x in each]
+    samples[0].sample.token_weights = None
+    (batch,) = make_micro_batches(samples, max_tokens=99)
+    assert batch.token_weights is None
+
+
 ALGORITHM = groups.AlgorithmConfig(positive_nll_coef=0.5, positive_nll_above=0.1)
 REWARDS, LENGTHS = (0.1, 1.0, -1.0, 0.3), (2, 3, 1, 2)
 
