@@ -123,7 +123,7 @@ def _question(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any
 
 
 def _said(answer: Any, sample: Sample, top_k: int) -> Said | Failure:
-    """Of the sampled tokens among those that were answered."""
+    """The answers to the sampled tokens among those that were scored."""
     sampled = sample.trajectory.sampled
     first = sampled.index(True)
     said = _answered(answer, len(sampled) - first, top_k)
