@@ -242,6 +242,9 @@ class TrainSample:
     teacher_log_probs: list[float] | None = None
     """[R]: what a teacher behind a URL gives its sampled tokens; None: it was not asked."""
 
+    teacher_top: tuple[list[list[int]], list[list[float]]] | None = None
+    """[R, k] twice: the tokens that it finds likeliest, and their log-probabilities; for a loss."""
+
     @property
     def lags(self) -> list[int]:
         """[R]: the pushes between the policy that each token was sampled from and the one that learns

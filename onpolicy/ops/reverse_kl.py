@@ -109,6 +109,31 @@ class TopKTeacher(TeacherRows):
 
 
 @dataclass(frozen=True, slots=True)
+class ToldTeacher(TeacherRows):
+    """The k likeliest tokens of a teacher that says nothing of the others: they have what the k leave of
+    1, by the teacher's numbers and by the model's alike, so that equal numbers are equal there too."""
+
+    tokens: Tensor
+    """int64 [R, k]"""
+
+    log_probs: Tensor
+    """float32 [R, k]"""
+
+    def width(self, vocab_size: int) -> int:
+        return vocab_size
+
+    def log_ratios(self, operators: Operators, log_probs: Tensor, rows: slice) -> Tensor:
+        tokens, theirs = self.tokens[rows], self.log_probs[rows]
+        ours = log_probs.gather(1, tokens)
+        rest = _log_left(operators, ours) - _log_left(operators, theirs)
+        ratios = rest[:, None].expand_as(log_probs).contiguous()
+        return ratios.scatter_(1, tokens, ours - theirs)
+
+    def at(self, rows: Tensor) -> ToldTeacher:
+        return ToldTeacher(self.tokens[rows], self.log_probs[rows])
+
+
+@dataclass(frozen=True, slots=True)
 class RoutedTeacher(TeacherRows):
     """Several teachers, of which each knows some of the rows."""
 
@@ -157,6 +182,13 @@ def _log_rest(operators: Operators, log_probs: Tensor, tokens: Tensor) -> Tensor
     counted = (probabilities * _SHARES).round().long().scatter_(1, tokens, 0)
     share = counted.sum(-1).clamp_(min=1).double() / _SHARES
     return operators.elementwise(torch.log, share).float()
+
+
+def _log_left(operators: Operators, log_probs: Tensor) -> Tensor:
+    """What tokens of such log-probabilities leave of a probability of 1, likewise: [M, k] -> [M]."""
+    probabilities = operators.elementwise(torch.exp, log_probs.double())
+    counted = int(_SHARES) - (probabilities * _SHARES).round().long().sum(-1)
+    return operators.elementwise(torch.log, counted.clamp_(min=1).double() / _SHARES).float()
 
 
 def reverse_kl(hidden: Tensor, head: Head, teacher: TeacherRows) -> Tensor:

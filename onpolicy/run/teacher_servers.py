@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,11 +24,29 @@ _TOKENS_AT_ONCE = 8192
 """Tokens of a vocabulary in one request."""
 
 
+class Said(NamedTuple):
+    """What a teacher says of R tokens."""
+
+    log_probs: list[float]
+
+    likeliest: list[list[tuple[float, int]]]
+    """[R, k]: of its likeliest tokens, with these; k may be 0."""
+
+    def beside(self, one: TrainSample) -> TrainSample:
+        """The sample with it."""
+        tops = [[*zip(*row, strict=True)] for row in self.likeliest]
+        top = (
+            ([[*ids] for _, ids in tops], [[*values] for values, _ in tops]) if all(tops) else None
+        )
+        return replace(one, teacher_log_probs=self.log_probs, teacher_top=top)
+
+
 class TeacherServers:
     """Those of a run, by their names; none without --teacher-url."""
 
     def __init__(self, config: TrainConfig):
         self.flags = config.distillation
+        self.top_k = _top_k(config)
         api_key = reveal("--teacher-api-key", self.flags.teacher_api_key)
         self._endpoints = {
             name: Endpoint(f"{url.rstrip('/')}/generate", config.reward, api_key)
@@ -35,7 +54,8 @@ class TeacherServers:
         }
 
     def score(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
-        """The samples with their `teacher_log_probs`, each by its own teacher; a request a sample.
+        """The samples with their `teacher_log_probs`, each by its own teacher, and for a loss with their
+        `teacher_top`; a request a sample.
 
         Raises TrainingError for one that no teacher scored, since nothing stands for what it would say.
         """
@@ -46,14 +66,16 @@ class TeacherServers:
             if one.sample.trajectory.num_sampled:
                 numbers[self._teacher_of(one.sample)].append(number)
         begun = {
-            name: self._endpoints[name].begin([_body(samples[i].sample) for i in theirs])
+            name: self._endpoints[name].begin(
+                [_body(samples[i].sample, self.top_k) for i in theirs]
+            )
             for name, theirs in numbers.items()
         }
-        found: dict[int, list[float]] = {}
+        found: dict[int, Said] = {}
         for name, wait in begun.items():
             for number, answer in zip(numbers[name], wait(), strict=True):
                 sample = samples[number].sample
-                said = _log_probs(answer, sample)
+                said = _said(answer, sample, self.top_k)
                 if isinstance(said, Failure):
                     raise TrainingError(
                         f"{FLAG}={self.flags.teacher_urls[name]}: {sample.name}: the teacher "
@@ -61,25 +83,32 @@ class TeacherServers:
                         "--load."
                     )
                 found[number] = said
-        return [replace(one, teacher_log_probs=found.get(i, [])) for i, one in enumerate(samples)]
+        return [found.get(i, Said([], [])).beside(one) for i, one in enumerate(samples)]
 
     def _teacher_of(self, sample: Sample) -> str:
         key = self.flags.teacher_key
         return str(sample.prompt.metadata[key]) if key else ""
 
 
-def _body(sample: Sample) -> dict[str, Any]:
+def _top_k(config: TrainConfig) -> int:
+    """The likeliest tokens that a teacher is asked for: those of a loss."""
+    flags = config.distillation
+    return flags.opd_top_k if flags.opd_loss == "top-k" else 0
+
+
+def _body(sample: Sample, top_k: int) -> dict[str, Any]:
     if sample.trajectory.kept_tokens:
         raise TrainingError(
             f"{FLAG}: {sample.name}: some tokens were drawn from a part of the vocabulary (top_p, "
             "top_k, min_p or a grammar), and a server gives log-probabilities over all of it. Have the "
             "episode ask for all, or load the teacher with --teacher-checkpoint."
         )
-    return _question(sample.token_ids, sample.trajectory.sampled.index(True))
+    return _question(sample.token_ids, sample.trajectory.sampled.index(True), top_k)
 
 
-def _question(token_ids: Sequence[int], first: int) -> dict[str, Any]:
-    """What is asked for the log-probabilities of tokens from position `first` on, which is not 0.
+def _question(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
+    """What is asked for the log-probabilities of tokens from position `first` on, which is not 0, and of
+    the `top_k` likeliest there.
 
     Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first of the answers is null, of the
     token before. Stock SGLang scores a prompt at temperature 1 whatever is asked.
@@ -89,30 +118,39 @@ def _question(token_ids: Sequence[int], first: int) -> dict[str, Any]:
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": first - 1,
+        "top_logprobs_num": top_k,
     }
 
 
-def _log_probs(answer: Any, sample: Sample) -> list[float] | Failure:
-    """[R]: of the sampled tokens among those that were answered."""
+def _said(answer: Any, sample: Sample, top_k: int) -> Said | Failure:
+    """The answers to the sampled tokens among those that were scored."""
     sampled = sample.trajectory.sampled
     first = sampled.index(True)
-    values = _answered(answer, len(sampled) - first)
-    if isinstance(values, Failure):
-        return values
-    return [x for x, is_sampled in zip(values, sampled[first:], strict=True) if is_sampled]
+    said = _answered(answer, len(sampled) - first, top_k)
+    if isinstance(said, Failure):
+        return said
+    wanted = sampled[first:]
+    return Said([*compress(said.log_probs, wanted)], [*compress(said.likeliest, wanted)])
 
 
-def _answered(answer: Any, count: int) -> list[float] | Failure:
+def _answered(answer: Any, count: int, top_k: int) -> Said | Failure:
     if isinstance(answer, Failure):
         return answer
     try:
-        values = [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+        meta = answer["meta_info"]
+        values = [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]
+        rows = meta["input_top_logprobs"][1:] if top_k else [[]] * count
+        likeliest = [[(float(value), int(token)) for value, token, *_ in row] for row in rows]
     except (KeyError, IndexError, TypeError, ValueError):
         return Failure(reason="answered without log-probabilities of the tokens")
     if len(values) != count or not all(map(math.isfinite, values)):
         finite = sum(map(math.isfinite, values))
         return Failure(reason=f"gave {finite} finite log-probabilities for {count} tokens")
-    return values
+    if [len(row) for row in likeliest] != [top_k] * count:
+        return Failure(
+            reason=f"did not give the --opd-top-k={top_k} likeliest tokens of each place"
+        )
+    return Said(values, likeliest)
 
 
 def require_teacher_servers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -121,10 +159,16 @@ def require_teacher_servers(config: TrainConfig, tokenizer: PreTrainedTokenizerB
 
     tokenizer: the policy's.
     """
+    top_k = _top_k(config)
     for url in config.distillation.teacher_urls.values():
         _require_tokenizer(config, url, tokenizer)
-        (answer,) = _ask(config, url, "/generate", [_question([0, 0], 1)])
-        said = _answered(answer, 1)
+        if top_k >= len(tokenizer):
+            raise ConfigError(
+                f"--opd-top-k={top_k}: the policy and its teacher know {len(tokenizer)} tokens. Give "
+                "fewer."
+            )
+        (answer,) = _ask(config, url, "/generate", [_question([0, 0], 1, top_k)])
+        said = _answered(answer, 1, top_k)
         if isinstance(said, Failure):
             raise ConfigError(
                 f"{FLAG}={url}: tried on two tokens, the teacher {said.reason}. Start a server with "

@@ -14,7 +14,13 @@ from onpolicy.errors import TrainingError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops.log_probs import Head, Scores
-from onpolicy.ops.reverse_kl import RoutedTeacher, TeacherRows, TopKTeacher, WholeTeacher
+from onpolicy.ops.reverse_kl import (
+    RoutedTeacher,
+    TeacherRows,
+    ToldTeacher,
+    TopKTeacher,
+    WholeTeacher,
+)
 from onpolicy.train.batch import PackedBatch, packed_batch
 from onpolicy.train.engine import Role, ShardedModel
 
@@ -51,7 +57,8 @@ class Teachers:
         """Those of a run, if it has any."""
         flags = config.distillation
         if not flags.teachers:
-            return AskedTeachers() if flags.teacher_urls else None
+            top_k = flags.opd_top_k if flags.opd_loss == "top-k" else 0
+            return AskedTeachers(top_k) if flags.teacher_urls else None
         policy = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
         return Teachers(
             models={name: models[teacher_role(name)] for name in flags.teachers},
@@ -128,12 +135,32 @@ class Told(NamedTuple):
     """float32 [R]."""
 
 
+@dataclass(frozen=True)
 class AskedTeachers:
     """Servers that were asked before the samples came here (`run/teacher_servers.py`)."""
 
+    top_k: int
+    """Tokens of a loss; 0: the advantages have the KL."""
+
     def score(self, batches: Sequence[PackedBatch]) -> tuple[list[Told], list[PackedBatch]]:
         """What came with the samples of each micro-batch; 0 for a filler."""
-        return [Told(_told(batch)) for batch in batches], [*batches]
+        told = [Told(_told(batch)) for batch in batches]
+        return told, [self._taught(batch) for batch in batches] if self.top_k else [*batches]
+
+    def _taught(self, batch: PackedBatch) -> PackedBatch:
+        """With what a loss needs to know."""
+        said = [s.teacher_top for s in batch.samples if s.teacher_top is not None]
+        tokens = [row for ids, _ in said for row in ids]
+        log_probs = [row for _, values in said for row in values]
+        if batch.is_filler:
+            count = len(batch.rollout_log_probs)
+            tokens, log_probs = [[*range(self.top_k)]] * count, [[0.0] * self.top_k] * count
+        device = batch.mask.device
+        teacher = ToldTeacher(
+            torch.tensor(tokens, dtype=torch.int64, device=device).view(-1, self.top_k),
+            torch.tensor(log_probs, dtype=torch.float32, device=device).view(-1, self.top_k),
+        )
+        return replace(batch, packed=replace(batch.packed, teacher=teacher))
 
 
 def _told(batch: PackedBatch) -> Tensor:

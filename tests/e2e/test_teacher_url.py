@@ -80,18 +80,42 @@ def test_the_students_own_server_says_what_the_student_says(engines, config, sam
 
 
 def test_one_of_whose_weights_is_an_ulp_off_says_something_else(engines, config, samples):
+    as_loss = of_top_k(config)
     weight = next(engines.trainer.policy.module.parameters()).data
     kept = weight.clone()
     try:
         weight.copy_(torch.nextafter(weight, torch.tensor(torch.inf)))
         engines.push_weights(1)
         asked = TeacherServers(config).score(samples)
+        also_asked = TeacherServers(as_loss).score(samples)
     finally:
         weight.copy_(kept)
         engines.push_weights(0)
     assert not any(s.teacher_log_probs == s.sample.rollout_log_probs for s in asked)
     metrics = make_trainer(config, engines.contract, 1).train(asked, 0, [1e-3]).metrics
     assert metrics[DIFFERENCE] > 0 < metrics["train/grad_norm"]
+    metrics = make_trainer(as_loss, engines.contract, 1).train(also_asked, 0, [1e-3]).metrics
+    assert metrics["distillation/kl_loss"] != 0 < metrics["train/grad_norm"]
+
+
+def of_top_k(config):
+    flags = replace(config.distillation, opd_loss="top-k", opd_top_k=7)
+    return replace(config, distillation=flags)
+
+
+def test_its_likeliest_tokens_are_a_loss_that_is_0_too(engines, config, samples):
+    config = of_top_k(config)
+    require_teacher_servers(config, make_tokenizer())
+    asked = TeacherServers(config).score(samples)
+    tokens, log_probs = asked[0].teacher_top
+    assert {len(row) for row in (*tokens, *log_probs)} == {7}
+    assert len(tokens) == len(asked[0].teacher_log_probs)
+    metrics = make_trainer(config, engines.contract, 1).train(asked, 0, [1e-3]).metrics
+    names = (KL, DIFFERENCE, "distillation/kl_loss", "train/grad_norm")
+    assert [metrics[name] for name in names] == [0.0] * 4
+    many = replace(config, distillation=replace(config.distillation, opd_top_k=10**6))
+    with pytest.raises(ConfigError, match="--opd-top-k=1000000: the policy and"):
+        require_teacher_servers(many, make_tokenizer())
 
 
 def test_samples_go_to_the_teacher_that_their_row_names(config, samples):

@@ -46,9 +46,9 @@ class DistillationConfig:
             "a server gives log-probabilities over the whole vocabulary, and with --rollout-top-k, "
             "--rollout-top-p or --rollout-min-p the student samples from a part of it",
             "Leave these out, or load the teacher with --teacher-checkpoint."),
-        Against(lambda run: run.opd_loss != "sampled" and run.opd_loss,
-            "a server is asked for the sampled tokens alone, and --opd-loss={found} needs more of the "
-            "vocabulary", "Use --opd-loss=sampled, or load the teacher with --teacher-checkpoint."),
+        Against(lambda run: run.opd_loss == "full",
+            "--opd-loss=full takes the whole vocabulary of each token, which no server sends",
+            "Use --opd-loss=top-k or sampled, or load the teacher with --teacher-checkpoint."),
     ] = ()  # fmt: skip
     """Address of an SGLang server that is the teacher instead, as `onpolicy serve` prints it; or several
     as NAME=URL, with --teacher-key. It scores each rollout before its first optimizer step."""

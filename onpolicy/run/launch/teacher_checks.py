@@ -33,7 +33,7 @@ def require_teachers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
     for path in config.distillation.teachers.values():
         _require_teacher(path, config, tokenizer)
     require_teacher_servers(config, tokenizer)
-    if config.distillation.opd_loss != "sampled":
+    if config.distillation.teachers and config.distillation.opd_loss != "sampled":
         _require_one_vocabulary(config)
     if config.distillation.teacher_key:
         _require_routes(config)
@@ -120,10 +120,10 @@ def _loss_bytes(config: TrainConfig, sizes: Sequence[ModelSize], itemsize: int) 
     """What --opd-loss keeps: of each token of a rank's responses, and the teachers' heads. Logits and
     log-probabilities of a chunk are as many as the policy's."""
     flags = config.distillation
-    if flags.opd_loss == "sampled" or not sizes:
+    if flags.opd_loss == "sampled" or not flags.names:
         return 0
     tokens = config.samples_per_rollout * config.rollout.rollout_max_response_len
-    hidden = max(size.hidden for size in sizes) * itemsize
+    hidden = max((size.hidden for size in sizes), default=0) * itemsize
     per_token = hidden if flags.opd_loss == "full" else hidden + flags.opd_top_k * (8 + 4) + 4
     heads = sum(2 * size.vocab * size.hidden * itemsize for size in sizes)
     return -(-tokens // config.cluster.num_ranks) * per_token + heads

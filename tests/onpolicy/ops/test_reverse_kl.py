@@ -7,7 +7,7 @@ import torch
 
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import Head, VocabParallel
-from onpolicy.ops.reverse_kl import TopKTeacher, WholeTeacher, reverse_kl
+from onpolicy.ops.reverse_kl import ToldTeacher, TopKTeacher, WholeTeacher, reverse_kl
 
 OPERATORS = CpuOperators(1)
 ROWS, VOCABULARY = 150, 300
@@ -89,6 +89,18 @@ def test_a_teacher_that_says_the_same_has_0_and_teaches_0_to_the_bit(kind, scale
     off[teacher_of(1, hidden.detach(), head).tokens[0, 0]] *= 1 + 1e-3
     other = Head(OPERATORS, off, None, head.vocabulary)
     assert reverse_kl(hidden, head, teacher_of(kind, hidden.detach(), other)).any()
+
+
+def test_what_a_server_says_of_its_likeliest_tokens_is_the_same_kl():
+    """The others are what these leave of 1, where they are not told; 0 to the bit for the same model."""
+    (hidden, head), teacher = make(24), make(16, seed=1)
+    for given, count in ((teacher, 5), ((hidden, head), VOCABULARY - 1)):
+        known = teacher_of(count, *given)
+        told = ToldTeacher(known.tokens, known.log_probs)
+        found = reverse_kl(hidden, head, told)
+        want = reverse_kl(hidden, head, known)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found, torch.zeros(ROWS)) == (given is not teacher)
 
 
 def test_a_teachers_likeliest_tokens_say_no_more_than_all_of_them():

@@ -106,7 +106,7 @@ def test_flags_that_contradict_a_teacher_are_refused(checkpoint, argv, message):
         (["--teacher-checkpoint", "t"], "stands beside --teacher-checkpoint"),
         (["--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
         (["--rollout-min-p", "0.1"], "a server gives log-probabilities over the whole vocabulary"),
-        (["--opd-loss", "full"], "--opd-loss=full needs more of the vocabulary"),
+        (["--opd-loss", "full"], "--opd-loss=full takes the whole vocabulary"),
         (["--teacher-key", "by"], "with --teacher-key several NAME=URL"),
     ],
 )
