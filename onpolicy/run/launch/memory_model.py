@@ -61,8 +61,7 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     """What is trained in float32, all else in the compute dtype, both shared out over the ranks; a
     layer, and the next, gathered, with their gradients if they have any."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
-    frozen = size.parameters - size.trained
-    weights = (FLOAT32 * size.trained + itemsize * frozen) // ranks
+    weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
     gathered = itemsize + FLOAT32 * size.is_trained_whole
     orders = ranks > 1 and config.plan.is_rank_invariant
     return {
@@ -122,8 +121,7 @@ def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) 
 
 def _logits(size: ModelSize, rows: int) -> int:
     """A chunk's logits, and twice the gradient of a trained head, which is summed over chunks."""
-    head = 2 * size.hidden * size.is_trained_whole
-    return FLOAT32 * size.vocab * (LOGITS_COPIES * rows + head)
+    return FLOAT32 * size.vocab * (LOGITS_COPIES * rows + 2 * size.hidden * size.is_trained_whole)
 
 
 def server_memory(
