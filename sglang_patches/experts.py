@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from onpolicy.models.adapters import is_adapters
 from onpolicy.models.experts import (
     expert_blocks,
     expert_sizes,
@@ -160,7 +161,8 @@ def _cut_out(model: PreTrainedModel) -> Destinations:
     parts: dict[str, torch.Tensor] = {}
     held: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
-        for key, part in stored_tensors(model, name, tensor).items():
+        stored = {name: tensor} if is_adapters(name) else stored_tensors(model, name, tensor)
+        for key, part in stored.items():
             held[PREFIX + key] = part
             if part is tensor:
                 names[PREFIX + key] = PREFIX + name

@@ -27,6 +27,8 @@ from transformers import PreTrainedModel
 
 from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.expert_adapters import ExpertLowRank, expert_adapter_size
+from onpolicy.models.experts import AlignedExperts, choosers, has_usual_experts
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.low_rank import Factors, add_low_rank
@@ -83,16 +85,19 @@ def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | N
     if shape is None:
         return
     model.requires_grad_(False)
-    linears = [m for name, m in model.named_modules() if _leaf(name) in shape.targets]
+    chosen = [m for name, m in model.named_modules() if _leaf(name) in shape.targets]
     missing = set(shape.targets) - {_leaf(name) for name, _ in model.named_modules()}
     if missing:
         raise ConfigError(
             f"--lora-target-modules: the model has no {', '.join(sorted(missing))}, so nothing would be "
             "adapted there. Name linears that it has."
         )
-    for linear in linears:
-        linear.add_module(CHILD, LowRank(linear, operators, shape))
-        linear.register_forward_hook(_add)
+    for module in chosen:
+        if isinstance(module, AlignedExperts):
+            module.lora = ExpertLowRank(module, shape)
+        else:
+            module.add_module(CHILD, LowRank(module, operators, shape))
+            module.register_forward_hook(_add)
 
 
 def _add(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -107,9 +112,9 @@ def factors_of(linear: nn.Module) -> Factors | None:
     return adapter.factors if isinstance(adapter, LowRank) and adapter.is_on else None
 
 
-def adapters(model: nn.Module) -> Iterator[LowRank]:
+def adapters(model: nn.Module) -> Iterator[LowRank | ExpertLowRank]:
     """Those of a model, in its order."""
-    return (module for module in model.modules() if isinstance(module, LowRank))
+    return (module for module in model.modules() if isinstance(module, (LowRank, ExpertLowRank)))
 
 
 @contextmanager
@@ -137,32 +142,41 @@ def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-    return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+    return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])
 
 
 def target_names(model: PreTrainedModel, asked: str) -> tuple[str, ...]:
     """The last parts of the names of the linears that are to be adapted, sorted.
 
-    asked: names with commas between, or ALL_LINEAR, which is every linear but the output projection.
+    asked: names with commas between, or ALL_LINEAR, which is every linear and the experts, but no router
+    and not the output projection. All experts of a layer are one target, by their module's name.
     Raises ConfigError for a name that the model does not have, for what is no plain linear, and for an
     output projection that shares its weight with the input embedding.
     """
-    kinds: dict[str, set[type]] = {}
+    kinds: dict[str, set[str]] = {}
+    choosing, head = choosers(model), _output_of(model)
     for name, module in model.named_modules():
-        if name:
-            kinds.setdefault(_leaf(name), set()).add(type(module))
-    head = {_leaf(name) for name, m in model.named_modules() if m is _output_of(model)}
-    tied = head if model.config.tie_word_embeddings else set()
-    linears = {name for name, types in kinds.items() if types == {nn.Linear}} - tied
-    names = linears - head if asked == ALL_LINEAR else {name.strip() for name in asked.split(",")}
-    for name in sorted(names - linears):
+        kind = (
+            "head" if module is head
+            else "linear" if has_usual_experts(module)
+            else "router" if module in choosing
+            else "linear" if type(module) is nn.Linear
+            else "other"
+        )  # fmt: skip
+        kinds.setdefault(_leaf(name), set()).add(kind)
+    linears = {name for name, found in kinds.items() if found == {"linear"}}
+    heads = {name for name, found in kinds.items() if found == {"head"}}
+    allowed = linears if model.config.tie_word_embeddings else linears | heads
+    names = linears if asked == ALL_LINEAR else {name.strip() for name in asked.split(",")}
+    for name in sorted(names - allowed):
         rule = (
-            "shares its weight with the input embedding, which has no adapter" if name in tied
-            else "is not a plain linear of this model" if name in kinds
+            "shares its weight with the input embedding, which has no adapter" if name in heads
+            else "chooses experts, and stays as it is" if "router" in kinds.get(name, ())
+            else "is not a plain linear of this model" if name and name in kinds
             else "is no module of this model"
         )  # fmt: skip
         raise ConfigError(
-            f"--lora-target-modules={asked}: {name!r} {rule}. Choose from {', '.join(sorted(linears))}."
+            f"--lora-target-modules={asked}: {name!r} {rule}. Choose from {', '.join(sorted(allowed))}."
         )
     return tuple(sorted(names))
 
@@ -201,7 +215,9 @@ def adapted_linears(model: nn.Module, adapter: AdapterShape) -> list[nn.Linear]:
 def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
     """Numbers in all adapters of a model, which has none yet."""
     linears = adapted_linears(model, adapter)
-    return adapter.rank * sum(m.in_features + m.out_features for m in linears)
+    size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
+    experts = (m for n, m in model.named_modules() if _leaf(n) in adapter.targets)
+    return size + sum(expert_adapter_size(m, adapter.rank) for m in experts if has_usual_experts(m))
 
 
 def _leaf(name: str) -> str:

@@ -47,6 +47,8 @@ class AlignedExperts(nn.Module):
         self.own_gate: Gate | None = None if _has_default_gate(experts) else experts._apply_gate
         self.act_fn: Any = getattr(experts, "act_fn", None)
         self.operators, self.row_parallel = operators, row_parallel
+        self.lora: Any = None
+        """Their adapters, if they have any (`expert_adapters.py`)."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], int64 [T, k], [T, k] -> [T, H]."""
@@ -61,6 +63,7 @@ class AlignedExperts(nn.Module):
             self.row_parallel,
             gate_up_bias=getattr(self, "gate_up_proj_bias", None),
             down_bias=getattr(self, "down_proj_bias", None),
+            adapter=self.lora.factors if self.lora is not None and self.lora.is_on else None,
         )
 
     def _weight(self, parameter: Tensor) -> Tensor:
@@ -143,6 +146,16 @@ def routers_of(block: nn.Module) -> list[nn.Module]:
     """
     parts = [m for m in block.children() if type(m) is not nn.Linear and not is_norm(m)]
     return [part for part in parts if hasattr(part, "weight")]
+
+
+def choosers(model: nn.Module) -> set[nn.Module]:
+    """Routers, and what scores a shared expert as a whole."""
+    found: set[nn.Module] = set()
+    for block in expert_blocks(model):
+        scores = {1, *(expert_sizes(experts)[0] for experts in experts_of(block))}
+        linears = (m for m in block.children() if type(m) is nn.Linear)
+        found |= {*routers_of(block), *(m for m in linears if m.out_features in scores)}
+    return found
 
 
 def route_by_operators(block: Any, operators: Operators) -> None:

@@ -17,6 +17,7 @@ from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import is_adapters
 from onpolicy.models.peft_adapter import CONFIG, WEIGHTS, PeftAdapter, linear_of
+from onpolicy.models.peft_experts import of_experts, peft_targets
 from onpolicy.weights.digest import WeightBucket, write_weights
 
 PREFIX = "base_model.model."
@@ -31,13 +32,9 @@ def export_adapter(
 ) -> None:
     """Write the adapters among these weights into a new directory; `base`: the model they are beside."""
     directory.mkdir()
-    tensors = [
-        (_name_in_peft(name), tensor)
-        for bucket in buckets
-        for name, tensor in bucket
-        if is_adapters(name)
-    ]
-    write_weights(tensors, directory / WEIGHTS)
+    tensors = [pair for bucket in buckets for pair in bucket if is_adapters(pair[0])]
+    in_peft = [of_experts(name, tensor) or (name, tensor) for name, tensor in tensors]
+    write_weights([(_name_in_peft(n), x) for n, x in in_peft], directory / WEIGHTS)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -45,7 +42,7 @@ def export_adapter(
         "r": shape.rank,
         "lora_alpha": flags.lora_alpha,
         "use_rslora": flags.lora_rslora,
-        "target_modules": list(shape.targets),
+        **peft_targets(shape.targets, [name for name, _ in tensors]),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -9,16 +9,28 @@ device, so CUDA graphs can hold it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
+from onpolicy.ops.low_rank import Factors, add_scaled
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 Gate = Callable[[Tensor], Tensor]
 """What stands between an expert's two products: [S, 2 I] -> [S, I]."""
+
+
+class ExpertFactors(NamedTuple):
+    """Adapters of all experts of a layer, in the layout of their weights: an axis of E first."""
+
+    gate_up: Factors
+    """a: [E, r, H]; b: [E, 2 I / P, r]"""
+
+    down: Factors
+    """a: [E, r, I / P]; b: [E, H, r]"""
 
 
 def gated_halves(operators: Operators, activation: Callable[[Tensor], Tensor]) -> Gate:
@@ -38,29 +50,37 @@ def mix_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    adapter: ExpertFactors | None = None,
     in_few_kernels: bool = True,
 ) -> Tensor:
     """`sum_j weights[:, j] * down[e_j](gate(gate_up[e_j](x)))`, e = experts.
 
     x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H] and [E, 2 I];
     down: [E, H, I] and [E, H]. Returns [T, H] in the dtype of `x`. With P tensor-parallel ranks
-    every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole.
+    every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole. `adapter` adds
+    to both products what `add_low_rank` adds to a linear; to the second before anything is rounded.
     `in_few_kernels`: whether `Operators.mix_few` may answer, where nobody asks for gradients.
     """
     has_biases = gate_up_bias is not None or down_bias is not None
-    is_plain = not (torch.is_grad_enabled() or has_biases) and row_parallel.blocks == 1
+    has_more = has_biases or adapter is not None
+    is_plain = not (torch.is_grad_enabled() or has_more) and row_parallel.blocks == 1
     if in_few_kernels and is_plain:
         mixed = operators.mix_few(x, experts, weights, gate_up, down, gate)
         if mixed is not None:
             return mixed
     tokens, k = experts.shape
     rows, chosen = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1), experts.reshape(-1)
-    outputs = expert_outputs(
-        operators, rows, chosen, gate_up, down, gate, row_parallel, gate_up_bias
-    )
+    sorted_rows = SortedRows.of(chosen, len(gate_up))
+    hidden = _gated(operators, rows, sorted_rows, gate_up, gate, gate_up_bias, adapter)
+    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
     mixed = mix_outputs(outputs, weights, row_parallel)
-    if down_bias is not None:  # once, and not on every rank
-        mixed = mixed + mix_outputs([_biases(chosen, down_bias)], weights, WHOLE)
+    once = []  # and not on every rank
+    if adapter is not None:
+        once.append(_added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel))
+    if down_bias is not None:
+        once.append(_biases(chosen, down_bias))
+    for output in once:
+        mixed = mixed + mix_outputs([output], weights, WHOLE)
     return mixed.to(x.dtype)
 
 
@@ -72,23 +92,85 @@ def expert_outputs(
     down: Tensor,
     gate: Gate,
     row_parallel: RowParallel,
-    gate_up_bias: Tensor | None = None,
 ) -> list[Tensor]:
     """What its expert makes of each row, in this rank's blocks of the sum over I.
 
     rows: [S, H]; experts: int64 [S]; the rest as in `mix_experts`. Returns float32 [S, H] each.
     """
-    chosen, order = experts.sort(stable=True)
-    offsets = torch.searchsorted(chosen, torch.arange(len(gate_up) + 1, device=rows.device))
-    if gate_up_bias is None:
-        hidden = gate(operators.grouped_linear(rows[order], gate_up, offsets))
+    sorted_rows = SortedRows.of(experts, len(gate_up))
+    hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, None)
+    return _down(operators, hidden, sorted_rows, down, row_parallel)
+
+
+class SortedRows(NamedTuple):
+    """The order of rows by their experts, and the way back."""
+
+    experts: Tensor
+    """int64 [S], ascending"""
+
+    order: Tensor
+    back: Tensor
+    offsets: Tensor
+    """int64 [E + 1]: where the rows of each expert begin"""
+
+    @staticmethod
+    def of(experts: Tensor, count: int) -> SortedRows:
+        chosen, order = experts.sort(stable=True)
+        offsets = torch.searchsorted(chosen, torch.arange(count + 1, device=experts.device))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=experts.device)
+        return SortedRows(chosen, order, back, offsets)
+
+
+def _gated(
+    operators: Operators,
+    rows: Tensor,
+    by_expert: SortedRows,
+    gate_up: Tensor,
+    gate: Gate,
+    bias: Tensor | None,
+    adapter: ExpertFactors | None,
+) -> Tensor:
+    """[S, H] -> [S, I / P], the rows sorted."""
+    rows, offsets = rows[by_expert.order], by_expert.offsets
+    if bias is None:
+        product = operators.grouped_linear(rows, gate_up, offsets)
     else:
-        sums = operators.grouped_partial_linear(rows[order], gate_up, offsets)
-        hidden = gate((sums + _biases(chosen, gate_up_bias)).to(rows.dtype))
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=rows.device)
+        sums = operators.grouped_partial_linear(rows, gate_up, offsets)
+        product = (sums + _biases(by_expert.experts, bias)).to(rows.dtype)
+    if adapter is not None:
+        a, b, scale = adapter.gate_up
+        inner = operators.grouped_linear(rows, a, offsets)
+        added = operators.grouped_linear(inner, b, offsets)
+        product = add_scaled(product, added, scale)
+    return gate(product)
+
+
+def _down(
+    operators: Operators,
+    hidden: Tensor,
+    by_expert: SortedRows,
+    down: Tensor,
+    row_parallel: RowParallel,
+) -> list[Tensor]:
     pairs = zip(row_parallel.split(hidden), row_parallel.split(down), strict=True)
-    return [operators.grouped_partial_linear(*pair, offsets)[back] for pair in pairs]
+    products = (operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs)
+    return [product[by_expert.back] for product in products]
+
+
+def _added_to_down(
+    operators: Operators,
+    hidden: Tensor,
+    by_expert: SortedRows,
+    factors: Factors,
+    row_parallel: RowParallel,
+) -> Tensor:
+    """float32 [S, H], the same on every rank."""
+    pairs = zip(row_parallel.split(hidden), row_parallel.split(factors.a), strict=True)
+    parts = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
+    inner = row_parallel.sum(parts).to(hidden.dtype)
+    added = operators.grouped_linear(inner, factors.b, by_expert.offsets)
+    return added[by_expert.back].float() * factors.scale
 
 
 def _biases(experts: Tensor, bias: Tensor) -> Tensor:

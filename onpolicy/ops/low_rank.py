@@ -36,4 +36,9 @@ def add_low_rank(
     """
     inner = operators.row_parallel_linear(x, factors.a, None, row_parallel)
     added = operators.linear(inner, factors.b)
-    return (out.float() + added.float() * factors.scale).to(out.dtype)
+    return add_scaled(out, added, factors.scale)
+
+
+def add_scaled(out: Tensor, added: Tensor, scale: float) -> Tensor:
+    """The sum in float32, rounded to the dtype of out."""
+    return (out.float() + added.float() * scale).to(out.dtype)

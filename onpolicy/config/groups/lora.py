@@ -34,7 +34,7 @@ class LoraConfig:
             "Let the run start its servers, or leave --lora-rank out."),
     ] = 0  # fmt: skip
     """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
-    all weights. For --true-on-policy-mode, fsdp and models without experts."""
+    all weights. For --true-on-policy-mode and fsdp."""
 
     lora_alpha: Annotated[Positive, BY_LORA] = 32.0
     """What an adapter adds is multiplied by lora_alpha / lora_rank."""
@@ -43,8 +43,8 @@ class LoraConfig:
     """Multiply by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
 
     lora_target_modules: Annotated[str, BY_LORA] = "all-linear"
-    """Linears that are adapted: all-linear, which is every one but the output projection, or the last
-    parts of their names, as in q_proj,lm_head."""
+    """Linears that are adapted: all-linear, which is every one and all experts, but no router and not
+    the output projection, or the last parts of their names, as in q_proj,experts,lm_head."""
 
     lora_adapter: Annotated[str, BY_LORA] = ""
     """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says

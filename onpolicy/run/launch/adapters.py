@@ -7,9 +7,10 @@ from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import target_names
+from onpolicy.models.experts import has_usual_experts
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.hf_config import has_experts
 from onpolicy.models.peft_adapter import read_peft_adapter
+from onpolicy.models.peft_experts import FUSED_NAMES
 from onpolicy.models.peft_format import require_adapter_fits
 
 
@@ -21,12 +22,16 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
     if not isinstance(config, TrainConfig) or not config.lora.lora_rank:
         return None
     rank, asked = config.lora.lora_rank, config.lora.lora_target_modules
-    if has_experts(facts.config):
-        raise ConfigError(
-            f"--lora-rank={rank}: model_type={facts.config.model_type} has experts, which are not "
-            "adapted yet. Choose a dense model, or leave --lora-rank out."
-        )
     targets = target_names(facts.model, asked)
+    alike = FUSED_NAMES.intersection(targets)
+    experts = {
+        name.rpartition(".")[2] for name, m in facts.model.named_modules() if has_usual_experts(m)
+    }
+    if alike and experts and not experts.intersection(targets):
+        raise ConfigError(
+            f"--lora-target-modules={asked}: PEFT takes {', '.join(sorted(alike))} of a mixture for its "
+            "experts, so it could not read the adapter. Name the experts too, or none of these."
+        )
     if given := config.lora.lora_adapter:
         adapter = read_peft_adapter(given, "--lora-adapter")
         require_adapter_fits(adapter, facts.model, config.model.hf_checkpoint, "--lora-adapter")

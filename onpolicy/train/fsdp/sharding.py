@@ -139,7 +139,11 @@ def _checkpoint_tensors(
         if name.startswith(_VALUE_HEAD):
             yield VALUE_HEAD + name.removeprefix(_VALUE_HEAD), tensor
             continue
-        stored = stored_tensors(model.causal_lm, name.removeprefix(PREFIX), tensor)
+        own_name = name.removeprefix(PREFIX)
+        if is_adapters(name):  # which no checkpoint has, so nothing renames it
+            yield own_name, tensor
+            continue
+        stored = stored_tensors(model.causal_lm, own_name, tensor)
         if twice := sorted(names & stored.keys()):
             raise ConfigError(
                 f"parameter={name}: transformers stores it together with another one as {twice[0]}, so "

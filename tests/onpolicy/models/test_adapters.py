@@ -214,9 +214,8 @@ def test_a_model_without_what_the_contract_names_is_refused():
         add_adapters(model, OPERATORS, SHAPE)
 
 
-def test_experts_are_refused(tmp_path):
-    facts = ModelFacts(load_config(str(make_checkpoint(tmp_path / "moe", "qwen3-moe"))))
+def test_without_a_rank_there_are_none(model):
+    facts = ModelFacts(model.config)
     config = dataclasses.replace(TrainConfig(), lora=groups.LoraConfig(lora_rank=2))
-    with pytest.raises(ConfigError, match="--lora-rank=2: model_type=qwen3_moe has experts"):
-        adapter_of(config, facts)
+    assert adapter_of(config, facts).rank == 2
     assert adapter_of(TrainConfig(), facts) is None

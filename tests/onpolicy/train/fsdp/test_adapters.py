@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from onpolicy.models.adapters import adapters
 from onpolicy.models.trainable import trainable_parameters
-from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, weights
+from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, maker_of, weights
+from tests.support.tiny import make_checkpoint
 
 __all__ = ["make"]
 
@@ -109,3 +110,17 @@ def test_it_is_exported_as_peft_writes_it(lora, checkpoint, tmp_path):
     assert len(written) == len(held)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     assert torch.equal(written[name], held["model.layers.0.self_attn.q_proj.lora.B"])
+
+
+def test_adapters_of_experts_move_alone(tmp_path):
+    mixture = make_checkpoint(tmp_path / "moe", "glm4-moe")
+    trainer = maker_of(mixture)(lora={"lora_rank": 4})
+    before = weights(trainer)
+    for step in (0, 1):
+        metrics = trainer.train(make_samples(trainer), step, RATES).metrics
+        assert metrics["parity/num_mismatched_tokens"] == 0
+    moved = {n for n, x in weights(trainer).items() if not torch.equal(before[n], x)}
+    assert moved == {n for n in before if ".lora." in n}
+    assert {n.rpartition(".lora.")[2] for n in moved if ".experts." in n} == {
+        "gate_up.A", "gate_up.B", "down.A", "down.B",
+    }  # fmt: skip

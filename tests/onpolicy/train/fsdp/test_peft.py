@@ -10,7 +10,8 @@ from onpolicy.cli.main import main
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 from onpolicy.models.adapters import adapters
-from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, weights
+from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, maker_of, weights
+from tests.support.tiny import make_checkpoint
 
 __all__ = ["make"]
 
@@ -31,7 +32,9 @@ def drawn(trainer):
     torch.manual_seed(0)
     with torch.no_grad():
         for adapter in adapters(trainer.policy.module):
-            adapter.B.to_local().normal_(std=0.05)
+            for name, factor in adapter.named_parameters():
+                if name.endswith("B"):
+                    factor.to_local().normal_(std=0.05)
     return trainer
 
 
@@ -64,6 +67,26 @@ def test_peft_computes_with_what_we_wrote_what_we_compute(make, checkpoint, tmp_
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.Linear):
             module.scaling["default"] *= 1.01
+    assert (scored(samples, model) - ours(samples)).abs().max() > 10 * CLOSE
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    return make_checkpoint(tmp_path / "moe", "glm4-moe")
+
+
+def test_peft_reads_the_adapters_of_experts(mixture, tmp_path):
+    trainer = drawn(maker_of(mixture)(lora={"lora_rank": 4}))
+    samples = make_samples(trainer)
+    trainer.export(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    without = scored(samples, base)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert (scored(samples, model) - ours(samples)).abs().max() < CLOSE
+    assert (without - ours(samples)).abs().max() > 100 * CLOSE
+    experts = model.base_model.model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.base_layer.lora_B["default"].weight.mul_(1.01)  # of gate and up
     assert (scored(samples, model) - ours(samples)).abs().max() > 10 * CLOSE
 
 

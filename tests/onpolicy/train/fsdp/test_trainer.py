@@ -25,6 +25,10 @@ RATES = [1e-3]
 
 @pytest.fixture
 def make(checkpoint):
+    return maker_of(checkpoint)
+
+
+def maker_of(checkpoint):
     """Makes trainers; keyword arguments change the configuration's groups."""
 
     def make_one(dtype="float32", aligned=True, **changes):
