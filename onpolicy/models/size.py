@@ -68,6 +68,11 @@ class ModelSize:
         return replace(self, parameters=base, trained=base, adapters=0) if self.adapters else self
 
     @property
+    def is_trained_whole(self) -> bool:
+        """Whether layers and head are trained, and not adapters alone."""
+        return 2 * self.trained > self.parameters
+
+    @property
     def outside_layers(self) -> int:
         """Parameters of embedding, head and last norm, as if all layers were of equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)

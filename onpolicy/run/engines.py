@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.errors import CheckpointError
 from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup, SamplingJob
 from onpolicy.run.launch.engine_specs import make_rollout_group, replays_routing
 from onpolicy.run.launch.host_shares import share_of_cores
@@ -58,7 +59,7 @@ class EnginePair:
         self._logs, self._longest_sequence = directory / "logs", longest_sequence
         self.rollout, self._on_stop = self._new_rollout(), ExitStack()
         self.weight_version = UNPUSHED
-        self.weight_digest = ""
+        self.weight_digest = self.expected_digest = ""
 
     def _new_rollout(self) -> RolloutGroup:
         return self._make_rollout(
@@ -105,6 +106,14 @@ class EnginePair:
         """
         self.weight_version = version
         self._push_by(self.trainer.push)
+        expected, self.expected_digest = self.expected_digest, ""
+        if expected not in ("", self.weight_digest):
+            raise CheckpointError(
+                f"--load={self.config.output.load}: the trainer has other weights (digest "
+                f"{self.weight_digest}) than were pushed when it was saved ({expected}). With "
+                f"--lora-rank the base is read from --hf-checkpoint={self.config.model.hf_checkpoint}, "
+                "whose files must be those of then. Put them back, or start a new run."
+            )
 
     def push_again(self) -> None:
         """Give servers that were started again the weights of the last push, in the same way."""

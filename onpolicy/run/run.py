@@ -103,8 +103,7 @@ class Run:
         self.engines.start()
         self._use_ladder()
         if resumed is not None:
-            self.engines.trainer.load(resumed.directory)
-            logger.info("resumed from %s", resumed.directory)
+            saving.take_over(resumed, config, self.engines)
         self._open_outputs()
         self._begin_rollouts(resumed)
 
@@ -285,6 +284,7 @@ class Run:
                 learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
                 best=self.best,
+                weights=self.engines.weight_digest,
             )
             write = partial(write_rollouts, sampler=self.sampler, rollouts=self.rollouts)
             saving.save(self.config, self.engines, state, write)

@@ -58,17 +58,19 @@ MOST_RANKS = 4096
 
 
 def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
-    """Everything in float32 and shared out over the ranks; a layer, and the next, gathered."""
+    """What is trained in float32, all else in the compute dtype, both shared out over the ranks; a
+    layer, and the next, gathered, with their gradients if they have any."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
-    weights = FLOAT32 * size.parameters // ranks
+    weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
+    gathered = itemsize + FLOAT32 * size.is_trained_whole
     orders = ranks > 1 and config.plan.is_rank_invariant
     return {
         "weights": weights,
         "gradients": FLOAT32 * trained // ranks,
         "AdamW": 2 * FLOAT32 * trained // ranks,
         "masters": weights * bool(rollout_format(config) and not config.lora.lora_rank),
-        "reference": weights * config.loads_reference,
-        "gathered layers": (FLOAT32 + itemsize) * (size.outside_layers + 2 * size.largest_layer),
+        "reference": itemsize * size.parameters // ranks * config.loads_reference,
+        "gathered layers": gathered * (size.outside_layers + 2 * size.largest_layer),
         "exchanged gradients": FLOAT32 * max(size.outside_layers, size.largest_layer) * orders,
     }
 
@@ -118,8 +120,8 @@ def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) 
 
 
 def _logits(size: ModelSize, rows: int) -> int:
-    """A chunk's logits, and twice the gradient of the head, which is summed over chunks."""
-    return FLOAT32 * size.vocab * (LOGITS_COPIES * rows + 2 * size.hidden)
+    """A chunk's logits, and twice the gradient of a trained head, which is summed over chunks."""
+    return FLOAT32 * size.vocab * (LOGITS_COPIES * rows + 2 * size.hidden * size.is_trained_whole)
 
 
 def server_memory(

@@ -54,6 +54,9 @@ class RunState:
     prompts: str
     """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
 
+    weights: str | None = None
+    """The digest of the last push; None if there was none."""
+
     best: Best | None = None
     """What --save-best-metric has found; None without it, or if there is none yet."""
 
@@ -93,6 +96,7 @@ class _Record(TypedDict):
     governor: dict[str, Any]
     learning_rate: dict[str, Any]
     prompts: str
+    weights: NotRequired[str]
     best: NotRequired[_Best]
     config: dict[str, Any]
     made_with: dict[str, Any]
@@ -170,6 +174,7 @@ def _checkpoint(directory: Path, record: _Record) -> Checkpoint:
         governor=record["governor"],
         learning_rate=record["learning_rate"],
         prompts=record["prompts"],
+        weights=record.get("weights"),
         best=Best(**best) if (best := record.get("best")) else None,
     )
     if number_of(directory) not in (None, state.rollouts_done):

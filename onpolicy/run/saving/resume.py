@@ -10,6 +10,8 @@ from onpolicy.config import settings
 from onpolicy.config.groups import OutputConfig
 from onpolicy.config.sft import AnyRun
 from onpolicy.errors import CheckpointError, ConfigError
+from onpolicy.outputs.directory import versions
+from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
     STATE,
     Checkpoint,
@@ -41,6 +43,16 @@ def find(config: AnyRun, prompts: Sequence[Prompt]) -> Checkpoint | None:
     if output.save:
         _require_own(Path(output.save), found)
     return found
+
+
+def take_over(found: Checkpoint, config: AnyRun, engines: EnginePair) -> None:
+    """Give the trainer what a checkpoint holds, and have the first push find the weights that were
+    pushed last: of a model with adapters the base is read from elsewhere."""
+    engines.trainer.load(found.directory)
+    is_alike = versions().items() <= found.made_with.items()  # else names or digests may be others
+    if is_alike and not settings.changes(found.config, config):
+        engines.expected_digest = found.state.weights or ""
+    logger.info("resumed from %s", found.directory)
 
 
 def _asked_for(output: OutputConfig) -> Path | None:

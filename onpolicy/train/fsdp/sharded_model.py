@@ -56,9 +56,7 @@ class FsdpModel(ShardedModel):
         self.kind = ValueModel if has_values else PolicyModel
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.adapter = contract.adapter if trained and not has_values else None
-        self.module = self._load(path, contract, operators)
-        if not trained:
-            self.module.requires_grad_(False)
+        self.module = self._load(path, contract, operators, trained)
         self.is_base = False
         """Whether this is what adapters are beside."""
         contract = contract if rounds else contract.unrounded
@@ -73,7 +71,9 @@ class FsdpModel(ShardedModel):
                 portable=config.operators.is_portable,
             )
 
-    def _load(self, path: str, contract: NumericsContract, operators: Operators) -> PolicyModel:
+    def _load(
+        self, path: str, contract: NumericsContract, operators: Operators, trained: bool
+    ) -> PolicyModel:
         trust = self.config.model.trust_remote_code
         return load_sharded_policy(
             path,
@@ -90,6 +90,7 @@ class FsdpModel(ShardedModel):
             adapter=self.adapter,
             seed=self.config.seed,
             begins_with=self.config.lora.lora_adapter,
+            trained=trained,
         )
 
     def use(self, operators: Operators) -> None:

@@ -50,14 +50,18 @@ def load_sharded_policy(
     adapter: AdapterShape | None = None,
     seed: int = 0,
     begins_with: str = "",
+    trained: bool = True,
 ) -> PolicyModel:
-    """Load float32 master weights, each rank its shards; computation runs in `dtype`.
+    """Load the weights, each rank its shards: those that are trained in float32, and all others in
+    `dtype`, in which everything is computed.
 
     Every rank reads its own shards of the checkpoint's files. Adapters are those of the
     directory `begins_with`, or begin as `seed` says.
     """
     config = load_config(path, trust_remote_code, context=context)
     model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind, adapter)
+    if not trained:
+        model.requires_grad_(False)
     buffers = dict(model.named_buffers())
     _shard(model, dtype, activation_checkpointing)
     model.to_empty(device=device)
@@ -88,6 +92,9 @@ def _shard(model: PolicyModel, dtype: torch.dtype, activation_checkpointing: boo
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     model.float()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # a cast to dtype now, or before each layer: the same bits
+            parameter.data = parameter.data.to(dtype)
     for layer in model.layers:
         if activation_checkpointing:
             checkpoint_activations(layer)

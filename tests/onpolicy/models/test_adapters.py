@@ -146,6 +146,27 @@ def test_products_with_adapters_are_checked_where_they_are_called(checkpoint):
         assert ((4, 208, False) in shapes.row_linear) is row_parallel
 
 
+@pytest.mark.parametrize("rank", [48, 47])
+def test_of_full_rank_a_step_is_that_of_the_whole_weight(rank):
+    """With B = 0 and A orthogonal, a step of SGD moves s B A by s^2 times that of W; one dimension less
+    leaves a part of it out."""
+    shape = AdapterShape(rank=rank, scale=0.5, targets=("up_proj",))
+    adapted, base = make_linear(torch.float32, shape, zero=True)
+    with torch.no_grad():
+        adapted.lora.A.copy_(torch.linalg.qr(torch.randn(48, 48))[0][:rank])
+    base.weight = torch.nn.Parameter(base.weight.detach().clone())  # the adapted one's is frozen
+    x, target = torch.randn(64, 48), torch.randn(64, 80)
+    before = base(x).detach()
+    for linear, trained, lr in ((base, base.weight, 0.5), (adapted, adapted.lora.B, 2.0)):
+        torch.nn.functional.mse_loss(linear(x), target, reduction="sum").div(64).backward()
+        torch.optim.SGD([trained], lr=lr).step()
+    with torch.no_grad():
+        difference = (adapted(x) - base(x)).abs().max()
+        moved = (base(x) - before).abs().max()
+    assert moved > 1
+    assert (difference < 1e-5 * moved) == (rank == 48)
+
+
 def test_first_values_depend_on_seed_and_name_alone():
     shape = torch.Size((4, 48))
     values = first_values("x.lora.A", shape, 3)

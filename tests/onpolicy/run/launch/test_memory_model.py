@@ -51,6 +51,28 @@ def test_what_a_trainer_keeps_is_what_the_sum_says(architecture, tmp_path):
     assert parts["AdamW"] == moments
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_beside_adapters_the_base_is_kept_in_the_dtype_and_nothing_of_it_beside(dtype, checkpoint):
+    base = make_config(checkpoint)
+    model = dataclasses.replace(base.model, dtype=dtype)
+    config = dataclasses.replace(base, model=model, lora=groups.LoraConfig(lora_rank=4))
+    hf_config, spec = make_spec(config, 50)
+    adapter = contract_for(config, hf_config, aligned=True).adapter
+    parts, whole = (
+        RunMemory(config, hf_config, spec, ModelSize.of(hf_config, False, x)).trainer().parts
+        for x in (adapter, None)
+    )
+    distributed.init_process_group()
+    trainer = make_trainer(config, contract_for(config, hf_config, aligned=True), 1)
+    create_missing_moments(trainer.policy.optimizer)
+    parameters = [*trainer.policy.module.parameters()]
+    assert parts["weights"] == sum(p.nbytes for p in parameters)
+    assert parts["gradients"] == sum(p.nbytes for p in parameters if p.requires_grad)
+    assert parts["AdamW"] == 2 * parts["gradients"] < whole["AdamW"] / 10
+    assert parts["gathered layers"] < whole["gathered layers"]
+    assert parts["logits"] < whole["logits"]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_are_what_autograd_keeps_and_not_many_times_more(

@@ -24,9 +24,10 @@ def lora(make):
     return make_one
 
 
-def test_at_first_log_probabilities_are_those_of_the_base(lora, make):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_at_first_log_probabilities_are_those_of_the_base(lora, make, dtype):
     """Until B is no longer zero, and then they are not."""
-    adapted, base = lora(), make()
+    adapted, base = lora(dtype=dtype), make(dtype)
     sampled = [s.sample.rollout_log_probs for s in make_samples(base)]
     assert [s.sample.rollout_log_probs for s in make_samples(adapted)] == sampled
     adapted.train(make_samples(adapted), 0, RATES)
@@ -46,6 +47,18 @@ def test_adapters_alone_move_and_have_optimizer_state(lora):
     assert trainer.policy.frozen_digest() == frozen
     state = trainer.policy.optimizer.state
     assert len(state) == len(names) == len(trainable_parameters(trainer.policy.module))
+
+
+def test_the_base_and_a_reference_are_held_in_the_dtype_that_is_computed_in(lora, make, checkpoint):
+    """Masters of full training are float32; what is pushed has the same bits."""
+    trainer, whole = lora(dtype="bfloat16"), make("bfloat16")
+    for name, parameter in trainer.policy.module.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".lora." in name else torch.bfloat16)
+    held = weights(trainer)
+    assert all(torch.equal(held[name], x) for name, x in weights(whole).items())
+    algorithm = {"use_kl_loss": True, "ref_checkpoint": str(checkpoint)}
+    reference = make("bfloat16", algorithm=algorithm).models["reference"]
+    assert {p.dtype for p in reference.module.parameters()} == {torch.bfloat16}
 
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(lora, tmp_path):
