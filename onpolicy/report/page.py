@@ -53,6 +53,7 @@ PANELS = (
     Panel("Variance of the returns that the critic knew (share)", ("critic/vf_explained_var",)),
     Panel("Entropy (nats)", ("train/entropy",)),
     Panel("Loss", ("train/loss",)),
+    Panel("Distinct tokens of the micro-batches (share)", ("train/distinct_tokens_share",)),
     Panel("Clipped ratios (share)", ("train/pg_clipfrac",)),
     Panel("KL to the reference model", ("train/kl_loss",)),
     Panel(

@@ -8,7 +8,7 @@ are [R], of all sampled tokens; float32 where nothing else is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cuts import Cut
+from onpolicy.train import distributed
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
 
@@ -190,6 +191,20 @@ def packed_batch(
         lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
         mask=torch.full((len(log_probs),), bool(numbered), device=device),
     )
+
+
+def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> dict[str, float]:
+    """How much of their tokens the micro-batches of all ranks compute; nothing of whole sequences."""
+    if not shares_prefixes:
+        return {}
+    batches = [batch for step in steps for batch in step]
+    ours = [batch for batch in batches if not batch.is_filler]
+    counts = {
+        "distinct": sum(len(batch.packed.tokens) for batch in ours),
+        "all": sum(len(s.sample.token_ids) for batch in ours for s in batch.samples),
+    }
+    found = distributed.count_over_data(counts, batches[0].mask.device)
+    return {"train/distinct_tokens_share": found["distinct"] / found["all"]}
 
 
 def completed(batch: WeighedBatch, log_probs: Tensor) -> WeighedBatch:

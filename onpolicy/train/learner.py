@@ -20,7 +20,7 @@ from onpolicy.ops.cuts import Cut
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages, token_returns
-from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, packed_batch
+from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, packed_batch, sharing
 from onpolicy.train.correction import Corrections
 from onpolicy.train.critic import Critic, known_variance
 from onpolicy.train.engine import Check, Role, ShardedModel
@@ -105,8 +105,9 @@ class Learner:
             metrics["parity/num_fallbacks"] = 1.0
         self.penalties.step()
         metrics |= self.bonus.step(metrics["train/entropy"])
+        metrics |= perf | sharing(steps, share.shares_prefixes)
         findings = gate.findings(share.outcomes.num_samples, apart)
-        return TrainOutcome(metrics=metrics | perf, findings=findings, learnt=learnt)
+        return TrainOutcome(metrics=metrics, findings=findings, learnt=learnt)
 
     def _train_on(
         self,

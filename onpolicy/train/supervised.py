@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
-from onpolicy.train.batch import WeighedBatch, packed_batch
+from onpolicy.train.batch import WeighedBatch, packed_batch, sharing
 from onpolicy.train.loss import weighted_sum
 from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -36,6 +36,7 @@ def supervised_step(
     num_tokens = sum(len(s.sample.token_ids) for s in samples)
     return {
         **metrics,
+        **sharing([batches], trainer.config.trainer.share_prefixes),
         "perf/train_time": seconds,
         "perf/train_tokens_per_second": num_tokens / seconds,
     }

@@ -130,11 +130,12 @@ def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     algorithm = {"advantage_estimator": estimator, "loss_aggregation": "seq-mean-token-mean"}
-    trainer = {"max_tokens_per_gpu": 12, "share_prefixes": shared}
+    trainer = {"max_tokens_per_gpu": 14, "share_prefixes": shared}  # two branches that share
     changes = {"algorithm": algorithm, "trainer": trainer}
     job = Job(path=checkpoint, backend=backend, changes=changes)
     (metrics, alone), *others = (group.run(learn_episodes, job)[0] for group in ranks.values())
     assert metrics["train/grad_norm"] > 0 == metrics["parity/num_mismatched_tokens"]
+    assert (metrics.get("train/distinct_tokens_share", 1) < 1) == shared
     assert all(found == metrics and equal(other, alone) for found, other in others)
 
 

@@ -115,6 +115,14 @@ def test_more_ranks_share_what_is_kept(checkpoint):
     assert four["exchanged gradients"] > one["exchanged gradients"] == 0
 
 
+def test_a_group_whose_prompt_is_computed_once_is_one_ranks(checkpoint):
+    config = make_config(checkpoint)
+    shared = dataclasses.replace(config.trainer, share_prefixes=True)
+    together = dataclasses.replace(config, trainer=shared)
+    one, four = (trainer_parts(config, ranks=n)["activations"] for n in (1, 4))
+    assert trainer_parts(together, ranks=4)["activations"] == one > four
+
+
 def test_a_server_is_its_weights_and_its_cache(checkpoint):
     config = make_config(checkpoint, "bfloat16", rollout_max_concurrency=3)
     hf_config, spec = make_spec(config)
