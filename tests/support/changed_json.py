@@ -28,10 +28,16 @@ def is_another_shape(value: Any, other: Any) -> bool:
 
 
 @st.composite
-def changes(draw: st.DrawFn, record: dict[str, Any], kept: tuple[str, ...] = ()) -> dict[str, Any]:
+def changes(
+    draw: st.DrawFn,
+    record: dict[str, Any],
+    kept: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """`record` with a value of another type, a key that is gone, or one that nobody knows.
 
-    What is below a key of `kept` stays: a mapping that may hold anything.
+    What is below a key of `kept` stays: a mapping that may hold anything. Those of `optional` are not
+    gone, since a record may lack them.
     """
     changed = copy.deepcopy(record)
     paths = [path for path in places(record) if path and not set(path[:-1]) & set(kept)]
@@ -40,7 +46,7 @@ def changes(draw: st.DrawFn, record: dict[str, Any], kept: tuple[str, ...] = ())
     for step in above:
         parent = parent[step]
     if isinstance(parent, dict) and draw(st.booleans()):
-        if draw(st.booleans()):
+        if key not in optional and draw(st.booleans()):
             del parent[key]
         else:
             parent["nobody knows"] = 1

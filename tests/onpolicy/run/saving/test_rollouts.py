@@ -49,7 +49,8 @@ def test_what_was_written_is_read_and_written_again(drawn):
 
 @given(data=st.data())
 def test_another_shape_is_refused_by_name_with_the_remedy(drawn, data):
-    record = data.draw(changes(drawn[1], kept=("metrics", "reward_parts", "drawn")))
+    kept, optional = ("metrics", "reward_parts", "drawn"), ("num_prefix_tokens",)
+    record = data.draw(changes(drawn[1], kept, optional))
     with pytest.raises(ConfigError, match=rf"^--load=.*: {FILE}: .*earlier checkpoint"):
         read(drawn, record)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,8 +15,6 @@ from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, maker_of,
 from tests.support.tiny import make_checkpoint
 
 __all__ = ["make"]
-
-peft = pytest.importorskip("peft")
 
 CLOSE = 1e-5
 """Between log-probabilities of float32 models that sum in other orders."""
