@@ -214,10 +214,6 @@ GOVERNOR = ["--mismatch-governor"]
         ),
         (FALLBACK, r"--parity-policy=fallback: needs a correction to fall back to"),
         (
-            [*MODE, "--rollout-weight-format", "int8", "--train-backend", "megatron"],
-            r"--rollout-weight-format=int8: .*written for fsdp alone",
-        ),
-        (
             [*GOVERNOR, "--rollout-server-url", "http://x"],
             r"--mismatch-governor=True: .*cannot start",
         ),

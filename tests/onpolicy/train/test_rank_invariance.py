@@ -94,13 +94,13 @@ def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, se
 def round_own_rows(job):
     """The weights of a trainer whose ranks make scales of their own rows."""
 
-    def round_own(masters):
-        for parameter in masters._rounded.values():
-            own = parameter.detach().to_local()
-            own.copy_(round_weight(own.bfloat16(), "fp8_e4m3_block128"))
+    def round_own(masters, name, held):
+        own = held.detach().to_local().bfloat16()
+        rounded = masters._rounded[name].detach().to_local()
+        rounded.copy_(round_weight(own, "fp8_e4m3_block128"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Masters, "round", round_own)
+        patch.setattr(Masters, "_round", round_own)
         return weights(make(job))
 
 
