@@ -38,8 +38,8 @@ class Episode:
     """For each trajectory one for each sampled token, [R]."""
 
     token_weights: Sequence[Sequence[float]] | None = None
-    """For each trajectory, [R]: by what a token's objective is multiplied in the loss, 0 or more; None: 1.
-    Denominators and all other terms stay as they are (prime-rl's component weights)."""
+    """For each trajectory, [R]: what a token's objective is multiplied by in the loss, 0 or more;
+    None: 1. Denominators and all other terms stay as they are (prime-rl's component weights)."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Json] = field(default_factory=dict)
