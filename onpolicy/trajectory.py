@@ -147,8 +147,9 @@ class Trajectory:
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache, by all requests together."""
 
-    num_prefix_tokens: int = 0
-    """Tokens that those requests began with, which might have been found there."""
+    num_prefix_tokens: int = field(default=0, compare=False)
+    """Tokens that those requests began with, which might have been found there; not compared, since
+    rounds make requests."""
 
     forks: Forks = ()
     """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
