@@ -24,6 +24,9 @@ from sglang_patches import registry
 
 TARGET = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 
+WORD = 4
+"""Bytes of a token in `words_of`."""
+
 LEAST = 32
 """Tokens whose prefill costs more than a pass that one waits; SGLang's threshold of `lpm`."""
 
@@ -41,11 +44,13 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     under_way = last.reqs if last is not None and last.forward_mode.is_extend() else []
     leaders = Leaders(scheduler.page_size)
     for request in filter(None, (scheduler.chunked_req, *under_way)):
-        leaders.add(_tokens(request), _key(request))
+        leaders.add(_kept_words(request), _key(request))
     waits = {
         request
         for request in queue
-        if leaders.compute(_tokens(request), _key(request), partial(_num_cached, cache, request))
+        if leaders.compute(
+            _kept_words(request), _key(request), partial(_num_cached, cache, request)
+        )
     }
     scheduler.waiting_queue = [request for request in queue if request not in waits]
     result = original(scheduler, *args, **kwargs)
@@ -61,39 +66,49 @@ class Leaders:
     def __init__(self, page_size: int = 1):
         self._page_size = page_size
         self._of = defaultdict[Any, list[bytes]](list)
-        """In order, as bytes that sort as their tokens do: who shares most stands beside."""
+        """In order, so that who shares most stands beside."""
 
-    def compute(self, tokens: Sequence[int], key: Any, num_cached: Callable[[], int]) -> bool:
-        """Whether one of them computes at least LEAST tokens of these before the last, of which
-        `num_cached` are there; if none does, these lead too."""
-        words, others = _words(tokens), self._of[key]
+    def compute(self, words: bytes, key: Any, num_cached: Callable[[], int]) -> bool:
+        """Whether one of them computes at least LEAST tokens of these `words_of` before the last, of
+        which `num_cached` are there; if none does, these lead too."""
+        others = self._of[key]
         place = bisect(others, words)
         shared = max(
             (_shared(words, other) for other in others[max(place - 1, 0) : place + 1]), default=0
         )
-        whole = min(shared, len(tokens) - 1) // self._page_size * self._page_size
+        whole = min(shared, len(words) // WORD - 1) // self._page_size * self._page_size
         if whole >= LEAST and whole - num_cached() >= LEAST:
             return True
         others.insert(place, words)
         return False
 
-    def add(self, tokens: Sequence[int], key: Any) -> None:
-        insort(self._of[key], _words(tokens))
+    def add(self, words: bytes, key: Any) -> None:
+        insort(self._of[key], words)
 
 
-def _words(tokens: Sequence[int]) -> bytes:
+def words_of(tokens: Sequence[int]) -> bytes:
+    """Bytes that sort as the tokens do."""
     return np.asarray(tokens, dtype=">u4").tobytes()
 
 
 def _shared(a: bytes, b: bytes) -> int:
     """Tokens that both begin with."""
-    count = min(len(a), len(b)) // 4
+    count = min(len(a), len(b)) // WORD
     differ = np.frombuffer(a, ">u4", count) != np.frombuffer(b, ">u4", count)
     return int(differ.argmax()) if differ.any() else count
 
 
 def _tokens(request: Any) -> Any:
     return request.origin_input_ids + request.output_ids
+
+
+def _kept_words(request: Any) -> bytes:
+    """Kept with the request, since it may wait for as many passes as its queue is long."""
+    count = len(request.origin_input_ids) + len(request.output_ids)
+    kept: bytes = getattr(request, "prefix_words", b"")
+    if len(kept) != count * WORD:
+        kept = request.prefix_words = words_of(_tokens(request))
+    return kept
 
 
 def _key(request: Any) -> tuple[Any, Any]:

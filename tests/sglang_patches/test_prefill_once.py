@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.rollout.seeds import sampling_seed
-from sglang_patches.prefill_once import LEAST, Leaders
+from sglang_patches.prefill_once import LEAST, Leaders, words_of
 from tests.support.engines_fixture import make_requests
 
 STEM = [*range(LEAST)]
@@ -28,16 +28,18 @@ def test_a_request_waits_if_one_that_does_not_computes_enough_of_its_prefix(queu
             equal = [a == b for a, b in zip(tokens, other, strict=False)]
             shared = max(shared, [*equal, False].index(False))
         pages = min(shared, len(tokens) - 1) // page * page
-        waits = leaders.compute(tokens, None, lambda: cached)
+        waits = leaders.compute(words_of(tokens), None, lambda: cached)
         assert waits == (pages - cached >= LEAST)
         ahead += [] if waits else [tokens]
 
 
 def test_tokens_of_another_adapter_are_no_prefix_and_nothing_is_looked_up_for_them():
     leaders = Leaders()
-    leaders.add([*STEM, 1], ("adapter", None))
-    assert leaders.compute([*STEM, 2], ("adapter", None), lambda: 0)
-    assert not leaders.compute([*STEM, 2], ("other", None), lambda: pytest.fail("looked up"))
+    leaders.add(words_of([*STEM, 1]), ("adapter", None))
+    assert leaders.compute(words_of([*STEM, 2]), ("adapter", None), lambda: 0)
+    assert not leaders.compute(
+        words_of([*STEM, 2]), ("other", None), lambda: pytest.fail("looked up")
+    )
 
 
 @pytest.mark.engine
