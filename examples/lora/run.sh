@@ -2,18 +2,7 @@
 # The quickstart with low-rank adapters in the place of all weights, on a CPU, with 0 mismatched tokens.
 # Runs from any directory. More flags may follow: run.sh --num-rollout 5
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-repo=$(cd "$here/../.." && pwd)
-export PATH="$repo/.venv/bin:$PATH"
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads would slow a busy machine
-work=${WORK_DIR:-$repo/runs/lora}
+examples=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export WORK_DIR=${WORK_DIR:-$examples/../runs/lora}
 
-python "$repo/examples/quickstart/prepare.py" "$work/inputs"
-
-onpolicy train \
-  --custom-config-path "$here/config.yaml" \
-  --hf-checkpoint "$work/inputs/model" \
-  --prompt-data "$work/inputs/data.jsonl" \
-  --eval-prompt-data "$work/inputs/eval.jsonl" \
-  --run-dir "$work/run" \
-  "$@"
+exec "$examples/quickstart/run.sh" --lora-rank 16 --lora-alpha 32 --lr 3e-3 "$@"

@@ -65,15 +65,12 @@ class LowRank(nn.Module):
 
 
 def _features(linear: Any) -> tuple[int, int]:
-    """(N, K) of what a process has of a linear."""
+    """(N, K) of what a process has of a linear's result. SGLang's ranks may share W and gather the
+    result, and their output projection may have rows of no token."""
     rows, columns = linear.weight.shape
-    if getattr(
-        linear, "gather_output", False
-    ):  # of SGLang's, whose ranks share W, and have all of y
+    if getattr(linear, "gather_output", False):
         rows = linear.output_size
-    return min(
-        rows, getattr(linear, "org_vocab_size", rows)
-    ), columns  # or pad an output projection
+    return min(rows, getattr(linear, "org_vocab_size", rows)), columns
 
 
 def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | None) -> None:

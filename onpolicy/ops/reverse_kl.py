@@ -178,16 +178,21 @@ def _log_softmax(operators: Operators, logits: Tensor, width: int) -> Tensor:
 
 def _log_rest(operators: Operators, log_probs: Tensor, tokens: Tensor) -> Tensor:
     """The log-probability of all but `tokens`; of less than 2**-52, that."""
-    probabilities = operators.elementwise(torch.exp, log_probs.double())
-    counted = (probabilities * _SHARES).round().long().scatter_(1, tokens, 0)
-    share = counted.sum(-1).clamp_(min=1).double() / _SHARES
-    return operators.elementwise(torch.log, share).float()
+    counted = _counted(operators, log_probs).scatter_(1, tokens, 0)
+    return _log_of(operators, counted.sum(-1))
 
 
 def _log_left(operators: Operators, log_probs: Tensor) -> Tensor:
     """What tokens of such log-probabilities leave of a probability of 1, likewise: [M, k] -> [M]."""
-    probabilities = operators.elementwise(torch.exp, log_probs.double())
-    counted = int(_SHARES) - (probabilities * _SHARES).round().long().sum(-1)
+    return _log_of(operators, int(_SHARES) - _counted(operators, log_probs).sum(-1))
+
+
+def _counted(operators: Operators, log_probs: Tensor) -> Tensor:
+    """Probabilities in whole shares, int64, whose sums have no order."""
+    return (operators.elementwise(torch.exp, log_probs.double()) * _SHARES).round().long()
+
+
+def _log_of(operators: Operators, counted: Tensor) -> Tensor:
     return operators.elementwise(torch.log, counted.clamp_(min=1).double() / _SHARES).float()
 
 

@@ -46,7 +46,7 @@ class TeacherServers:
 
     def __init__(self, config: TrainConfig):
         self.flags = config.distillation
-        self.top_k = _top_k(config)
+        self.top_k = self.flags.loss_top_k
         api_key = reveal("--teacher-api-key", self.flags.teacher_api_key)
         self._endpoints = {
             name: Endpoint(f"{url.rstrip('/')}/generate", config.reward, api_key)
@@ -88,12 +88,6 @@ class TeacherServers:
     def _teacher_of(self, sample: Sample) -> str:
         key = self.flags.teacher_key
         return str(sample.prompt.metadata[key]) if key else ""
-
-
-def _top_k(config: TrainConfig) -> int:
-    """The likeliest tokens that a teacher is asked for: those of a loss."""
-    flags = config.distillation
-    return flags.opd_top_k if flags.opd_loss == "top-k" else 0
 
 
 def _body(sample: Sample, top_k: int) -> dict[str, Any]:
@@ -159,7 +153,7 @@ def require_teacher_servers(config: TrainConfig, tokenizer: PreTrainedTokenizerB
 
     tokenizer: the policy's.
     """
-    top_k = _top_k(config)
+    top_k = config.distillation.loss_top_k
     for url in config.distillation.teacher_urls.values():
         _require_tokenizer(config, url, tokenizer)
         if top_k >= len(tokenizer):

@@ -57,14 +57,13 @@ class Teachers:
         """Those of a run, if it has any."""
         flags = config.distillation
         if not flags.teachers:
-            top_k = flags.opd_top_k if flags.opd_loss == "top-k" else 0
-            return AskedTeachers(top_k) if flags.teacher_urls else None
+            return AskedTeachers(flags.loss_top_k) if flags.teacher_urls else None
         policy = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
         return Teachers(
             models={name: models[teacher_role(name)] for name in flags.teachers},
             key=flags.teacher_key,
             is_loss=flags.opd_loss != "sampled",
-            top_k=flags.opd_top_k if flags.opd_loss == "top-k" else None,
+            top_k=flags.loss_top_k or None,
             vocab_size=policy.vocab_size,
         )
 

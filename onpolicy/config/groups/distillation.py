@@ -110,6 +110,11 @@ class DistillationConfig:
         return found if all(map(is_url, found.values())) else {}
 
     @property
+    def loss_top_k(self) -> int:
+        """The likeliest tokens that a loss takes of a teacher; 0 where it takes all, or is none."""
+        return self.opd_top_k if self.opd_loss == "top-k" else 0
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of all teachers."""
         return (*self.teachers, *self.teacher_urls)

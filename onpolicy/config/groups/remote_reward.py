@@ -19,11 +19,12 @@ def asks(source: str) -> ReadBy:
     """A flag that one of RemoteName reads."""
     return ReadBy(
         f"--rm-type {source}, --rewards with it, or a set of --eval-config",
-        lambda run: _is_asked(run, source),
+        lambda run: is_asked(run, source),
     )
 
 
-def _is_asked(run: Facts, source: str) -> bool:
+def is_asked(run: Facts, source: str) -> bool:
+    """Whether it scores the run's samples, or a set's."""
     config = run.config
     return source in config.reward.sources or any(
         each.rm_type == source for each in config.eval_sets.values()
@@ -53,19 +54,19 @@ REMOTE, JUDGE, MODEL = asks("remote_rm"), asks("judge"), asks("model")
 ANY = ReadBy(
     "--rm-type remote_rm, judge or model, --rewards or a set of --eval-config with one of them, or "
     "--teacher-url",
-    lambda run: any(_is_asked(run, name) for name in get_args(RemoteName)) or run.teacher_url,
+    lambda run: any(is_asked(run, name) for name in get_args(RemoteName)) or run.teacher_url,
 )
 URL = Rule(
     lambda x: not x or is_url(x),
     "is no address. Give one that begins with http:// or https://.",
 )
 NO_URL = Together(
-    lambda run: _is_asked(run, "remote_rm") and not run.rm_url,
+    lambda run: is_asked(run, "remote_rm") and not run.rm_url,
     "--rm-url='': remote_rm needs the address of what scores. Give it.",
 )
 INCOMPLETE_JUDGE = Together(
     lambda run: (
-        _is_asked(run, "judge") and not (run.judge_url and run.judge_model and run.judge_prompt)
+        is_asked(run, "judge") and not (run.judge_url and run.judge_model and run.judge_prompt)
     ),
     "--judge-url={run.judge_url!r}, --judge-model={run.judge_model!r}, --judge-prompt="
     "{run.judge_prompt!r}: judge needs all three. Give them.",
@@ -73,7 +74,7 @@ INCOMPLETE_JUDGE = Together(
 
 
 INCOMPLETE_MODEL = Together(
-    lambda run: _is_asked(run, "model") and not run.reward_checkpoint,
+    lambda run: is_asked(run, "model") and not run.reward_checkpoint,
     "--reward-checkpoint='': model needs a classifier. Give it, and --reward-server-url if it is served "
     "already.",
 )
@@ -81,7 +82,7 @@ INCOMPLETE_MODEL = Together(
 
 def starts_classifier(run: Facts) -> bool:
     """Whether the command is to serve --reward-checkpoint itself."""
-    return _is_asked(run, "model") and not run.reward_server_url
+    return is_asked(run, "model") and not run.reward_server_url
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups.remote_reward import is_asked
+from onpolicy.config.rules import Facts
 from onpolicy.config.secrets import reveal
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
@@ -19,8 +21,7 @@ def require_classifier(config: TrainConfig) -> None:
     """Raise ConfigError unless --reward-checkpoint is a classifier whose numbers can be had, and what is
     served is a model of its sizes, on aligned operators."""
     reward = config.reward
-    sets = config.eval_sets.values()
-    if "model" not in (*reward.sources, *(each.rm_type for each in sets)):
+    if not is_asked(Facts.of(config), "model"):
         return
     path = reward.reward_checkpoint
     hf_config = load_config(path, flag=FLAG)

@@ -53,16 +53,22 @@ def ours(samples):
     return torch.tensor([x for s in samples for x in s.sample.rollout_log_probs])
 
 
+def read_by_peft(checkpoint, adapter, samples):
+    """PEFT's model, which gives our log-probabilities, as the base alone does not."""
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    without = scored(samples, base)
+    model = peft.PeftModel.from_pretrained(base, adapter)
+    assert (scored(samples, model) - ours(samples)).abs().max() < CLOSE
+    assert (without - ours(samples)).abs().max() > 100 * CLOSE
+    return model
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_computes_with_what_we_wrote_what_we_compute(make, checkpoint, tmp_path, kind):
     trainer = drawn(make(lora={"lora_rank": 4, **KINDS[kind]}))
     samples = make_samples(trainer)
     trainer.export(tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    without = scored(samples, base)
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert (scored(samples, model) - ours(samples)).abs().max() < CLOSE
-    assert (without - ours(samples)).abs().max() > 100 * CLOSE
+    model = read_by_peft(checkpoint, tmp_path / "adapter", samples)
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.Linear):
             module.scaling["default"] *= 1.01
@@ -78,11 +84,7 @@ def test_peft_reads_the_adapters_of_experts(mixture, tmp_path):
     trainer = drawn(maker_of(mixture)(lora={"lora_rank": 4}))
     samples = make_samples(trainer)
     trainer.export(tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
-    without = scored(samples, base)
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert (scored(samples, model) - ours(samples)).abs().max() < CLOSE
-    assert (without - ours(samples)).abs().max() > 100 * CLOSE
+    model = read_by_peft(mixture, tmp_path / "adapter", samples)
     experts = model.base_model.model.model.layers[1].mlp.experts
     with torch.no_grad():
         experts.base_layer.lora_B["default"].weight.mul_(1.01)  # of gate and up
