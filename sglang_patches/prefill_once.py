@@ -44,13 +44,11 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     under_way = last.reqs if last is not None and last.forward_mode.is_extend() else []
     leaders = Leaders(scheduler.page_size)
     for request in filter(None, (scheduler.chunked_req, *under_way)):
-        leaders.add(_kept_words(request), _key(request))
+        leaders.add(kept_words(request), _key(request))
     waits = {
         request
         for request in queue
-        if leaders.compute(
-            _kept_words(request), _key(request), partial(_num_cached, cache, request)
-        )
+        if leaders.compute(kept_words(request), _key(request), partial(_num_cached, cache, request))
     }
     scheduler.waiting_queue = [request for request in queue if request not in waits]
     result = original(scheduler, *args, **kwargs)
@@ -102,7 +100,7 @@ def _tokens(request: Any) -> Any:
     return request.origin_input_ids + request.output_ids
 
 
-def _kept_words(request: Any) -> bytes:
+def kept_words(request: Any) -> bytes:
     """Kept with the request, since it may wait for as many passes as its queue is long."""
     count = len(request.origin_input_ids) + len(request.output_ids)
     kept: bytes = getattr(request, "prefix_words", b"")

@@ -1,13 +1,14 @@
 """A prefix that requests share is prefilled by one of them, and changes nothing of their samples."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.rollout.seeds import sampling_seed
-from sglang_patches.prefill_once import LEAST, Leaders, words_of
+from sglang_patches.prefill_once import LEAST, Leaders, kept_words, words_of
 from tests.support.engines_fixture import make_requests
 
 STEM = [*range(LEAST)]
@@ -40,6 +41,13 @@ def test_tokens_of_another_adapter_are_no_prefix_and_nothing_is_looked_up_for_th
     assert not leaders.compute(
         words_of([*STEM, 2]), ("other", None), lambda: pytest.fail("looked up")
     )
+
+
+def test_the_words_of_a_request_that_was_retracted_have_what_it_had_answered():
+    request = SimpleNamespace(origin_input_ids=STEM, output_ids=[])
+    assert kept_words(request) == kept_words(request) == words_of(STEM)
+    request.output_ids = [7, 8]
+    assert kept_words(request) == words_of([*STEM, 7, 8])
 
 
 @pytest.mark.engine
