@@ -54,9 +54,9 @@ def test_flash_attention_3_with_free_splits_depends_on_the_batch(setting, number
     def free(q, k, v, batch, scale):
         return flash_attention_3(q, k, v, batch, scale, num_splits=0)
 
-    def packed(q, k, v, layout, scale):
+    def packed(q, k, v, layout, scores):
         batch = PagedBatch.of(layout.key_rows, 1, list(layout.query_lens), list(layout.key_lens))
-        return free(q, k, v, batch, scale)[0]
+        return free(q, k, v, batch, scores.scale)[0]
 
     with torch.no_grad():
         attention_checks.check_paged(

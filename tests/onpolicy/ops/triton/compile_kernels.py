@@ -37,6 +37,8 @@ from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
 OPERATORS = TritonOperators()
 MMA = re.compile(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n\d+k(\d+)|(tcgen05\.mma)\.cta")
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+IN_FLIGHT = re.compile(r"pendings = (\d+)")
+SLOTS = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x")
 
 
 class AbsentGPU:
@@ -72,6 +74,7 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
             ),
             "fused": kernel.metadata.enable_fp_fusion,
             "copies_ahead": "cp.async." in kernel.asm["ptx"],
+            "overwrites": overwrites(kernel.asm["ttgir"], kernel.metadata.num_stages),
         }
         return kernel
 
@@ -79,6 +82,16 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
     jit.JITFunction.run = compiled
     linear.capability = attention.capability = lambda _: arch
     return kernels
+
+
+def overwrites(ttgir: str, num_stages: int) -> bool:
+    """Whether a loop copies a tile over one that a product may still be reading.
+
+    Tiles are copied num_stages - 1 turns ahead, so a product that is in flight while the next turn copies
+    needs one slot more. Triton 3.6 and 3.8 forget it where an operand is multiplied in two places.
+    """
+    in_flight = max(map(int, IN_FLIGHT.findall(ttgir)), default=0)
+    return in_flight > 0 and min(map(int, SLOTS.findall(ttgir)), default=num_stages) < num_stages
 
 
 def usage(cubin: bytes) -> dict[str, int]:
