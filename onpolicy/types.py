@@ -38,8 +38,8 @@ class Prompt:
     the run's."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """What scores its responses as a weighted sum: rules by name and functions by path, and the weight of
-    each."""
+    """What scores its responses as a weighted sum: rules by name and functions by path, and the weight
+    of each."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -42,8 +42,8 @@ class PromptReader:
         given = self.longest, self.vocab_size, flag, self.config.seed
         prompts = load_prompts(file, data or self.config.data, self.tokenizer, *given)
         if each is not None and each.sources:
-            scores = {"rule": each.rm_type, "rewards": weights_of(each.rewards)}
-            prompts = [replace(prompt, **scores) for prompt in prompts]
+            rewards = weights_of(each.rewards)
+            prompts = [replace(x, rule=each.rm_type, rewards=rewards) for x in prompts]
         self.scorer.check_labels(prompts, f"{flag}={file}")
         return prompts
 
