@@ -5,13 +5,26 @@ import json
 
 import pytest
 
-from tests.support.train_runs import exported_weights, finish, run_hash, summary
+from tests.support.train_runs import exported_weights, finish, metrics_of, run_hash, summary
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.runs]
 
 SAVED = "step_000002"
 SUMS_SHOW = ("--max-tokens-per-gpu", "60", "--dtype", "float32")
 """Several micro-batches on each rank, and weights whose last bits are in the hash."""
+
+CARRIES = (
+    "--advantage-estimator", "remax",
+    "--entropy-ctrl", "adaptive", "--entropy-target", "9", "--entropy-coef-delta", "0.01",
+    "--kl-coef", "0.1", "--kl-ctrl", "adaptive", "--kl-target", "0.001", "--kl-horizon", "32",
+)  # fmt: skip
+"""Samples are compared with a greedy answer, and two coefficients move after every rollout."""
+
+FORGETS = """
+from onpolicy.train.learner import Learner
+everything = Learner.load_state_dict
+Learner.load_state_dict = lambda self, state: everything(self, {**state, %r: {}})
+"""
 
 OWN_SUMS = """
 from dataclasses import replace
@@ -32,12 +45,12 @@ def saves(directory):
 
 @pytest.fixture(scope="module")
 def undisturbed(start, tmp_path_factory):
-    """(directory, hash) of a whole run that saves half-way, by its ranks and its training engine."""
+    """(directory, hash) of a whole run that saves half-way, by its ranks, engine and further flags."""
 
     @functools.cache
-    def run(ranks, backend):
+    def run(ranks, backend, *flags):
         directory = tmp_path_factory.mktemp(f"{backend}{ranks}")
-        output = finish(start(directory, *on(ranks, backend), *saves(directory)))
+        output = finish(start(directory, *on(ranks, backend), *flags, *saves(directory)))
         return directory, run_hash(output)
 
     return run
@@ -65,3 +78,32 @@ def test_with_the_engines_own_sums_two_ranks_have_other_bits(start, undisturbed,
     state = undisturbed(1, "fsdp")[0] / "save" / SAVED / "state.json"
     output = finish(start(tmp_path, *on(2), "--num-rollout", "2", in_ranks=OWN_SUMS))
     assert run_hash(output) != json.loads(state.read_text())["run_hash"]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_greedy_answer_and_coefficients_that_move_are_those_of_one_rank(
+    start, undisturbed, tmp_path, backend
+):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    directory, expected = undisturbed(1, backend, *CARRIES)
+    assert expected != undisturbed(1, backend)[1]
+    moved = metrics_of(directory)
+    for name in ("train/entropy_coef", "train/kl_coef"):
+        assert len({metrics[name] for metrics in moved}) == len(moved) == 4
+    assert all("rollout/greedy_reward" in metrics for metrics in moved)
+    output = finish(start(tmp_path, *on(2, backend), *CARRIES))
+    assert run_hash(output) == expected
+    assert summary(output)["tokens mismatched"] == "0"
+
+
+@pytest.mark.parametrize("forgotten", ["", "penalties", "bonus"])
+def test_a_run_goes_on_with_the_coefficients_that_it_had_come_to(
+    start, undisturbed, tmp_path, forgotten
+):
+    """And with other bits where one of the two is forgotten."""
+    directory, expected = undisturbed(1, "fsdp", *CARRIES)
+    load = ["--load", str(directory / "save" / SAVED)]
+    forgets = FORGETS % forgotten if forgotten else ""
+    output = finish(start(tmp_path, *on(1), *CARRIES, *load, in_ranks=forgets))
+    assert (run_hash(output) == expected) == (not forgotten)
