@@ -51,7 +51,11 @@ TERMS: dict[str, dict[str, Any]] = {
     "kl-cov": {"kl_cov_ratio": 0.0002},
 }
 LARGER_STEPS = ("entropy bonus", "top entropy")
-"""Terms that change more than the loss: the backward pass of the logits, a forward pass before it."""
+"""Terms that change more than the loss: the backward pass of the logits, a forward pass before it, which
+is needed where a step has several micro-batches."""
+
+PARTS = 4
+"""Micro-batches of a step that is cut."""
 
 
 def processor_seconds(work: Callable[[], object]) -> float:
@@ -107,13 +111,16 @@ def main() -> None:
     hf_config = load_config(args.hf_checkpoint)
     plain, contract = setting(bench, hf_config, "aligned")
 
-    def step(**algorithm: Any) -> tuple[PolicyTrainer, Callable[[], object]]:
-        config = with_flags(plain, algorithm)
+    def step(parts: int = 1, **algorithm: Any) -> tuple[PolicyTrainer, Callable[[], object]]:
+        config = with_flags(plain, {"max_tokens_per_gpu": args.num_tokens // parts, **algorithm})
         trainer = make_trainer(config, contract, threads, RewardEstimator("reinforce"))
         return trainer, step_measure(trainer, args.num_tokens, bench, 1)
 
     trainer, ordinary = step()
-    steps = {"step": ordinary} | {f"step, {name}": step(**TERMS[name])[1] for name in LARGER_STEPS}
+    terms: dict[str, dict[str, Any]] = {name: TERMS[name] for name in LARGER_STEPS}
+    steps = {"step": ordinary, "cut": step(PARTS)[1]}
+    steps |= {f"step, {name}": step(**term)[1] for name, term in terms.items()}
+    steps |= {f"cut, {name}": step(PARTS, **term)[1] for name, term in terms.items()}
     scored = scored_step(trainer, ordinary)
     losses = {name: {"policy_loss": name} for name in OBJECTIVES} | TERMS
     work = steps | {name: loss_of(scored, with_flags(plain, x)) for name, x in losses.items()}
@@ -125,6 +132,8 @@ def main() -> None:
         "processor_seconds_of_a_step": spent["step"],
         "share_of_a_step": {name: spent[name] / spent["step"] for name in losses},
         "step_with": {name: spent[f"step, {name}"] / spent["step"] for name in LARGER_STEPS},
+        "micro_batches_of_a_cut_step": PARTS,
+        "cut_step_with": {name: spent[f"cut, {name}"] / spent["cut"] for name in LARGER_STEPS},
         "versions": versions(),
     }
     put_out(result, args.json)

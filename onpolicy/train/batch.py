@@ -125,7 +125,8 @@ class ScoredBatch(PackedBatch):
     """What the reference model gives them; None without a KL penalty in the loss."""
 
     entropy: Tensor | None = None
-    """The policy's before the first step, in nats; None where no token is told apart by it."""
+    """The policy's before the first step, in nats; None where no token is told apart by it, or where the
+    loss's own pass has it."""
 
     old_values: Tensor | None = None
     """What the critic says of them before its first step; None without a critic."""

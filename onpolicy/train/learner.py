@@ -27,7 +27,7 @@ from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
-from onpolicy.train.marks import marked
+from onpolicy.train.marks import knows_entropies, marked, marked_by_own_entropy
 from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.penalties import Penalties
@@ -61,6 +61,8 @@ class Learner:
         self.teachers = Teachers.of(config, models)
         self.bonus = EntropyBonus(config.algorithm)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
+        self._marked_late: WeighedBatch | None = None
+        """What the loss was of, if it has marked the only micro-batch of a rollout."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, by what holds it."""
@@ -122,6 +124,7 @@ class Learner:
 
         Returns metrics, and what is told of the samples that are shown.
         """
+        self._marked_late = None
         metrics = self._own_routing(steps[0])
         weighed, found = self.corrections.weigh(steps, active=corrected)
         weighed = [marked(step, self.config, gate.step) for step in weighed]
@@ -132,6 +135,8 @@ class Learner:
         metrics |= found | {
             name: fmean(update[name] for update, _ in updates) for name in updates[0][0]
         }
+        if self._marked_late is not None:
+            weighed = [[self._marked_late]]
         trained = list(zip(weighed, [log_probs for _, log_probs in updates], strict=True))
         if corrected:
             metrics |= self.corrections.measure(trained) | self.corrections.measure_lags(
@@ -183,6 +188,9 @@ class Learner:
 
     def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss and of the metrics of the global batch."""
+        if self.config.algorithm.compares_entropies and batch.entropy is None:
+            batch = marked_by_own_entropy(batch, scores.entropy, self.config)
+            self._marked_late = batch
         reverse_kl = getattr(scores, "reverse_kl", None)
         return policy_loss(scores.log_probs, batch, self.loss_settings, scores.entropy, reverse_kl)
 
@@ -211,19 +219,20 @@ class Learner:
         """Scores and advantages, before the first optimizer step changes anything."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        roles = self._roles(len(steps), corrected=corrected)
+        roles = self._roles(steps, corrected=corrected)
         scores: dict[Role, Any] = {role: self._score(role, batches) for role in roles}
         if self.teachers is not None:
             scores["teacher"], batches = self.teachers.score(batches)
         old = self._old_log_probs(batches, scores, corrected=corrected)
-        reference = self._reference_log_probs(batches, scores)
+        by_entropy = self.config.algorithm.compares_entropies
+        reference = _told(scores.get("reference"), "log_probs", len(batches))
         paid, metrics = self.penalties.of(batches, old, reference)
         parts = zip(
             batches,
             token_advantages(self.estimator, outcomes, batches, scores, paid),
             old,
             reference if self.config.algorithm.use_kl_loss else [None] * len(batches),
-            self._entropies(batches, scores),
+            _told(scores.get("policy") if by_entropy else None, "entropy", len(batches)),
             self._values_and_returns(batches, scores, paid),
             strict=True,
         )
@@ -240,15 +249,17 @@ class Learner:
         rest = iter(scored)
         return [[next(rest) for _ in step] for step in steps], metrics
 
-    def _roles(self, num_steps: int, *, corrected: bool) -> list[Role]:
+    def _roles(self, steps: list[list[PackedBatch]], *, corrected: bool) -> list[Role]:
         """The models that score a rollout before its first optimizer step, in their order."""
         asked, penalised = set(self.estimator.roles), self.penalties.reads_reference
         if self.config.algorithm.use_kl_loss or penalised:
             asked.add("reference")
         algorithm = self.config.algorithm
-        early = penalised or self.corrections.needs_scores(num_steps)
+        early = penalised or self.corrections.needs_scores(len(steps))
         early |= algorithm.compares_covariances
-        if (corrected and not self.corrections.bypass and early) or algorithm.compares_entropies:
+        if corrected and not self.corrections.bypass and early:
+            asked.add("policy")
+        if algorithm.compares_entropies and not knows_entropies(steps, self.config):
             asked.add("policy")
         return [role for role in self.models if role in asked]
 
@@ -265,23 +276,7 @@ class Learner:
         would give the same bits; None where the loss's own are they."""
         if not corrected or self.corrections.bypass:
             return [batch.rollout_log_probs for batch in batches]
-        if "policy" not in scores:
-            return [None] * len(batches)
-        return [each.log_probs for each in scores["policy"]]
-
-    def _entropies(
-        self, batches: Sequence[PackedBatch], scores: ScoresByRole
-    ) -> Sequence[Tensor | None]:
-        if not self.config.algorithm.compares_entropies:
-            return [None] * len(batches)
-        return [each.entropy for each in scores["policy"]]
-
-    def _reference_log_probs(
-        self, batches: Sequence[PackedBatch], scores: ScoresByRole
-    ) -> Sequence[Tensor | None]:
-        if "reference" not in scores:
-            return [None] * len(batches)
-        return [each.log_probs for each in scores["reference"]]
+        return _told(scores.get("policy"), "log_probs", len(batches))
 
     def _values_and_returns(
         self,
@@ -297,3 +292,8 @@ class Learner:
             {"old_values": said.values, "returns": each}
             for said, each in zip(scores["critic"], returns, strict=True)
         ]
+
+
+def _told(scores: Sequence[Any] | None, name: str, count: int) -> list[Tensor | None]:
+    """What a model has scored of each micro-batch, by its name; None of a model that was not asked."""
+    return [None] * count if scores is None else [getattr(each, name) for each in scores]

@@ -2,6 +2,7 @@
 
 By what the policy was before the first step of the rollout, so that it is the same however a batch is
 cut into ranks and micro-batches. (Peers decide by the loss's own forward pass, within what that holds.)
+Entropies are those of that pass too where it holds all of them (`knows_entropies`), which saves another.
 """
 
 from __future__ import annotations
@@ -29,11 +30,8 @@ def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> l
     columns: dict[str, Tensor] = {}
     if algorithm.positive_nll_coef:
         columns["positive_shares"] = _positive_shares(step, config)
-    if algorithm.compares_entropies:
-        entropy = _joined(step, "entropy")
-        columns["learnt"] = top_entropy(
-            _tokens(step), entropy, algorithm.top_entropy_quantile, gather_vectors
-        )
+    if algorithm.compares_entropies and step[0].entropy is not None:
+        columns["learnt"] = _top_entropy(step, config)
     if algorithm.compares_covariances:
         columns |= _by_covariance(step, config, rollout, columns)
     if not columns:
@@ -44,6 +42,27 @@ def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> l
         replace(batch, **{name: part[i] for name, part in parts.items()})
         for i, batch in enumerate(step)
     ]
+
+
+def knows_entropies(steps: Sequence[Sequence[object]], config: TrainConfig) -> bool:
+    """Whether the loss's own forward pass has the entropies that the tokens of a rollout are told apart
+    by: before its only optimizer step, in the only micro-batch of each rank, on the ranks that have a
+    loss, which in a pipeline are not all."""
+    return [len(step) for step in steps] == [1] and config.megatron.megatron_pp == 1
+
+
+def marked_by_own_entropy(
+    batch: WeighedBatch, entropy: Tensor, config: TrainConfig
+) -> WeighedBatch:
+    """A rank's only micro-batch, `marked` by the entropies [R] of its loss's pass too; collective."""
+    batch = replace(batch, entropy=entropy.detach())
+    learnt = _top_entropy([batch], config)
+    return replace(batch, learnt=learnt if batch.learnt is None else learnt & batch.learnt)
+
+
+def _top_entropy(step: Sequence[WeighedBatch], config: TrainConfig) -> Tensor:
+    share = config.algorithm.top_entropy_quantile
+    return top_entropy(_tokens(step), _joined(step, "entropy"), share, gather_vectors)
 
 
 def _positive_shares(step: Sequence[WeighedBatch], config: TrainConfig) -> Tensor:

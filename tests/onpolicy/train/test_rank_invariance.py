@@ -7,7 +7,7 @@ from onpolicy.train.supervised import supervised_loss, supervised_step
 from onpolicy.weights.rounding import round_weight
 from tests.support.branched import branched_samples
 from tests.support.megatron_ranks import Ranks
-from tests.support.megatron_training import Job, equal, make, train, weights
+from tests.support.megatron_training import Job, equal, make, make_samples, train, weights
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.long
@@ -124,6 +124,34 @@ def check(ranks, job):
     least = 1 if not job.config().lora.lora_rank else 0.1
     assert all(step["train/grad_norm"] > least for step in alone[1])
     assert all(same(alone, other) for other in others)
+
+
+def learn_counted(job):
+    """(forward passes before the optimizer step, metrics, weights) of a rollout of one step."""
+    trainer, passes = make(job), []
+    samples = make_samples(trainer)
+    score = trainer.policy.score
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.policy, "score", lambda x: passes.append(x) or score(x))
+        metrics = trainer.train(samples, 0, [1e-3]).metrics
+    found = {k: x for k, x in metrics.items() if not k.startswith("perf/")}
+    return len(passes), found, weights(trainer)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_entropies_of_a_pass_before_the_step_and_of_its_own_tell_the_same_tokens_apart(
+    ranks, checkpoint, backend
+):
+    """One rank has three micro-batches, and of three ranks each has one."""
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    algorithm = {"advantage_estimator": "reinforce", "top_entropy_quantile": 0.4}
+    changes = {"algorithm": algorithm, "trainer": {"max_tokens_per_gpu": 150}}
+    job = Job(path=checkpoint, backend=backend, changes=changes)
+    alone, _, three = (group.run(learn_counted, job)[0] for group in ranks.values())
+    assert (alone[0], three[0]) == (1, 0)
+    assert alone[1] == three[1] and 0.2 < alone[1]["train/learnt_fraction"] < 0.42
+    assert equal(alone[2], three[2])
 
 
 def learn_episodes(job):

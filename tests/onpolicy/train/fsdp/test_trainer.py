@@ -17,7 +17,7 @@ from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingE
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed, make_trainer
+from onpolicy.train import distributed, learner, make_trainer
 from tests.support.samples import make_train_sample, with_log_probs
 
 RATES = [1e-3]
@@ -396,3 +396,36 @@ def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
     assert got["tis/mis_tis_truncate_fraction"] > 0
     assert got["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], rel=1e-5)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
+
+
+COV = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01}
+
+
+def learnt_by_entropy(trainer):
+    """(forward passes before the step, metrics, what is told of shown samples, weights) of a rollout."""
+    samples, passes, score = make_samples(trainer), [], trainer.policy.score
+    samples[0].sample.is_shown = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.policy, "score", lambda x: passes.append(x) or score(x))
+        found = trainer.train(samples, 0, RATES)
+    assert 0.2 < found.metrics["train/learnt_fraction"] < 0.42
+    assert 0.0 in found.learnt[0].weights
+    metrics = {k: x for k, x in found.metrics.items() if not k.startswith("perf/")}
+    return len(passes), metrics, found.learnt, weights(trainer)
+
+
+@pytest.mark.parametrize(
+    ("aligned", "max_tokens", "more", "passes"),
+    [(True, 999, COV, 0), (False, 999, {}, 0), (False, 999, COV, 1), (True, 100, {}, 1)],
+)
+def test_entropies_of_the_losss_own_pass_tell_tokens_apart_as_those_of_a_pass_before(
+    make, monkeypatch, aligned, max_tokens, more, passes
+):
+    """Which is saved where that pass holds the whole step."""
+    algorithm = {"top_entropy_quantile": 0.4, **more}
+    trainer = {"max_tokens_per_gpu": max_tokens}
+    ours = learnt_by_entropy(make(aligned=aligned, algorithm=algorithm, trainer=trainer))
+    monkeypatch.setattr(learner, "knows_entropies", lambda steps, config: False)
+    theirs = learnt_by_entropy(make(aligned=aligned, algorithm=algorithm, trainer=trainer))
+    assert (ours[0], theirs[0]) == (passes, 1) and ours[1:3] == theirs[1:3]
+    assert all(torch.equal(ours[3][name], tensor) for name, tensor in theirs[3].items())
