@@ -3,6 +3,8 @@
 import asyncio
 import random
 
+WORDS = "([a-f]{3,5}-)+[0-9]{2}"
+
 
 async def act(turns, prompt):
     """What it observes is chance."""
@@ -31,3 +33,14 @@ async def go_on(turns, given):
 
 async def look():
     return random.randrange(10**6)
+
+
+async def act_within(turns, prompt):
+    """Two turns within grammars, of which a call cuts the first, and a fork without one."""
+    answer = await turns.sample(regex=WORDS, max_tokens=5)
+    if not turns.has_stopped:
+        answer = await turns.sample(regex=WORDS, max_tokens=9)
+    turns.append(f" {sum(answer.token_ids)} ")
+    fork = turns.fork()
+    within = turns.sample(json_schema={"type": "boolean"}, max_tokens=8, temperature=0.8)
+    await asyncio.gather(within, fork.sample(max_tokens=6))
