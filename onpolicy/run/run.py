@@ -112,7 +112,8 @@ class Run:
         self._hold_save()
         found = saving.find(self.config, self.inputs.prompts.prompts)
         if self.config.output.save:
-            saving.require_room(self.config, self.inputs.hf_config)
+            adapter = self.ladder.contract.adapter
+            saving.require_room(self.config, self.inputs.hf_config, adapter)
         return found
 
     def _hold_save(self) -> None:
