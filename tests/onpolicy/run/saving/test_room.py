@@ -23,6 +23,6 @@ def test_a_disk_with_room_for_adapters_alone_is_large_enough_for_a_run_of_them(
     whole = changed(make_base(tmp_path), num_rollout=1, save=save, save_interval=1)
     usage = shutil._ntuple_diskusage(2**30, 0, FREE)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(ConfigError, match="--save=.*: a checkpoint takes"):
+    with pytest.raises(ConfigError, match=r"--save=.*: a checkpoint takes"):
         run_policy(whole)
     assert run_policy(changed(whole, lora_rank=4))[0].run_hash
