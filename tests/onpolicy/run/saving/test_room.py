@@ -15,7 +15,6 @@ FREE = 200_000
 """Bytes. A checkpoint of the adapters takes 35,840, and one of the model more."""
 
 
-
 def test_a_disk_with_room_for_adapters_alone_is_large_enough_for_a_run_of_them(
     tmp_path, monkeypatch
 ):
