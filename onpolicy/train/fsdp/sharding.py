@@ -23,6 +23,7 @@ from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import first_values, is_adapters
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_adapter import read_peft_adapter
 from onpolicy.models.peft_format import read_factors
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
@@ -76,7 +77,8 @@ def load_sharded_policy(
 
 @torch.no_grad()
 def _begin_adapters(model: PolicyModel, seed: int, begins_with: str) -> None:
-    given = read_factors(begins_with) if begins_with else {}
+    adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
+    given = read_factors(adapter) if adapter else {}
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             assert isinstance(parameter, DTensor)
