@@ -24,13 +24,14 @@ class VerifyConfig:
     Samples with a real SGLang server (prompts share prefixes, prefill is chunked), trains one step,
     pushes the changed weights, samples again, and scores everything with the trainer in other batch
     shapes. Says what memory and time it takes before it starts, and refuses what cannot fit. A server
-    of --rollout-server-url is left with the changed weights. Exit code 0 with true-on-policy mode only
-    if not one token differs.
+    of --rollout-server-url is left with the changed weights. Adapters of --lora-rank are drawn, B too.
+    Exit code 0 with true-on-policy mode only if not one token differs.
     """
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
     megatron: groups.MegatronConfig = field(default_factory=groups.MegatronConfig)
+    lora: groups.LoraConfig = field(default_factory=groups.LoraConfig)
     servers: groups.ServersConfig = field(default_factory=groups.ServersConfig)
     cluster: groups.ClusterConfig = field(default_factory=groups.ClusterConfig)
 
@@ -38,8 +39,7 @@ class VerifyConfig:
     """Prompts in each of the two rounds."""
 
     max_prompt_len: Annotated[int | None, at_least(8)] = None
-    """Tokens of the longest prompt; if not given 1,024, or what the model's context leaves. The others
-    are of random lengths below it."""
+    """Tokens of the longest of random lengths; if not given 1,024, or what the context leaves."""
 
     max_new_tokens: Count = Unasked(64)
     """Tokens sampled for every prompt; if not given, at most half of the model's context."""
@@ -108,7 +108,7 @@ NEEDS_RECORDS = Against(
 )
 
 
-@also(rollout_server_url=[NEEDS_RECORDS])
+@also(rollout_server_url=[NEEDS_RECORDS], lora_rank=[groups.NOT_RECORDED])
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig(VerifyConfig):
     """Which operator makes the two engines differ, in which layer, and by how much?

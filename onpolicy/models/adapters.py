@@ -133,10 +133,13 @@ def is_adapters(name: str) -> bool:
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """What training begins with, in float32: zeros for B, and for A numbers of absolute value below
-    1 / sqrt(K), as PEFT draws them, from the run's seed and the parameter's name alone."""
-    if name.endswith(".B"):
-        return torch.zeros(shape)
+    """What training begins with, in float32: zeros for B, and for A what `drawn_values` gives."""
+    return torch.zeros(shape) if name.endswith(".B") else drawn_values(name, shape, seed)
+
+
+def drawn_values(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """float32 numbers of absolute value below 1 / sqrt(K), as PEFT draws those of A, from the run's seed
+    and the parameter's name alone; K: the last of its sizes."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])

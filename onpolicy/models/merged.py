@@ -20,6 +20,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.peft_adapter import PeftAdapter, read_peft_adapter
+from onpolicy.models.peft_experts import parameter_of
 from onpolicy.models.peft_format import read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.weight_files import matched_model, stored_shapes, weight_files
@@ -74,51 +75,77 @@ def export_merged(source: Path, adapter: str, directory: Path, dtype: str) -> Me
     told = read_peft_adapter(adapter, "--merge")
     model = matched_model(str(source), config)
     require_adapter_fits(told, model, str(source), "--merge")
-    places = _places(told, model, source)
-    merged = Merged()
-    buckets = _buckets(source, told, places, getattr(torch, dtype), _buffers(model), merged)
+    updates, merged = _Updates(told, model, source), Merged()
+    buffers = {name for name, _ in model.named_buffers()}
+    buckets = _buckets(source, updates, getattr(torch, dtype), buffers, merged)
     export_checkpoint(buckets, directory, source, dtype)
     return merged
 
 
-def _places(adapter: PeftAdapter, model: PreTrainedModel, source: Path) -> dict[str, str]:
-    """The names of the adapted linears, by those of their weights in the files."""
-    files, places = stored_shapes(source, "--hf-checkpoint"), {}
-    for linear in adapter.linears:
-        weight = model.get_parameter(f"{linear}.weight")
-        names = [*stored_tensors(model, f"{linear}.weight", weight)]
-        names += [names[0].removeprefix(f"{model.base_model_prefix}.")]
-        found = [name for name in names if name in files and files[name].shape == weight.shape]
-        if not found:
-            raise ConfigError(
-                f"--hf-checkpoint={source}: holds no weights of {linear} alone, as where they are those "
-                "of the embedding too, so nothing can be added to them. Use the adapter unmerged."
-            )
-        places[found[0]] = linear
-    return places
+class _Updates:
+    """What an adapter adds to the tensors of the base's files."""
 
+    def __init__(self, adapter: PeftAdapter, model: PreTrainedModel, source: Path):
+        self._model, self._scale = model, LoraConfig(**adapter.flags).scale
+        self._factors = read_factors(adapter)
+        pairs = {name.rpartition(".")[0] for name in self._factors}
+        self._pairs = {parameter_of(pair): pair for pair in pairs}
+        self._places = self._find_places(source)
+        self._latest: dict[str, dict[str, Tensor]] = {}
 
-def _buffers(model: PreTrainedModel) -> set[str]:
-    return {name for name, _ in model.named_buffers()}
+    def of(self, name: str) -> Tensor | None:
+        """float32, of the shape of the tensor of this name; None if nothing is added to it."""
+        if name not in self._places:
+            return None
+        parameter, stored = self._places[name]
+        if parameter not in self._latest:
+            while (
+                len(self._latest) > 1
+            ):  # of a layer's experts there are two, whose parts alternate
+                del self._latest[next(iter(self._latest))]
+            self._latest[parameter] = self._of_parameter(parameter)
+        return self._latest[parameter][stored]
+
+    def _find_places(self, source: Path) -> dict[str, tuple[str, str]]:
+        """The adapted parameter and what transformers calls a part of it, by that part's name in the
+        files."""
+        files, places = stored_shapes(source, "--hf-checkpoint"), {}
+        prefix = f"{self._model.base_model_prefix}."
+        for name in sorted(self._pairs):
+            parts = stored_tensors(self._model, name, self._model.get_parameter(name))
+            for stored, part in parts.items():
+                names = stored, stored.removeprefix(prefix)
+                found = [x for x in names if x in files and files[x].shape == part.shape]
+                if not found:
+                    raise ConfigError(
+                        f"--hf-checkpoint={source}: holds no weights of {name.removesuffix('.weight')} "
+                        "alone, as where they are those of the embedding too, so nothing can be added "
+                        "to them. Use the adapter unmerged."
+                    )
+                places[found[0]] = name, stored
+        return places
+
+    def _of_parameter(self, name: str) -> dict[str, Tensor]:
+        """s B A, for each expert if there are several, as transformers stores it."""
+        a, b = (self._factors[f"{self._pairs[name]}.{factor}"].float() for factor in "AB")
+        update = self._scale * ((b.flatten(1, -2) if b.dim() > 3 else b) @ a)
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        if getattr(module, "is_transposed", False):
+            update = update.transpose(1, 2).contiguous()
+        return stored_tensors(self._model, name, update)
 
 
 def _buckets(
-    source: Path,
-    adapter: PeftAdapter,
-    places: dict[str, str],
-    dtype: torch.dtype,
-    buffers: set[str],
-    merged: Merged,
+    source: Path, updates: _Updates, dtype: torch.dtype, buffers: set[str], merged: Merged
 ) -> Iterator[WeightBucket]:
     """One file at a time. Parameters are cast; buffers stay as they are."""
-    factors, scale = read_factors(str(adapter.directory)), LoraConfig(**adapter.flags).scale
     for file in weight_files(source, "--hf-checkpoint"):
         bucket: WeightBucket = []
         for name, tensor in load_file(file).items():
             written = tensor if name in buffers else tensor.to(dtype)
-            if linear := places.get(name):
-                a, b = (factors[f"{linear}.lora.{factor}"].float() for factor in "AB")
-                base, update = tensor.float(), scale * (b @ a)
+            update = updates.of(name)
+            if update is not None:
+                base = tensor.float()
                 written = (base + update).to(dtype)
                 merged.add(base, update, written)
             bucket.append((name, written))

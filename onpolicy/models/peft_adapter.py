@@ -24,14 +24,18 @@ logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+NESTED = ".base_layer"
+"""Ends the name of a module that PEFT wrapped twice: the experts, whose gate_up_proj is adapted within
+the wrapper of their down_proj."""
+
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 _READ = {"r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
 
 _OF_NO_RESULT = {
     "task_type", "revision", "inference_mode", "peft_version", "auto_mapping", "target_modules",
-    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core",
-    "qalora_group_size", "eva_config", "runtime_config",
+    "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "megatron_core", "qalora_group_size", "eva_config", "runtime_config",
 }  # fmt: skip
 """Fields that decide nothing of what the written factors compute, as dropout in training, or which their
 names say, as the targets."""
@@ -76,14 +80,11 @@ class PeftAdapter:
     """The shape of each tensor, by its name in the file."""
 
     @property
-    def linears(self) -> list[str]:
-        """The names of its linears, sorted."""
-        return sorted({linear_of(name)[0] for name in self.factors})
-
-    @property
     def targets(self) -> str:
-        """The last parts of these names, as --lora-target-modules has them."""
-        return ",".join(sorted({linear.rpartition(".")[2] for linear in self.linears}))
+        """The last parts of the names of its linears, and of the modules of its experts, as
+        --lora-target-modules has them."""
+        modules = (linear_of(name)[0].removesuffix(NESTED) for name in self.factors)
+        return ",".join(sorted({module.rpartition(".")[2] for module in modules}))
 
     @property
     def flags(self) -> dict[str, Any]:

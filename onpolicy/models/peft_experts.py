@@ -8,8 +8,12 @@ Source: `ParamWrapper` and `_inject_parameters` of the package peft (0.21).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
+
+from onpolicy.models.experts import expert_sizes
+from onpolicy.models.peft_adapter import NESTED
 
 _IN_MODEL = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
@@ -25,10 +29,43 @@ def of_experts(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
     pair, _, factor = factor.rpartition(".")
     if pair not in _IN_MODEL:
         return None
-    nested = ".base_layer" if pair == "gate_up" else ""
+    nested = NESTED if pair == "gate_up" else ""
     by_expert = tensor.flatten(1, -2)
     in_peft = tensor.flatten(0, 1) if factor == "A" else by_expert.permute(1, 2, 0).flatten(1)
     return f"{module}{nested}.lora.{factor}", in_peft
+
+
+def from_peft(module: str, factor: str, tensor: Tensor, rank: int) -> tuple[str, Tensor]:
+    """The inverse of `of_experts`: a wrapper of experts, "A" or "B" and its numbers -> ours."""
+    pair = "gate_up" if module.endswith(NESTED) else "down"
+    if factor == "A":
+        here = tensor.unflatten(0, (-1, rank))
+    else:
+        here = tensor.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        here = here.unflatten(1, (2, -1)) if pair == "gate_up" else here
+    return f"{module.removesuffix(NESTED)}.lora.{pair}.{factor}", here
+
+
+def parameter_of(pair: str) -> str:
+    """...experts.lora.down, a pair of factors -> ...experts.down_proj, what it is beside; of a linear,
+    ...up_proj.lora -> ...up_proj.weight."""
+    module, _, part = pair.rpartition(".lora.")
+    return (
+        f"{module}.{_IN_MODEL[part]}"
+        if part in _IN_MODEL
+        else f"{pair.removesuffix('.lora')}.weight"
+    )
+
+
+def peft_shapes(name: str, experts: Any, rank: int) -> dict[str, tuple[int, ...]]:
+    """The shapes that the factors of a module of experts have in a file, by wrapper and factor."""
+    count, inner, hidden = expert_sizes(experts)
+    return {
+        f"{name}{NESTED}.lora.A": (count * rank, hidden),
+        f"{name}{NESTED}.lora.B": (2 * inner, rank * count),
+        f"{name}.lora.A": (count * rank, inner),
+        f"{name}.lora.B": (hidden, rank * count),
+    }
 
 
 def peft_targets(targets: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:

@@ -16,8 +16,14 @@ from onpolicy.config.groups import LoraConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import is_adapters
-from onpolicy.models.peft_adapter import CONFIG, WEIGHTS, PeftAdapter, linear_of
-from onpolicy.models.peft_experts import of_experts, peft_targets
+from onpolicy.models.experts import has_usual_experts
+from onpolicy.models.peft_adapter import CONFIG, NESTED, WEIGHTS, PeftAdapter, linear_of
+from onpolicy.models.peft_experts import (
+    from_peft,
+    of_experts,
+    peft_shapes,
+    peft_targets,
+)
 from onpolicy.weights.digest import WeightBucket, write_weights
 
 PREFIX = "base_model.model."
@@ -51,15 +57,23 @@ def export_adapter(
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
 
 
-def read_factors(directory: str) -> dict[str, Tensor]:
-    """The numbers of an adapter that was checked, under the names of a model's parameters, in the dtype
-    in which they are stored."""
-    return {_name_here(name): x for name, x in load_file(Path(directory) / WEIGHTS).items()}
+def read_factors(adapter: PeftAdapter) -> dict[str, Tensor]:
+    """The numbers of an adapter that was checked, under the names and in the shapes of a model's
+    parameters, in the dtype in which they are stored."""
+    stored = {linear_of(key): x for key, x in load_file(adapter.directory / WEIGHTS).items()}
+    modules = {module for module, _ in stored}
+    experts = {m for m in modules if m.endswith(NESTED) or f"{m}{NESTED}" in modules}
+    return dict(
+        from_peft(module, factor, x, adapter.rank)
+        if module in experts
+        else (f"{module}.lora.{factor}", x)
+        for (module, factor), x in stored.items()
+    )
 
 
 def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag: str) -> None:
     """Raise ConfigError unless an adapter is that of the base in `path`, whose `model` is one without
-    numbers, and has both factors of every linear whose name its targets have."""
+    numbers, and has both factors of every linear, and of all experts, whose name its targets have."""
     name = f"{flag}={adapter.directory}"
     if not _is_base(adapter.base, path):
         raise ConfigError(
@@ -69,7 +83,11 @@ def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag
     targets, rank = set(adapter.targets.split(",")), adapter.rank
     needed: dict[str, tuple[int, ...]] = {}
     for linear, module in model.named_modules():
-        if linear.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
+        if linear.rpartition(".")[2] not in targets:
+            continue
+        if has_usual_experts(module):
+            needed |= peft_shapes(linear, module, rank)
+        elif isinstance(module, nn.Linear):
             needed[f"{linear}.lora.A"] = (rank, module.in_features)
             needed[f"{linear}.lora.B"] = (module.out_features, rank)
     found = {_name_here(key): shape for key, shape in adapter.factors.items()}
@@ -78,7 +96,8 @@ def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag
             have, need = (list(x[each]) if each in x else "none" for x in (found, needed))
             raise ConfigError(
                 f"{name}: {each} is {have} there, and this model needs {need}: an adapter here is "
-                "beside every linear of a name, in every layer. Give an adapter of this model that is."
+                "beside every linear of a name, in every layer, and beside both matrices of experts. "
+                "Give an adapter of this model that is."
             )
 
 
@@ -97,6 +116,6 @@ def _name_in_peft(name: str) -> str:
 
 
 def _name_here(name: str) -> str:
-    """The inverse of `_name_in_peft`."""
+    """The inverse of `_name_in_peft`; of experts, with the wrapper's name."""
     linear, factor = linear_of(name)
     return f"{linear}.lora.{factor}"

@@ -112,7 +112,7 @@ class Run:
         self._hold_save()
         found = saving.find(self.config, self.inputs.prompts.prompts)
         if self.config.output.save:
-            saving.require_room(self.config, self.inputs.hf_config)
+            saving.require_room(self.config, self.inputs.hf_config, self.ladder.contract.adapter)
         return found
 
     def _hold_save(self) -> None:

@@ -9,8 +9,11 @@ import pytest
 from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig, OperatorsConfig, ServersConfig
 from onpolicy.config.tools import VerifyConfig
+from onpolicy.models.adapters import without_adapters
 from onpolicy.run.commands.verify import passes, verify
 from onpolicy.train.policy_trainer import PolicyTrainer
+from tests.onpolicy.train.fsdp.test_peft import drawn
+from tests.onpolicy.train.fsdp.test_trainer import maker_of
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
 from tests.support.train_runs import TWO_RANKS
 
@@ -76,6 +79,40 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
     assert report["contract"]["weight_format"] == "fp8_e4m3_block128"
     assert report["contract"]["kv_format"] == "int8"
     assert passes(report, config)
+
+
+@pytest.mark.parametrize("given", ["a rank", "an adapter"])
+def test_no_token_differs_beside_adapters_and_all_do_where_one_engine_has_none(
+    tmp_path, capsys, monkeypatch, given
+):
+    model = make_checkpoint(tmp_path / "model", "qwen3-moe")
+    lora = ["--lora-rank", "4"]
+    if given == "an adapter":
+        lora = ["--lora-adapter", str(write_adapter(tmp_path / "adapter", model))]
+    argv = ["verify", "--hf-checkpoint", str(model), *lora, "--num-prompts", "4"]
+    argv += ["--max-new-tokens", "12", "--run-dir", str(tmp_path / "run")]
+    assert main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_compared_tokens"] == 2 * 4 * 12
+    assert report["num_mismatched_tokens"] == 0 and report["contract"]["adapter"]["rank"] == 4
+
+    log_probs = PolicyTrainer.log_probs
+
+    def of_the_base(trainer, *asked):
+        with without_adapters(trainer.policy.module):
+            return log_probs(trainer, *asked)
+
+    monkeypatch.setattr(PolicyTrainer, "log_probs", of_the_base)
+    assert main([*argv, "--no-step"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_mismatched_tokens"] > 0.9 * report["num_compared_tokens"]
+
+
+def write_adapter(directory, model):
+    """As another run leaves it, with experts."""
+    trainer = drawn(maker_of(model)(lora={"lora_rank": 4}))
+    trainer.export(directory)
+    return directory
 
 
 def test_stock_operators_are_measured_and_no_failure(checkpoint, tmp_path, capsys):

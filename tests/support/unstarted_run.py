@@ -19,10 +19,13 @@ from onpolicy.types import Prompt
 PROMPTS = [Prompt(index=i, prompt_ids=[i + 2], label="x", text="a") for i in range(3)]
 
 
-def make_config(checkpoint: Path, directory: Path, **output: Any) -> TrainConfig:
+def make_config(
+    checkpoint: Path, directory: Path, lora_rank: int = 0, **output: Any
+) -> TrainConfig:
     """It saves under `directory` and resumes from there."""
     save = f"{directory}/save"
     return TrainConfig(
+        lora=groups.LoraConfig(lora_rank=lora_rank),
         model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
         rollout=groups.RolloutConfig(num_rollout=9),
         output=groups.OutputConfig(**{"save": save, "save_interval": 2, "load": save, **output}),

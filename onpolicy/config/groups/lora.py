@@ -9,6 +9,12 @@ from onpolicy.config.rules import Against
 
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
+NOT_RECORDED = Against(
+    lambda run: True,
+    "what adapters add is not recorded yet",
+    "Leave it out, or ask `onpolicy verify`, which takes it, whether a token differs.",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:

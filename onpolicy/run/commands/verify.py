@@ -28,11 +28,16 @@ from onpolicy.run.commands.verify_inputs import (
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.run.launch.contracts import contract_for
+from onpolicy.train.fsdp.sharding import draw_adapters
+from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
 logger = logging.getLogger(__name__)
 
 LEARNING_RATE = 1e-3
+
+DRAWN = 0.05
+"""Size of what is drawn for adapters, which as they begin add nothing."""
 
 SCORED_AT_ONCE = 8
 """Samples that the trainer scores before it says how far it is."""
@@ -59,6 +64,8 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
     counts, num_cached = ParityCounts(), 0
     try:
         engines.start()
+        if config.lora.lora_rank and not config.lora.lora_adapter:
+            engines.trainer.on_each_rank(_draw_adapters, config.seed)
         for round_number in (0, 1):
             phases.begin(f"round {round_number + 1} of 2: pushing the trainer's weights")
             engines.push_weights(round_number)
@@ -96,6 +103,10 @@ def passes(report: Report, config: VerifyConfig) -> bool:
         and report["num_cached_tokens"] > 0
     )
     return passed
+
+
+def _draw_adapters(trainer: PolicyTrainer, seed: int) -> None:
+    draw_adapters(trainer.policy.module, seed, DRAWN)
 
 
 def _sample(

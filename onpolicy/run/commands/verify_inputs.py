@@ -59,7 +59,7 @@ def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
     spec = rollout_spec(train_config, hf_config, contract, longest + config.max_new_tokens)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
         require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
-        size = ModelSize.of(hf_config, model.trust_remote_code)
+        size = ModelSize.of(hf_config, model.trust_remote_code, contract.adapter)
         require_run_fits(train_config, hf_config, spec, size)
         require_transport(train_config, contract)
         if not config.cluster.ray_address:
@@ -146,6 +146,7 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
         ),
         algorithm=groups.AlgorithmConfig(advantage_estimator="reinforce"),
         megatron=config.megatron,
+        lora=config.lora,
         cluster=config.cluster,
         parity=groups.ParityConfig(
             true_on_policy_mode=config.plan.starts_aligned, parity_policy="warn"

@@ -9,7 +9,9 @@ import torch
 from transformers import PretrainedConfig
 
 from onpolicy.config.sft import AnyRun
+from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
+from onpolicy.models.adapters import adapter_size
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.hf_config import load_config
 from onpolicy.system.memory import gib
@@ -18,14 +20,15 @@ MASTER = 3 * 4
 """Bytes that training keeps of a parameter: its float32 weight and two moments of AdamW."""
 
 
-def require_room(config: AnyRun, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError, with the sum, if a checkpoint of the model does not fit under --save."""
+def require_room(
+    config: AnyRun, hf_config: PretrainedConfig, adapter: AdapterShape | None = None
+) -> None:
+    """Raise ConfigError, with the sum, if a checkpoint of the model, or of its adapters alone, does not
+    fit under --save."""
     trust = config.model.trust_remote_code
-    configs = [hf_config]
+    parameters = _saved_parameters(hf_config, trust, adapter)
     if critic := config.critic_checkpoint:
-        configs.append(load_config(critic, trust, "--critic-load"))
-    models = [empty_causal_lm(each, trust) for each in configs]
-    parameters = sum(x.numel() for model in models for x in model.parameters())
+        parameters += _saved_parameters(load_config(critic, trust, "--critic-load"), trust)
     computed = getattr(torch, config.model.dtype).itemsize
     trained = MASTER + (computed if _saves_computed_weights(config) else 0)
     needed = parameters * (trained + computed)
@@ -33,10 +36,24 @@ def require_room(config: AnyRun, hf_config: PretrainedConfig) -> None:
     if needed > free:
         raise ConfigError(
             f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters"
-            f"{' of policy and critic' * bool(critic)} x ({trained} bytes of training state + "
+            f"{_whose(adapter is not None, bool(critic))} x ({trained} bytes of training state + "
             f"{computed} of exported weights) = {gib(needed)} GiB, and {gib(free)} GiB are free there. "
             "Make room, or choose another directory."
         )
+
+
+def _saved_parameters(
+    hf_config: PretrainedConfig, trust_remote_code: bool, adapter: AdapterShape | None = None
+) -> int:
+    """Those that a checkpoint holds of a model."""
+    model = empty_causal_lm(hf_config, trust_remote_code)
+    return adapter_size(model, adapter) if adapter else sum(x.numel() for x in model.parameters())
+
+
+def _whose(has_adapter: bool, has_critic: bool) -> str:
+    """Whose parameters they are, in words; nothing if they are all of one model."""
+    policy = "adapters" if has_adapter else "policy" * has_critic
+    return f" of {policy}{' and critic' * has_critic}" if policy else ""
 
 
 def _saves_computed_weights(config: AnyRun) -> bool:

@@ -21,8 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import first_values, is_adapters
+from onpolicy.models.adapters import drawn_values, first_values, is_adapters
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_adapter import read_peft_adapter
 from onpolicy.models.peft_format import read_factors
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
@@ -76,13 +77,25 @@ def load_sharded_policy(
 
 @torch.no_grad()
 def _begin_adapters(model: PolicyModel, seed: int, begins_with: str) -> None:
-    given = read_factors(begins_with) if begins_with else {}
+    adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
+    given = read_factors(adapter) if adapter else {}
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             assert isinstance(parameter, DTensor)
             values = given.get(name.removeprefix(PREFIX))
             if values is None:
                 values = first_values(name, parameter.shape, seed)
+            parameter.to_local().copy_(rows_of(parameter, values))
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, seed: int, size: float) -> None:
+    """Give every B, which begins as zeros, numbers of this size, so that adapters change what the model
+    computes."""
+    for name, parameter in model.named_parameters():
+        if is_adapters(name) and name.endswith(".B"):
+            assert isinstance(parameter, DTensor)
+            values = size * drawn_values(name, parameter.shape, seed)
             parameter.to_local().copy_(rows_of(parameter, values))
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 
+from onpolicy.cli.parse import parse
 from onpolicy.config.groups import LoraConfig
+from onpolicy.config.rules import validate
+from onpolicy.config.tools import ExplainConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from tests.onpolicy.config.test_validate import MODE, check
 
@@ -28,6 +31,14 @@ def test_what_has_no_adapters_yet_is_refused(argv, rule):
     check(*MODE, *argv)
     with pytest.raises(ConfigError, match=f"--lora-rank=8: .*{rule}"):
         check(*MODE, *LORA, *argv)
+
+
+def test_verify_takes_them_and_explain_says_that_it_does_not():
+    validate(parse(VerifyConfig, LORA, "onpolicy verify"))
+    with pytest.raises(ConfigError, match=r"--lora-rank=8: .*Add --true-on-policy-mode"):
+        validate(parse(VerifyConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy verify"))
+    with pytest.raises(ConfigError, match=r"--lora-rank=8: what adapters add is not recorded yet"):
+        validate(parse(ExplainConfig, LORA, "onpolicy explain"))
 
 
 @pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"]])

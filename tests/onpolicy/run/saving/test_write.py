@@ -167,20 +167,35 @@ def test_a_checkpoint_that_cannot_fit_is_refused_with_the_sum(unstarted, monkeyp
         saving.require_room(config, engines.hf_config)
 
 
-def test_the_room_asked_for_is_what_a_checkpoint_takes(unstarted, saved, monkeypatch):
-    config, engines = unstarted
-    files = [
-        p for p in (saved / "step_000004").rglob("*") if p.suffix in (".distcp", ".safetensors")
-    ]
-    size = sum(file.stat().st_size for file in files)
+def weight_bytes(directory):
+    files = [p for p in directory.rglob("*") if p.suffix in (".distcp", ".safetensors")]
+    return sum(file.stat().st_size for file in files)
+
+
+@pytest.fixture
+def of_adapters(checkpoint, tmp_path):
+    """A run of adapters, and the bytes of its checkpoint's weights."""
+    config, engines = make_run(checkpoint, tmp_path, lora_rank=64)
+    saving.save(config, engines, state_after(2))
+    return config, engines, weight_bytes(tmp_path / "save")
+
+
+@pytest.mark.parametrize("what", ["a model", "adapters"])
+def test_the_room_asked_for_is_what_a_checkpoint_takes(
+    unstarted, saved, of_adapters, monkeypatch, what
+):
+    config, engines, size = of_adapters
+    if what == "a model":
+        (config, engines), size = unstarted, weight_bytes(saved / "step_000004")
     for free, fits in [(size, True), (0.95 * size, False)]:
         usage = shutil._ntuple_diskusage(2**30, 0, free)
         monkeypatch.setattr("shutil.disk_usage", lambda path, u=usage: u)
+        asked = config, engines.hf_config, engines.contract.adapter
         if fits:
-            saving.require_room(config, engines.hf_config)
+            saving.require_room(*asked)
         else:
-            with pytest.raises(ConfigError):
-                saving.require_room(config, engines.hf_config)
+            with pytest.raises(ConfigError, match="of adapters x" if what == "adapters" else ""):
+                saving.require_room(*asked)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from onpolicy.cli.main import main
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
+from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import adapters
 from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, maker_of, weights
 from tests.support.tiny import make_checkpoint
@@ -91,10 +92,33 @@ def test_peft_reads_the_adapters_of_experts(mixture, tmp_path):
     assert (scored(samples, model) - ours(samples)).abs().max() > 10 * CLOSE
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_of_experts_that_were_written_and_are_read_again_have_the_same_bits(
+    mixture, tmp_path, dtype
+):
+    make = maker_of(mixture)
+    trainer = drawn(make(lora={"lora_rank": 4}, model={"dtype": dtype}))
+    trainer.export(tmp_path / "adapter")
+    flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path / "adapter")], "onpolicy train").lora
+    assert "experts" in flags.lora_target_modules.split(",")
+    again = make(lora=dataclasses.asdict(flags), model={"dtype": dtype})
+    again.export(tmp_path / "again")
+    files = (tmp_path / name / "adapter_model.safetensors" for name in ("adapter", "again"))
+    assert len({file.read_bytes() for file in files}) == 1
+    if dtype == "float32":
+        assert all(torch.equal(weights(trainer)[name], x) for name, x in weights(again).items())
+
+
 OPTIONS = {
     "all linears": {"target_modules": "all-linear"},
     "named ones": {"target_modules": ["v_proj", "up_proj"], "lora_dropout": 0.1},
     "rsLoRA": {"target_modules": r".*\.(q|k)_proj", "use_rslora": True},
+}
+
+
+OF_EXPERTS = {
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
 }
 
 
@@ -112,15 +136,29 @@ def make_peft(checkpoint, directory, **options):
     return model
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", [*OPTIONS, "experts"])
 def test_we_compute_with_what_peft_wrote_what_peft_computes(make, checkpoint, tmp_path, kind):
-    model = make_peft(checkpoint, tmp_path, **OPTIONS[kind])
+    if kind == "experts":
+        checkpoint = make_checkpoint(tmp_path / "moe", "qwen3-moe")
+        make = maker_of(checkpoint)
+    model = make_peft(checkpoint, tmp_path, **{**OPTIONS, "experts": OF_EXPERTS}[kind])
     flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path)], "onpolicy train").lora
     trainer = make(lora=dataclasses.asdict(flags))
     samples = make_samples(trainer)
     assert (scored(samples, model) - ours(samples)).abs().max() < CLOSE
     with model.disable_adapter():
         assert (scored(samples, model) - ours(samples)).abs().max() > 100 * CLOSE
+
+
+@pytest.mark.parametrize("matrix", ["gate_up_proj", "down_proj"])
+def test_an_adapter_of_one_matrix_of_experts_is_refused(tmp_path, matrix):
+    checkpoint = make_checkpoint(tmp_path / "moe", "qwen3-moe")
+    parameters = {"target_modules": ["q_proj"], "target_parameters": [f"experts.{matrix}"]}
+    make_peft(checkpoint, tmp_path, **parameters)
+    flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path)], "onpolicy train").lora
+    rule = r"experts.*lora.A is .* there, and this model needs \[24, .* beside both matrices of experts"
+    with pytest.raises(ConfigError, match=rule):
+        maker_of(checkpoint)(lora=dataclasses.asdict(flags))
 
 
 def test_what_was_written_and_is_read_again_has_the_same_bits(make, tmp_path):
@@ -131,10 +169,18 @@ def test_what_was_written_and_is_read_again_has_the_same_bits(make, tmp_path):
     assert not torch.equal(ours(make_samples(trainer)), ours(make_samples(make())))
 
 
-def test_peft_merges_to_what_export_writes(checkpoint, tmp_path):
-    model = make_peft(checkpoint, tmp_path / "adapter", target_modules="all-linear")
+@pytest.mark.parametrize("kind", ["linears", "experts"])
+def test_peft_merges_to_what_export_writes(checkpoint, tmp_path, kind):
+    options = {"target_modules": "all-linear"}
+    if kind == "experts":
+        checkpoint, options = make_checkpoint(tmp_path / "moe", "qwen3-moe"), OF_EXPERTS
+    model = make_peft(checkpoint, tmp_path / "adapter", **options)
     given = ["--merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "out")]
     assert main(["export", "--hf-checkpoint", str(checkpoint), *given, "--dtype", "float32"]) == 0
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     for name, tensor in model.merge_and_unload().state_dict().items():
         assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-6), name
+    base = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    changed = {name for name, tensor in base.items() if not torch.equal(ours[name], tensor)}
+    adapted = {"gate_up_proj", "down_proj"} if kind == "experts" else {"weight"}
+    assert adapted <= {name.rpartition(".")[2] for name in changed}
