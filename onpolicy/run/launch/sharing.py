@@ -1,12 +1,36 @@
-"""What a run's plan says of shared prefixes, before there are any samples."""
+"""Whether a run shares prefixes if nobody asked, and what its plan says of that."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
+
+import torch
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_agent
+
+
+def fit_sharing(config: TrainConfig) -> TrainConfig:
+    """The run with `auto` made on or off: on where it is proven, and where there is something to share."""
+    if config.trainer.share_prefixes != "auto":
+        return config
+    chosen = "off" if _reason_not_to(config) else "on"
+    return replace(config, trainer=replace(config.trainer, share_prefixes=chosen))
+
+
+def _reason_not_to(config: TrainConfig) -> str:
+    """Why `auto` shares nothing; "" if it does."""
+    reasons = {
+        "operators are not aligned": not config.plan.starts_aligned,
+        "--mismatch-governor may choose stock operators": config.plan.is_governed,
+        "--megatron-cp cuts sequences": config.megatron.megatron_cp > 1,
+        "it has not been run on a GPU": torch.cuda.is_available(),
+        "a prompt has one sample": config.rollout.n_samples_per_prompt == 1
+        and not has_agent(config.agent),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def distinct_share(prompt_lens: Sequence[int], response_len: int, n: int) -> float:
@@ -18,8 +42,8 @@ def distinct_share(prompt_lens: Sequence[int], response_len: int, n: int) -> flo
 
 def sharing_described(config: TrainConfig, prompt_lens: Sequence[int]) -> str:
     """Whether prefixes are shared, and how much of a step's tokens that leaves to compute at most."""
-    shares = config.trainer.share_prefixes
-    said = "prefixes are shared" if shares else "prefixes are not shared (--share-prefixes)"
+    why = _reason_not_to(config) or "--share-prefixes off"
+    said = "prefixes are shared" if config.trainer.shares_prefixes else f"prefixes are not shared ({why})"
     if has_agent(config.agent):
         return f"{said}: how much that saves is up to the episodes"
     n, longest = config.rollout.n_samples_per_prompt, config.rollout.rollout_max_response_len
