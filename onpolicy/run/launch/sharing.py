@@ -13,11 +13,11 @@ from onpolicy.config.groups.agents import has_agent
 
 
 def fit_sharing(config: TrainConfig) -> TrainConfig:
-    """The run with `auto` made on or off: on where it is proven, and where there is something to share."""
+    """The run with `auto` made on or off: on where it is proven and there is something to share."""
     if config.trainer.share_prefixes != "auto":
         return config
-    chosen = "off" if _reason_not_to(config) else "on"
-    return replace(config, trainer=replace(config.trainer, share_prefixes=chosen))
+    trainer = replace(config.trainer, share_prefixes="off" if _reason_not_to(config) else "on")
+    return replace(config, trainer=trainer)
 
 
 def _reason_not_to(config: TrainConfig) -> str:
@@ -43,7 +43,8 @@ def distinct_share(prompt_lens: Sequence[int], response_len: int, n: int) -> flo
 def sharing_described(config: TrainConfig, prompt_lens: Sequence[int]) -> str:
     """Whether prefixes are shared, and how much of a step's tokens that leaves to compute at most."""
     why = _reason_not_to(config) or "--share-prefixes off"
-    said = "prefixes are shared" if config.trainer.shares_prefixes else f"prefixes are not shared ({why})"
+    is_on = config.trainer.shares_prefixes
+    said = "prefixes are shared" if is_on else f"prefixes are not shared ({why})"
     if has_agent(config.agent):
         return f"{said}: how much that saves is up to the episodes"
     n, longest = config.rollout.n_samples_per_prompt, config.rollout.rollout_max_response_len
