@@ -34,7 +34,12 @@ class Prompt:
     """What the chat template was applied to; None: it was text."""
 
     rule: str = ""
-    """What scores its responses, a rule or a service by its name; empty: what scores the run's."""
+    """What scores its responses, a rule or a service by its name; empty: `rewards`, or else what scores
+    the run's."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What scores its responses as a weighted sum: rules by name and functions by path, and the weight
+    of each."""
 
     @property
     def token_ids(self) -> list[int]:

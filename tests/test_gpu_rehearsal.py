@@ -20,7 +20,10 @@ from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.runs
 
-SIZES = {"max_position_embeddings": 16384, "head_dim": 128, "hidden_size": 256, "vocab_size": 512}
+SIZES = {
+    "max_position_embeddings": 16384, "head_dim": 128, "hidden_size": 256, "intermediate_size": 256,
+    "vocab_size": 512,
+}  # fmt: skip
 LAYERS = {"qwen3": 2, "qwen3-moe": 6}
 """Three pipeline stages share the second's out."""
 
@@ -45,30 +48,42 @@ def onpolicy(count, *argv, cwd):
     )  # fmt: skip
 
 
+def launch(script, count, checkpoint, cwd):
+    write_problems(cwd / "data.jsonl")
+    return subprocess.run(
+        [str(EXAMPLES / "true_on_policy" / script), "--dry-run"],
+        env={
+            **seeing_gpus(count),
+            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+            "HF_CHECKPOINT": str(checkpoint),
+            "PROMPT_DATA": str(cwd / "data.jsonl"),
+        },
+        cwd=cwd, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "script, model, engines",
     [
         ("run_qwen3_4b.sh", "qwen3", 4),
+        ("run_qwen3_32b_lora.sh", "qwen3", 2),
         ("run_qwen3_30b_a3b.sh", "qwen3-moe", 2),
         ("run_qwen3_30b_a3b_megatron.sh", "qwen3-moe", 2),
     ],
 )
 def test_a_launcher_is_a_valid_run_on_8_gpus(tmp_path, checkpoints, script, model, engines):
-    write_problems(tmp_path / "data.jsonl")
-    done = subprocess.run(
-        [str(EXAMPLES / "true_on_policy" / script), "--dry-run"],
-        env={
-            **seeing_gpus(8),
-            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
-            "HF_CHECKPOINT": str(checkpoints[model]),
-            "PROMPT_DATA": str(tmp_path / "data.jsonl"),
-        },
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = launch(script, 8, checkpoints[model], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "aligned operators: hopper, bfloat16" in done.stderr
     assert "the fullest GPU has 78.23 GiB free" in done.stderr
     assert f'"rollout_num_engines": {engines}' in done.stdout
+
+
+def test_the_launcher_of_one_gpu_is_a_valid_run_on_it(tmp_path, checkpoints):
+    done = launch("run_qwen3_4b_lora.sh", 1, checkpoints["qwen3"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "memory of a shared GPU while servers sample" in done.stderr
+    assert '"lora_rank": 32' in done.stdout and '"colocate": true' in done.stdout
 
 
 RESOLVE = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from onpolicy.config.groups import RewardConfig
@@ -106,8 +106,8 @@ class Scorer:
                     f"{sample.name}: its episode said no reward, and no rule would. Say one, or give "
                     "--rm-type, --custom-rm-path or --rewards."
                 )
-        theirs = {sample.prompt.rule for sample in samples} - {"", *self.sources}
-        sources = [*self.sources, *sorted(theirs)]
+        theirs = chain.from_iterable(self._sources_of(sample.prompt) for sample in samples)
+        sources = [*self.sources, *sorted({*theirs} - {*self.sources})]
         self._import([source for source in sources if source not in REMOTE])
         asked = {
             source: [[s for s in group if source in self._sources_of(s.prompt)] for group in groups]
@@ -145,15 +145,17 @@ class Scorer:
             self._imported |= {*local}
             self._workers = Workers(self.config, sorted(self._imported))
 
-    def _sources_of(self, prompt: Prompt) -> Collection[str]:
-        """What scores its samples: the rule that it names, or else those of the run."""
-        return (prompt.rule,) if prompt.rule else self.sources
+    def _sources_of(self, prompt: Prompt) -> Mapping[str, float]:
+        """What scores its samples and the weight of each: as it says, or else those of the run."""
+        return {prompt.rule: 1.0} if prompt.rule else prompt.rewards or self.sources
 
     def _reward(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
         """One number of what each source has said, and the first answer."""
+        weights, prompt = self._sources_of(sample.prompt), sample.prompt
+        given = {source: given[source] for source in weights}  # in their order
         answers = [numbers.pop(ANSWER) for numbers in given.values() if ANSWER in numbers]
         sample.answer = answers[0] if answers else None
-        if sample.prompt.rule or not self.config.rewards:
+        if prompt.rule or not (prompt.rewards or self.config.rewards):
             (numbers,) = given.values()
             sample.reward_parts = {name: x for name, x in numbers.items() if name != "score"}
             sample.reward = numbers["score"]
@@ -163,7 +165,7 @@ class Scorer:
             for source, numbers in given.items()
             for name, x in numbers.items()
         }
-        sample.reward = sum(self.sources[source] * x["score"] for source, x in given.items())
+        sample.reward = sum(weights[source] * x["score"] for source, x in given.items())
 
     def _counted(
         self,
@@ -212,7 +214,7 @@ class Scorer:
 
     def _name(self, source: str) -> str:
         """The flag that asks for it, for messages."""
-        return f"{self.config.flag}={source}" if source in self.sources else f"the rule {source}"
+        return f"{self.config.flag}={source}" if source in self.sources else f"the reward {source}"
 
     def connect(self) -> None:
         """Wait until all that was started to score can be asked."""

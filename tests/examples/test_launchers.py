@@ -92,6 +92,13 @@ def test_the_launcher_with_a_critic_is_a_valid_run(launch, inputs):
     assert '"num_critic_only_steps": 20' in done.stdout and '"lambd": 0.95' in done.stdout
 
 
+def test_the_launcher_with_adapters_is_a_valid_run(launch, inputs):
+    flags = ("--dry-run", "--operators", "auto", "--lora-rank", "4")
+    done = launch("true_on_policy/run_qwen3_32b_lora.sh", *flags, **inputs())
+    assert done.returncode == 0, done.stderr
+    assert '"lora_rank": 4' in done.stdout and '"--tp-size",' in done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 @pytest.mark.parametrize(
     "script", ["run_qwen3_4b.sh", "run_qwen3_30b_a3b.sh", "run_qwen3_30b_a3b_megatron.sh"]

@@ -10,7 +10,7 @@ from onpolicy.config.flags import flags_of
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.groups.inputs import PROCEDURAL, DataConfig
 from onpolicy.config.groups.remote_reward import RemoteName
-from onpolicy.config.groups.reward import RuleName
+from onpolicy.config.groups.reward import RuleName, sources_of, weights_of
 from onpolicy.config.groups.rollout import NO_LIMIT_IS_MINUS_ONE, RolloutConfig
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
@@ -45,10 +45,19 @@ class EvalSet:
     label_key: str
 
     rm_type: Literal["", RuleName, RemoteName] = ""
-    """What scores its responses, by the flags of the run; empty: what scores the run's."""
+    """What scores its responses, by the flags of the run; empty: `rewards`, or else what scores the
+    run's."""
+
+    rewards: tuple[str, ...] = ()
+    """Several rules and functions instead, as --rewards takes them."""
 
     flag: str = "--eval-prompt-data"
     """What names the set, for messages."""
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """What scores its responses, and the weight of each; empty: what scores the run's."""
+        return sources_of(self.rm_type, self.rewards)
 
     def is_due(self, step: int) -> bool:
         """Whether it is evaluated after so many rollouts."""
@@ -58,6 +67,9 @@ class EvalSet:
 KEYS = {flag.name: flag for flag in flags_of(EvalSet) if flag.name != "flag"}
 OWN = ("name", "path")
 """Keys that every set has to itself."""
+
+SCORES = ("rm_type", "rewards")
+"""Keys of which one says what scores a set."""
 
 
 def eval_sets(values: Sequence[str]) -> dict[str, str]:
@@ -114,9 +126,13 @@ def read_sets(file: str) -> dict[str, Values]:
             raise ConfigError(f"{place}: name={values['name']!r}: {A_NAME}.")
         if values["name"] in found:
             raise ConfigError(f"{place}: name={values['name']}: an earlier set has it. Rename one.")
-        if values.get("rm_type") and values["path"].startswith(PROCEDURAL):
-            raise ConfigError(f"{place}: rm_type: {PROCEDURAL} has its own scorer. Leave it out.")
-        found[values["name"]] = {**defaults, **values, "flag": f"{name}: {values['name']}: path"}
+        is_made = values["path"].startswith(PROCEDURAL)
+        said = [key for key in SCORES if values.get(key)]
+        if is_made and said:
+            raise ConfigError(f"{place}: {said[0]}: {PROCEDURAL} has its own scorer. Leave it out.")
+        own = is_made or any(key in values for key in SCORES)
+        common = {k: v for k, v in defaults.items() if not (own and k in SCORES)}
+        found[values["name"]] = {**common, **values, "flag": f"{name}: {values['name']}: path"}
     return found
 
 
@@ -128,9 +144,14 @@ def _checked(given: object, place: str, known: Sequence[str]) -> Values:
         kind = KEYS[key].kind
         if rule := broken_kind(value, kind):
             raise ConfigError(f"{place}: {key}={value!r}: {rule}.")
+        if key == "rewards":
+            value = (value,) if isinstance(value, str) else tuple(value)
+            weights_of(value, f"{place}: rewards")
         values[key] = kind(str(value)) if kind in (int, float) else value
         if rule := broken_rule(values[key], KEYS[key].notes):
             raise ConfigError(f"{place}: {key}={value!r}: {rule}")
+    if values.get("rm_type") and values.get("rewards"):
+        raise ConfigError(f"{place}: rm_type and rewards: only one may score. Leave the other out.")
     return values
 
 
@@ -203,7 +224,7 @@ def _unscored(run: Facts) -> str | None:
     if run.config.reward.sources or has_agent(run):
         return None
     for each in run.config.eval_sets.values():
-        if not (each.rm_type or each.path.startswith(PROCEDURAL)):
+        if not (each.sources or each.path.startswith(PROCEDURAL)):
             return f"{each.flag}={each.path}"
     return None
 
@@ -217,8 +238,8 @@ class EvalSetsConfig:
         str, Parsed(read_sets),
         Against(lambda run: run.eval_prompt_data, "--eval-prompt-data names sets too"),
         Together(_unscored,
-            "{found}: no reward scores its responses. Give the set an rm_type in --eval-config, or the "
-            "run --rm-type, --custom-rm-path or --rewards."),
+            "{found}: no reward scores its responses. Give the set rm_type or rewards in --eval-config, "
+            "or the run --rm-type, --custom-rm-path or --rewards."),
     ] = ""  # fmt: skip
     """YAML file of sets instead, each with its own samples per prompt, sampling, lengths, interval and
     reward (docs/outputs.md); the flags say what a set does not."""

@@ -27,7 +27,7 @@ def is_asked(run: Facts, source: str) -> bool:
     """Whether it scores the run's samples, or a set's."""
     config = run.config
     return source in config.reward.sources or any(
-        each.rm_type == source for each in config.eval_sets.values()
+        source in each.sources for each in config.eval_sets.values()
     )
 
 

@@ -30,14 +30,14 @@ def name_of(source: str) -> str:
     return source.replace(":", ".").rpartition(".")[2]
 
 
-def weights_of(rewards: Sequence[str]) -> dict[str, float]:
+def weights_of(rewards: Sequence[str], name: str = "--rewards") -> dict[str, float]:
     """The weight of each rule and function of --rewards. Raises ConfigError for what is neither."""
     found: dict[str, float] = {}
     for given in rewards:
         source, _, text = given.rpartition("=") if "=" in given else (given, "", "1")
         if source not in RULES + REMOTE and not is_function(source):
             raise ConfigError(
-                f"--rewards={given}: {source!r} is no rule. Give NAME=WEIGHT with one of "
+                f"{name}={given}: {source!r} is no rule. Give NAME=WEIGHT with one of "
                 f"{', '.join(RULES + REMOTE)}, or with a function: {FUNCTION}."
             )
         try:
@@ -45,13 +45,18 @@ def weights_of(rewards: Sequence[str]) -> dict[str, float]:
         except ValueError:
             found[source] = float("nan")
         if not isfinite(found[source]):
-            raise ConfigError(f"--rewards={given}: {text!r} is no number. Give NAME=WEIGHT.")
+            raise ConfigError(f"{name}={given}: {text!r} is no number. Give NAME=WEIGHT.")
     if len({name_of(source) for source in found}) < len(rewards):
         raise ConfigError(
-            f"--rewards={' '.join(rewards)}: two of them have one name, under which each is logged. "
+            f"{name}={' '.join(rewards)}: two of them have one name, under which each is logged. "
             "Leave one out, or rename a function."
         )
     return found
+
+
+def sources_of(one: str, rewards: Sequence[str]) -> dict[str, float]:
+    """What scores, and the weight of each: one, or else several."""
+    return {one: 1.0} if one else weights_of(rewards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +93,12 @@ class RewardConfig(RemoteRewardConfig):
 
     group_rm: Annotated[
         bool,
-        ReadBy("a function of one's own (--custom-rm-path, --rewards)",
-            lambda run: any(map(is_function, run.config.reward.sources))),
+        ReadBy("a function of one's own (--custom-rm-path, --rewards, a set of --eval-config)",
+            lambda run: any(
+                is_function(source)
+                for each in (run.config.reward, *run.config.eval_sets.values())
+                for source in each.sources
+            )),
     ] = False  # fmt: skip
     """Own functions take the list of all samples of a prompt, and return a list with what one would
     return of each, in their order."""
@@ -108,8 +117,7 @@ class RewardConfig(RemoteRewardConfig):
     @property
     def sources(self) -> dict[str, float]:
         """What scores, rules by name and functions by path, and the weight of each; may be empty."""
-        one = self.rm_type or self.custom_rm_path
-        return {one: 1.0} if one else weights_of(self.rewards)
+        return sources_of(self.rm_type or self.custom_rm_path, self.rewards)
 
     @property
     def flag(self) -> str:

@@ -222,9 +222,9 @@ def attention_backward(
     _query_grad_kernel[row_tiles](
         *where, q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
     )
-    # At 128 two buffers of queries do not fit on compute capability 8.9. With tiles half as high there is
-    # one, into which Triton 3.6 and 3.8 copy while a product still reads it: on an H100 gradients differed
-    # in every run. So nothing is copied ahead.
+    # At 128 two buffers of queries do not fit on compute capability 8.9. With tiles half as high there
+    # is one, into which Triton 3.6 and 3.8 copy while a product still reads it: on an H100 gradients
+    # differed in every run. So nothing is copied ahead.
     if widest == 128:
         options["num_stages"] = 1
     key_tiles = (triton.cdiv(max(layout.key_lens), size), kv_heads, count)

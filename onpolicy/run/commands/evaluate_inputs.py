@@ -50,7 +50,9 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         )
         sets = {name: reader.read_set(each) for name, each in config.eval_sets.items()}
         firsts = [each.prompts[0] for each in sets.values()]
-        if tried := next((prompt for prompt in firsts if not prompt.rule), None):
+        if tried := next(
+            (prompt for prompt in firsts if not (prompt.rule or prompt.rewards)), None
+        ):
             scorer.try_out(tried)
         inputs = Inputs(
             hf_config=hf_config,

@@ -1,5 +1,7 @@
 """Functions of all samples of a prompt (--group-rm), and weighted sums of named rewards (--rewards)."""
 
+from dataclasses import replace
+
 import pytest
 
 from onpolicy.errors import ConfigError, RewardError
@@ -83,6 +85,22 @@ def test_a_sum_of_named_rewards(scorer):
             "dapo": 1.0, "dapo/answered": 1.0,
         },
     ]  # fmt: skip
+
+
+def test_a_prompt_may_bring_a_sum_of_its_own_in_place_of_what_scores_the_run(scorer):
+    ours, theirs, named = sample("42"), sample("Answer: 42"), sample("Answer: 42")
+    theirs.prompt = replace(theirs.prompt, rewards={"dapo": 2.0, "exact": 4.0, ALONE: -1.0})
+    named.prompt = replace(named.prompt, rule="dapo")
+    for config in ({"rm_type": "exact"}, {"rewards": ("exact",)}):
+        rule = scorer(rm_workers=1, **config)
+        rule.try_out(theirs.prompt)
+        rule.score([[ours, theirs, named]])
+        assert [ours.reward, theirs.reward, named.reward] == [1.0, 2.0 - 5.0, 1.0]
+        assert theirs.reward_parts == {
+            "dapo": 1.0, "dapo/answered": 1.0, "exact": 0.0,
+            "half_the_length": 5.0, "half_the_length/is_short": 0.0,
+        }  # fmt: skip
+        assert theirs.answer == "42"  # the answer of dapo, which its sum names first
 
 
 def test_what_one_of_them_fails_on_is_0_of_that_one_and_counted_for_it_alone(scorer):

@@ -109,6 +109,12 @@ ONE = "eval: {datasets: [{name: a, path: a.jsonl, interval: 2, %s}]}"
         (ONE % "rm_type: deepscaler", "set 1: rm_type='deepscaler': must be one of"),
         ((ONE % "").replace("name: a", "name: a/b"), "set 1: name='a/b': a name is letters"),
         ((ONE % "rm_type: math").replace("a.jsonl", "reasoning-gym:b"), "has its own scorer"),
+        ((ONE % "rewards: math").replace("a.jsonl", "reasoning-gym:b"), "rewards: reasoning-gym:"),
+        (ONE % "rewards: [math, deepscaler=2]", "set 1: rewards=deepscaler=2: 'deepscaler' is no"),
+        (ONE % "rewards: [math=half]", "set 1: rewards=math=half: 'half' is no number"),
+        (ONE % "rewards: [math, a.math]", "set 1: rewards=math a.math: two of them have one name"),
+        (ONE % "rewards: {math: 1}", "set 1: rewards={'math': 1}: must be text"),
+        (ONE % "rewards: math, rm_type: math", "set 1: rm_type and rewards: only one may score"),
         (
             (ONE % "").replace("interval: 2, ", ""),
             "a would never be evaluated. Give --eval-interval",
@@ -144,6 +150,31 @@ def test_a_set_that_a_service_scores_needs_its_flags_and_reads_them(configured):
     assert configured(ONE % "rm_type: remote_rm", *flags).eval_sets["a"].rm_type == "remote_rm"
     with pytest.raises(ConfigError, match="--rm-url=http://h: only --rm-type remote_rm"):
         configured(ONE % "rm_type: math", *flags)
+
+
+SUMS = """
+eval:
+  defaults: {interval: 2, rewards: [exact=0.5, own.brief]}
+  datasets:
+    - {name: sum, path: a.jsonl}
+    - {name: rule, path: a.jsonl, rm_type: math}
+    - {name: other, path: a.jsonl, rewards: judge=0.1}
+    - {name: made, path: "reasoning-gym:chain_sum"}
+    - {name: run, path: a.jsonl, rm_type: ""}
+"""
+JUDGE = ("--judge-url", "http://j/v1", "--judge-model", "j", "--judge-prompt", "f")
+
+
+def test_a_set_may_have_a_weighted_sum_of_its_own_and_its_flags_are_read(configured):
+    sets = configured(SUMS, *JUDGE, "--group-rm").eval_sets
+    assert {name: each.sources for name, each in sets.items()} == {
+        "sum": {"exact": 0.5, "own.brief": 1.0}, "rule": {"math": 1.0}, "other": {"judge": 0.1},
+        "made": {}, "run": {},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="judge needs all three"):
+        configured(SUMS)
+    with pytest.raises(ConfigError, match="--group-rm=True: only a function of one's own"):
+        configured(ONE % "rewards: [exact]", "--group-rm")
 
 
 def test_sets_come_from_one_place(configured):

@@ -87,8 +87,8 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
 def overwrites(ttgir: str, num_stages: int) -> bool:
     """Whether a loop copies a tile over one that a product may still be reading.
 
-    Tiles are copied num_stages - 1 turns ahead, so a product that is in flight while the next turn copies
-    needs one slot more. Triton 3.6 and 3.8 forget it where an operand is multiplied in two places.
+    Tiles are copied num_stages - 1 turns ahead, so a product that is in flight while the next turn
+    copies needs one slot more. Triton 3.6 and 3.8 forget it where two products take an operand.
     """
     in_flight = max(map(int, IN_FLIGHT.findall(ttgir)), default=0)
     return in_flight > 0 and min(map(int, SLOTS.findall(ttgir)), default=num_stages) < num_stages

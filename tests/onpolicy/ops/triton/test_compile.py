@@ -122,7 +122,7 @@ def test_no_kernel_copies_over_what_a_product_still_reads(compiled):
 
 
 def test_a_tile_that_is_copied_over_too_early_is_seen():
-    """The lines of `_key_grad_kernel` of 32 rows in two stages, whose gradients differed in every run."""
+    """Lines of `_key_grad_kernel` of 32 rows in two stages, whose gradients differed in every run."""
     product = "ttng.warp_group_dot_wait %key_total_180, %queries_177 {pendings = 3 : i32}"
     tile = "ttg.local_alloc : () -> !ttg.memdesc<{}x32x128xbf16, #shared1, #smem, mutable>"
     for slots, num_stages, expected in ((1, 2, True), (2, 3, True), (2, 2, False)):

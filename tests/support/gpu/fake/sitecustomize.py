@@ -14,6 +14,9 @@ from types import ModuleType, SimpleNamespace
 
 LIBRARIES = ("sgl_kernel", "deep_gemm")
 
+SETTINGS = ("use_deterministic_algorithms",)
+"""Functions of theirs that launch nothing."""
+
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -39,10 +42,10 @@ class Kernel(metaclass=_AnyName):
 
 
 class _Library(ModuleType):
-    def __getattr__(self, name: str) -> type:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Kernel
+        return (lambda *_: None) if name in SETTINGS else Kernel
 
 
 class _Finder(MetaPathFinder, Loader):
