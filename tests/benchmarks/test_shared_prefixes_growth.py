@@ -1,4 +1,4 @@
-"""The record of how shared prefixes gain is that of the picture, beside the limit that it ought to have."""
+"""The record of what shared prefixes gain is that of the picture, beside the limits that are due."""
 
 import json
 from pathlib import Path
