@@ -202,9 +202,13 @@ sys.exit({"test_rows": 1, "test_server": 5}.get(name, 0))
 """Stands for pytest with one file of the suite."""
 
 
-def test_a_file_that_dies_takes_no_other_along_and_the_page_says_it(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("jobs", ["1", "4"])
+def test_a_file_that_dies_takes_no_other_along_and_the_page_says_it(
+    tmp_path, monkeypatch, capsys, jobs
+):
     monkeypatch.setattr(run, "PYTEST", (sys.executable, "-c", PROCESS))
-    assert run.main(["--json", str(tmp_path / "gpu_test.json"), "--gpu-models", "Qwen3-4B"]) == 1
+    arguments = ["--json", str(tmp_path / "gpu_test.json"), "--jobs", jobs]
+    assert run.main([*arguments, "--gpu-models", "Qwen3-4B"]) == 1
     record = json.loads((tmp_path / "gpu_test.json").read_text())
     assert record["outcomes"] == {"crashed": 1, "failed": 1, "passed": len(run.FILES) - 1}
     page = (tmp_path / "gpu_test.md").read_text()

@@ -20,7 +20,7 @@ _BEGAN = time.monotonic()
 OURS = ("onpolicy", "benchmarks")
 """Packages whose lines do not name where they come from."""
 
-NOISY = ("httpx", "matplotlib", "megatron", "pebble")
+NOISY = ("httpx", "matplotlib", "megatron", "pebble", "sglang")
 
 
 def elapsed() -> float:

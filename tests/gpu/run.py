@@ -8,10 +8,13 @@ the suite needs, and nothing of pytest's plug-ins.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,13 @@ FILES = (
     "test_attention",
     "test_end_to_end",
     "test_tensor_parallel",
-    "test_server",
     "test_negative_controls",
+    "test_server",
 )
 """From the parts to the whole, so that the first failure is the smallest one."""
+
+ALONE = "test_server"
+"""It counts what is free on the GPU, so the others have ended when it begins."""
 
 PYTEST = (sys.executable, "-m", "pytest", "-v", "--confcutdir=tests/gpu")
 """-v: the end of a log names the test that its process died in."""
@@ -44,24 +50,27 @@ def main(argv: Sequence[str]) -> int:
     """Run every file, merge what was recorded, and say what to send back; 1 if anything failed."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--json", type=Path, required=True, help="what all files recorded")
+    parser.add_argument("--jobs", type=int, default=1, help="files side by side on the GPU")
     own, arguments = parser.parse_known_args(argv)
     folder = own.json.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     tests: dict[str, Any] = {}
-    status = 0
-    for name in FILES:
-        status = max(status, int(_run(name, folder, arguments, tests)))
-        if tests:
-            write_json(own.json, record_of(tests))
+    run = partial(_run, folder=folder, arguments=arguments, shown=own.jobs == 1)
+    with ThreadPoolExecutor(own.jobs) as pool:
+        beside = pool.map(run, [name for name in FILES if name != ALONE])
+        for found in itertools.chain(beside, map(run, [ALONE])):
+            tests |= found
+            if tests:
+                write_json(own.json, record_of(tests))
     if tests:
         page = page_of(json.loads(own.json.read_text()), own.json)
         own.json.with_suffix(".md").write_text(page)
         print(page)
-    return status
+    return int(any(test["outcome"] not in ("passed", "skipped") for test in tests.values()))
 
 
-def _run(name: str, folder: Path, arguments: Sequence[str], tests: dict[str, Any]) -> bool:
-    """Run one file and add its tests to `tests`; whether anything failed."""
+def _run(name: str, folder: Path, arguments: Sequence[str], shown: bool) -> dict[str, Any]:
+    """Run one file; its tests as they were recorded, and its crash."""
     part, log = folder / f"{name}.json", folder / f"{name}.log"
     part.unlink(missing_ok=True)
     process = subprocess.Popen(
@@ -74,18 +83,20 @@ def _run(name: str, folder: Path, arguments: Sequence[str], tests: dict[str, Any
     assert process.stdout is not None
     with open(log, "w") as copy:
         for line in process.stdout:
-            print(line, end="", flush=True)
+            if shown:
+                print(line, end="", flush=True)
             copy.write(line)
             copy.flush()
     status = process.wait()
-    tests |= json.loads(part.read_text())["tests"] if part.exists() else {}
+    print(f"{name}: exit status {status}", flush=True)
+    tests: dict[str, Any] = json.loads(part.read_text())["tests"] if part.exists() else {}
     if status not in (0, 1, NO_TESTS):
         tests[f"tests/gpu/{name}.py"] = {
             "outcome": "crashed",
             "seconds": 0.0,
             "reason": f"its process ended with status {status}; the end of {log.name} says where",
         }
-    return status not in (0, NO_TESTS)
+    return tests
 
 
 def page_of(record: dict[str, Any], file: Path) -> str:

@@ -36,6 +36,7 @@ MESSAGES = [
     ("onpolicy.run.engines", logging.DEBUG, "a detail"),
     ("onpolicy.run.run", logging.WARNING, "careful"),
     ("other.package", logging.WARNING, "deprecated"),
+    ("sglang.srt.plugins", logging.INFO, "Available plugins"),
     ("benchmarks.bench.turns", logging.INFO, "warmed up"),
 ]
 
