@@ -30,7 +30,7 @@ from onpolicy.outputs.directory import versions
 
 RESPONSE = 128
 WIDTH = 1024
-"""Of feed-forwards."""
+"""The numbers inside a feed-forward."""
 
 BY_SAMPLES = [(512, n) for n in (2, 4, 8, 16)]
 BY_PROMPT = [(prompt, 8) for prompt in (64, 256, 512, 1024, 1536)]
