@@ -15,7 +15,7 @@ import argparse
 import time
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onpolicy.compat.process import prepare_process
 
@@ -76,9 +76,9 @@ CASES = {
 }
 
 
-def make_model(layers: int) -> PolicyModel:
+def make_model(layers: int, intermediate: int = 3072) -> PolicyModel:
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers,
+        vocab_size=VOCAB, hidden_size=1024, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=8, head_dim=64, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -113,8 +113,11 @@ def activations(policy: PolicyModel, batch: PackedTokens) -> int:
     return sum(kept.values())
 
 
-def compare(policy: PolicyModel, case: str, repetitions: int) -> dict[str, object]:
-    apart = PackedTokens.after_prompts(*CASES[case](), 1.0)
+def compare(
+    policy: PolicyModel, sequences: list[list[int]], prompts: list[int], repetitions: int
+) -> dict[str, Any]:
+    """Steps over the sequences, of whose tokens so many first ones are not asked for."""
+    apart = PackedTokens.after_prompts(sequences, prompts, 1.0)
     shared = share_prefixes(apart)
     with torch.no_grad():
         assert torch.equal(policy(shared)[0], policy(apart)[0])
@@ -145,7 +148,7 @@ def main() -> None:
     policy, found = make_model(args.layers), {}
     for case in CASES:
         if args.only in case:
-            found[case] = compare(policy, case, args.repetitions)
+            found[case] = compare(policy, *CASES[case](), args.repetitions)
             print(case, found[case], flush=True)
     put_out({"layers": args.layers, "cases": found, "versions": versions()}, args.json)
 

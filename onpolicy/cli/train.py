@@ -23,12 +23,14 @@ def _dry_run(config: TrainConfig) -> int:
     from onpolicy.run.launch.cluster_engines import planned
     from onpolicy.run.launch.inputs import read_inputs
     from onpolicy.run.launch.lengths import fit_run
+    from onpolicy.run.launch.sharing import sharing_described
 
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
     print(json.dumps(config.to_dict(), indent=2))
     _say_what_runs(config)
+    print(sharing_described(config, [len(p.prompt_ids) for p in inputs.prompts.prompts]))
     contract, longest = inputs.ladder.contract, inputs.longest_sequence(config)
     print("\n".join(planned(config, inputs.hf_config, contract, longest)))
     print(f"{len(inputs.prompts.prompts)} prompts; contract {contract.fingerprint}")

@@ -94,7 +94,7 @@ class TrainerRanks(Trainer):
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> TrainOutcome:
         flags, num_ranks = self.config.trainer, max(self._shares) + 1
-        most, shared = flags.max_tokens_per_gpu, flags.share_prefixes
+        most, shared = flags.max_tokens_per_gpu, flags.shares_prefixes
         shares = make_shares(samples, len(rates), num_ranks, most, shared)
         mine = [(shares[i], step, rates) for i in self._shares]
         return self._ask_each(PolicyTrainer.train_share, mine)[0]

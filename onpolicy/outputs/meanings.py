@@ -61,7 +61,7 @@ MEANINGS = {
     "lag/rejected_share": "share of them that rejection drops",
     "train/learnt_fraction": "share of tokens that --top-entropy-quantile and --clip-cov-ratio leave",
     "train/opsm_fraction": "share of tokens that off-policy sequence masking dropped",
-    "train/distinct_tokens_share": "share of tokens that --share-prefixes leaves to compute",
+    "train/distinct_tokens_share": "share of tokens that shared prefixes leave to compute",
     "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
     "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",
     "mismatch/k1": "mean log pi_rollout - log pi_train, in nats per token",

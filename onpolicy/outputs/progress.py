@@ -67,17 +67,20 @@ class Progress:
         reward = "no episode" if mean is None else f"reward {mean:.3f}"
         compared, mismatched = parity_of(metrics)
         speed = f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
+        distinct = metrics.get("train/distinct_tokens_share")
+        shared = "" if distinct is None else f"distinct tokens {distinct:.0%}"
         self._bar.update(
             self._task,
             advance=1,
             times=f"{spent}<{left}",
             latest=f"{reward} mismatched {mismatched}/{compared}",
-            now=speed,
+            now=f"{speed} {shared}".rstrip(),
         )
-        self._say(
-            f"rollout {step + 1}/{self._total}  {reward}  mismatched {mismatched} of {compared}  "
-            f"{speed}  {spent} elapsed, {left} left"
-        )
+        parts = (
+            f"rollout {step + 1}/{self._total}", reward, f"mismatched {mismatched} of {compared}",
+            speed, shared, f"{spent} elapsed, {left} left",
+        )  # fmt: skip
+        self._say("  ".join(filter(None, parts)))
 
     def _times(self, done: int) -> tuple[str, str]:
         """How long the command has run, and how long it will at the pace of the latest rollouts."""

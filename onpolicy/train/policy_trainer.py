@@ -111,7 +111,7 @@ class PolicyTrainer(Trainer):
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> TrainOutcome:
         flags, num_ranks = self.config.trainer, distributed.data_size()
-        most, shared = flags.max_tokens_per_gpu, flags.share_prefixes
+        most, shared = flags.max_tokens_per_gpu, flags.shares_prefixes
         shares = make_shares(samples, len(rates), num_ranks, most, shared)
         return self.train_share(shares[distributed.data_rank()], step, rates)
 
@@ -165,7 +165,7 @@ class PolicyTrainer(Trainer):
             ).with_own_cut(self.learner.cut)
             for indices in plan
         ]
-        if self.config.trainer.share_prefixes:
+        if self.config.trainer.shares_prefixes:
             batches = [share_prefixes(batch) for batch in batches]
         batches = [batch.on(self.device) for batch in batches]
         mine: dict[int, Tensor] = {}

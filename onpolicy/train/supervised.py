@@ -36,7 +36,7 @@ def supervised_step(
     num_tokens = sum(len(s.sample.token_ids) for s in samples)
     return {
         **metrics,
-        **sharing([batches], trainer.config.trainer.share_prefixes),
+        **sharing([batches], trainer.config.trainer.shares_prefixes),
         "perf/train_time": seconds,
         "perf/train_tokens_per_second": num_tokens / seconds,
     }
@@ -58,7 +58,7 @@ def supervised_batches(
 ) -> list[WeighedBatch]:
     """This rank's micro-batches, in which each token counts 1 over those of all ranks."""
     flags = trainer.config.trainer
-    most, shares = flags.max_tokens_per_gpu, flags.share_prefixes
+    most, shares = flags.max_tokens_per_gpu, flags.shares_prefixes
     plan = make_shares(samples, 1, distributed.data_size(), most, shares)
     share = plan[distributed.data_rank()]
     weight = 1 / max(sum(s.sample.trajectory.num_sampled for s in samples), 1)

@@ -52,15 +52,18 @@ class TrainerConfig:
     """Tokens that one rank packs into a micro-batch; a longer sequence gets one of its own."""
 
     share_prefixes: Annotated[
-        bool,
-        Against(lambda run: run.megatron_cp > 1 and run.megatron_cp,
+        Literal["auto", "on", "off"],
+        Against(lambda run: run.share_prefixes == "on" and run.megatron_cp > 1 and run.megatron_cp,
             "--megatron-cp={found}: ranks of context parallelism have stretches of whole sequences"),
-        Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
+        Against(lambda run: run.share_prefixes == "on"
+            and (not run.plan.starts_aligned or run.plan.is_governed),
             "operators that are not aligned compute a token otherwise where its past is shared",
             "Add --true-on-policy-mode, without --mismatch-governor, or leave it out."),
-    ] = False  # fmt: skip
+    ] = "auto"  # fmt: skip
     """Compute once what samples of a micro-batch begin with, as a group's prompt. Log-probabilities keep
-    their bits; gradients of shared tokens are summed in another order."""
+    their bits; gradients of shared tokens are summed in another order. auto: on for aligned operators of
+    a CPU where a prompt has several samples or an agent, unless something contradicts it; --dry-run says
+    what it comes to."""
 
     rank_invariant: Annotated[
         bool,
@@ -111,6 +114,11 @@ class TrainerConfig:
 
     clip_grad: NonNegative = 1.0
     """Largest norm of the gradient; 0 does not clip."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether they are shared, once it is known what `auto` comes to (`run/launch/sharing.py`)."""
+        return self.share_prefixes == "on"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Lengths that nobody asked for fit themselves to the model's context, and say so."""
+"""What nobody asked for fits itself: lengths to the model's context, and say so; shared prefixes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.kinds import Unasked
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.models.hf_config import load_config
+from onpolicy.run.launch.sharing import fit_sharing
 
 Verify = TypeVar("Verify", bound=VerifyConfig)
 
@@ -19,11 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 def fit_run(config: TrainConfig) -> TrainConfig:
-    """A run whose longest response, if nobody asked for one, leaves half of the context to prompts."""
+    """A run whose longest response, if nobody asked for one, leaves half of the context to prompts, and
+    of which it is decided whether prefixes are shared."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     flag, asked = "--rollout-max-response-len", config.rollout.rollout_max_response_len
     length = fit_length(flag, asked, hf_config.max_position_embeddings // 2, hf_config)
-    return replace(config, rollout=replace(config.rollout, rollout_max_response_len=length))
+    fitted = replace(config, rollout=replace(config.rollout, rollout_max_response_len=length))
+    return fit_sharing(fitted)
 
 
 def fit_verify(config: Verify) -> Verify:

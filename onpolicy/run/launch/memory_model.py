@@ -105,7 +105,7 @@ def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
     """The tokens of a micro-batch, or of all samples if they are fewer; episodes may have any number."""
     total, most = config.samples_per_rollout * longest_sequence, config.trainer.max_tokens_per_gpu
-    ranks = 1 if config.trainer.share_prefixes else config.cluster.num_ranks  # groups stay together
+    ranks = 1 if config.trainer.shares_prefixes else config.cluster.num_ranks  # whole groups
     fewer = most if has_agent(config.agent) else min(most, -(-total // ranks))
     return max(longest_sequence, fewer)
 

@@ -60,8 +60,8 @@ def test_the_mode_takes_layouts_whose_gradients_have_no_order():
         (["--sglang-dtype", "float16"], "--sglang-dtype: .*Use --dtype"),
         (["--hf-checkpoint", ""], "--hf-checkpoint is missing"),
         ([*IN_STAGES, "--rank-invariant"], "--megatron-pp=2: with --rank-invariant .*one micro-batch"),
-        (["--share-prefixes"], "--share-prefixes.*Add --true-on-policy-mode"),
-        (["--share-prefixes", "--true-on-policy-mode", "--train-backend", "megatron",
+        (["--share-prefixes", "on"], "--share-prefixes.*Add --true-on-policy-mode"),
+        (["--share-prefixes", "on", "--true-on-policy-mode", "--train-backend", "megatron",
             "--megatron-cp", "2"], "--megatron-cp=2: .*stretches of whole sequences"),
     ],
 )  # fmt: skip

@@ -89,6 +89,15 @@ def test_a_line_has_elapsed_time_and_an_estimate_of_the_rest(clock, capsys):
     assert second.endswith("0:02:20 elapsed, 0:01:20 left")  # 4 more at 20 seconds each
 
 
+def test_a_line_says_what_share_of_tokens_is_distinct_where_prefixes_are_shared(clock, capsys):
+    bar = Progress(10, 0)
+    bar.on_step(0, METRICS | {"train/distinct_tokens_share": 0.684})
+    bar.on_step(1, METRICS)
+    bar.close()
+    shared, whole = capsys.readouterr().out.splitlines()
+    assert "1000 tok/s  distinct tokens 68%  0:" in shared and "distinct" not in whole
+
+
 def test_the_estimate_follows_the_latest_rollouts(clock, capsys):
     bar = Progress(200, 0)
     for step in range(100):

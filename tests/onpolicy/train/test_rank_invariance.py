@@ -173,7 +173,8 @@ def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     algorithm = {"advantage_estimator": estimator, "loss_aggregation": "seq-mean-token-mean"}
-    trainer = {"max_tokens_per_gpu": 14, "share_prefixes": shared}  # two branches that share
+    choice = "on" if shared else "off"
+    trainer = {"max_tokens_per_gpu": 14, "share_prefixes": choice}  # two branches that share
     changes = {"algorithm": algorithm, "trainer": trainer}
     job = Job(path=checkpoint, backend=backend, changes=changes)
     (metrics, alone), *others = (group.run(learn_episodes, job)[0] for group in ranks.values())

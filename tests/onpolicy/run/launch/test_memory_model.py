@@ -139,7 +139,7 @@ def test_more_ranks_share_what_is_kept(checkpoint):
 
 def test_a_group_whose_prompt_is_computed_once_is_one_ranks(checkpoint):
     config = make_config(checkpoint)
-    shared = dataclasses.replace(config.trainer, share_prefixes=True)
+    shared = dataclasses.replace(config.trainer, share_prefixes="on")
     together = dataclasses.replace(config, trainer=shared)
     one, four = (trainer_parts(config, ranks=n)["activations"] for n in (1, 4))
     assert trainer_parts(together, ranks=4)["activations"] == one > four

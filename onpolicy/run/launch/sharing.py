@@ -1,0 +1,55 @@
+"""Whether a run shares prefixes if nobody asked, and what its plan says of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import torch
+
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups.agents import has_agent
+
+
+def fit_sharing(config: TrainConfig) -> TrainConfig:
+    """The run with `auto` made on or off: on where it is proven and there is something to share."""
+    if config.trainer.share_prefixes != "auto":
+        return config
+    trainer = replace(config.trainer, share_prefixes="off" if _reason_not_to(config) else "on")
+    return replace(config, trainer=trainer)
+
+
+def _reason_not_to(config: TrainConfig) -> str:
+    """Why `auto` shares nothing; "" if it does."""
+    reasons = {
+        "operators are not aligned": not config.plan.starts_aligned,
+        "--mismatch-governor may choose stock operators": config.plan.is_governed,
+        "--megatron-cp cuts sequences": config.megatron.megatron_cp > 1,
+        "it has not been run on a GPU": torch.cuda.is_available(),
+        "a prompt has one sample": config.rollout.n_samples_per_prompt == 1
+        and not has_agent(config.agent),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def distinct_share(prompt_lens: Sequence[int], response_len: int, n: int) -> float:
+    """The share of distinct tokens in n responses of `response_len` tokens to each prompt; fewer tokens
+    a response have a smaller one."""
+    prompt = fmean(prompt_lens)
+    return (prompt + n * response_len) / (n * (prompt + response_len))
+
+
+def sharing_described(config: TrainConfig, prompt_lens: Sequence[int]) -> str:
+    """Whether prefixes are shared, and how much of a step's tokens that leaves to compute at most."""
+    why = _reason_not_to(config) or "--share-prefixes off"
+    is_on = config.trainer.shares_prefixes
+    said = "prefixes are shared" if is_on else f"prefixes are not shared ({why})"
+    if has_agent(config.agent):
+        return f"{said}: how much that saves is up to the episodes"
+    n, longest = config.rollout.n_samples_per_prompt, config.rollout.rollout_max_response_len
+    share = distinct_share(prompt_lens, longest, n)
+    return (
+        f"{said}: {n} responses of at most {longest} tokens to a prompt of "
+        f"{fmean(prompt_lens):.0f} have at most {share:.0%} distinct tokens"
+    )
