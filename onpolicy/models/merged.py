@@ -99,9 +99,8 @@ class _Updates:
             return None
         parameter, stored = self._places[name]
         if parameter not in self._latest:
-            while (
-                len(self._latest) > 1
-            ):  # of a layer's experts there are two, whose parts alternate
+            # A layer's experts have two, whose parts alternate in the files.
+            while len(self._latest) > 1:
                 del self._latest[next(iter(self._latest))]
             self._latest[parameter] = self._of_parameter(parameter)
         return self._latest[parameter][stored]
