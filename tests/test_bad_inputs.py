@@ -291,6 +291,7 @@ TRAIN = [
     ("yaml-in-yaml", yaml("custom_config_path: b.yaml"), YAML, "custom_config_path does nothing inside the file"),
     ("yaml-switch-text", yaml('shuffle: "no"'), YAML, "c.yaml: shuffle='no': must be true or false, without quotes"),
     ("yaml-switch-number", yaml("shuffle: 1"), YAML, "shuffle=1: must be true or false"),
+    ("yaml-word-switch", yaml("share_prefixes: on"), YAML, "share_prefixes=True: must be one of 'auto', 'on', 'off'; put it in quotes"),
     ("yaml-number-switch", yaml("lr: true"), YAML, "lr=True: must be a number"),
     ("yaml-number-text", yaml("lr: fast"), YAML, "lr='fast': must be a number"),
     ("yaml-float-for-int", yaml("seed: 1.5"), YAML, "seed=1.5: must be a whole number"),

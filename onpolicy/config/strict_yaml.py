@@ -77,7 +77,9 @@ def broken_kind(value: object, kind: Any) -> str | None:
         items = value if isinstance(value, list) else [value]
         return next((rule for item in items if (rule := broken_kind(item, arguments[0]))), None)
     if typing.get_origin(kind) is Literal:
-        return None if value in arguments else f"must be one of {', '.join(map(repr, arguments))}"
+        hint = "; put it in quotes, since YAML takes on and off for true and false"
+        words = f"must be one of {', '.join(map(repr, arguments))}"
+        return None if value in arguments else words + hint * isinstance(value, bool)
     if kind is bool:
         return None if isinstance(value, bool) else "must be true or false, without quotes"
     if kind is str:
