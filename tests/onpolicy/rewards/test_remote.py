@@ -175,7 +175,7 @@ def test_a_prompt_that_names_a_service_is_scored_by_it_and_tried_with_it(scorer,
     rule.check_labels([ours.prompt, theirs.prompt], "sets.jsonl")
     rule.score([[ours, theirs]])
     assert (ours.reward, theirs.reward, theirs.reward_parts) == (1.0, 3.0, {"is_short": 0.0})
-    with pytest.raises(ConfigError, match=r"the rule remote_rm: tried on the first .*HTTP 500"):
+    with pytest.raises(ConfigError, match=r"the reward remote_rm: tried on the first .*HTTP 500"):
         rule.try_out(theirs.prompt)
     assert len(service.asked) == 2
 
