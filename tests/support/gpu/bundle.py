@@ -1,7 +1,7 @@
 """Packs what a Hopper machine without a network lacks, into archives that are small enough to send.
 
     python -m tests.support.gpu.bundle kernels kernels.tar.xz    27 MB: FlashAttention-3, DeepGEMM
-    python -m tests.support.gpu.bundle engine engine.tar.xz      32 MB: SGLang and what it imports
+    python -m tests.support.gpu.bundle engine engine.tar.xz      36 MB: SGLang and what it imports
 
 Unpacked, they are folders for PYTHONPATH. bundle.json lists the wheels, for Python 3.12 beside torch and
 transformers; what of them nothing imports; and stubs of what SGLang imports and does not call. Needs a
