@@ -32,10 +32,16 @@ SPILLED = {
     ("_query_grad_kernel", "float32", "256"): 208,
     ("_attention_kernel", "bfloat16", "256"): 80,
     ("_chunks_kernel", "bfloat16", "256"): 120,
-    ("_key_grad_kernel", "bfloat16", "128"): 8,
 }
 """Bytes, by kernel, dtype and head size, where no tile that was tried keeps all in registers. For 9.0
 attention spills nothing."""
+
+SPILLED_ON_100 = {("_key_grad_kernel", "bfloat16", "128"): 8}
+"""Compute capability 10.0 is refused (`ops/backends/gpu.py`)."""
+
+COPIES_AHEAD = {"_query_grad_kernel": 2, "_key_grad_kernel": 1}
+"""Kernels of the backward pass in bfloat16 that do, at least; at head size 256 they have no memory for
+it, and gradients of keys have it at 64 alone."""
 
 OUTPUT_TILE = {"ROWS", "COLUMNS", "num_warps", "num_stages"}
 """What a linear's number of rows may choose: which outputs share a block. INNER decides a sum."""
@@ -65,10 +71,11 @@ def test_every_kernel_fits_into_shared_memory(compiled, arch):
 
 def test_no_kernel_spills_but_those_that_are_named(compiled, arch):
     assert arch != 90 or not any(k["stack"] for k in compiled if k["name"] in FORWARD)
+    named = SPILLED | (SPILLED_ON_100 if arch == 100 else {})
     spilling = {
         (k["name"], k["dtype"], k["stack"], json.dumps(k["options"]))
         for k in compiled
-        if k["stack"] > SPILLED.get((k["name"], k["dtype"], k["options"].get("DIM")), 0)
+        if k["stack"] > named.get((k["name"], k["dtype"], k["options"].get("DIM")), 0)
     }
     assert not spilling
     assert max(kernel["registers"] for kernel in compiled) > 100  # which are really read
@@ -110,11 +117,10 @@ def test_the_number_of_rows_chooses_nothing_that_decides_a_sum(compiled):
     assert chosen and all(len(settings) == 1 for settings in chosen.values()), chosen
 
 
-@pytest.mark.parametrize("name", ["_query_grad_kernel", "_key_grad_kernel"])
+@pytest.mark.parametrize("name", COPIES_AHEAD)
 def test_the_backward_pass_of_attention_copies_ahead(compiled, name):
-    """Where it has memory for two tiles."""
     kernels = [k for k in compiled if k["name"] == name and k["dtype"] == "bfloat16"]
-    assert any(kernel["copies_ahead"] for kernel in kernels)
+    assert sum(kernel["copies_ahead"] for kernel in kernels) >= COPIES_AHEAD[name]
 
 
 def test_no_kernel_copies_over_what_a_product_still_reads(compiled):
