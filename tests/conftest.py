@@ -71,13 +71,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_levels_as_before() -> Iterator[None]:
-    """Commands that tests call in their own process set them, and so does Ray."""
-    loggers = [logging.getLogger(name) for name in ("", "onpolicy")]
-    levels = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+def _log_levels_of_a_fresh_process() -> None:
+    """Ray sets them, and so do commands that tests and fixtures call in their own process."""
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("onpolicy").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import argparse
 import json
 import lzma
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def prune(site: Path, lists: dict[str, object]) -> None:
     """Leave out what is named, write the stubs, and strip the libraries of their symbols."""
     for pattern in lists["without"]:
         for path in [*site.glob(pattern)]:
-            subprocess.run(["rm", "-r", str(path)], check=True)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, text in lists["stubs"].items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
