@@ -115,7 +115,7 @@ class FsdpModel(ShardedModel):
             scores = self.module(batch.packed)
             train_log_probs.append(scores[0].detach())
             if check is not None:
-                check(scores[0], batch)
+                check(scores[0], batch, scores[1])
             total, found = loss(scores, batch)
             self.turn.is_filler = batch.is_filler
             total.backward()
