@@ -12,7 +12,10 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.engine
 
 PROMPTS, TOKENS = 6, 12
-ROUNDED = ("--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3")
+ROUNDED = (
+    "--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3",
+    "--rollout-activation-format", "int8",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.adapters import without_adapters
+from onpolicy.models.align import AlignedLinear
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.value_head import ValueModel
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head
@@ -61,6 +63,7 @@ class FsdpModel(ShardedModel):
         """Whether this is what adapters are beside."""
         contract = contract if rounds else contract.unrounded
         self.module.kv_format = contract.kv_format
+        round_inputs(self.module, contract.activation_format, (AlignedLinear,))
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None

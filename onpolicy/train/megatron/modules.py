@@ -121,6 +121,10 @@ class WholeLinear(nn.Module):
         return self.config.operators.linear(x, self.weight)
 
 
+LINEARS = (AlignedColumnLinear, AlignedRowLinear, WholeLinear)
+"""What stands for the linears of a checkpoint, but for its output projection and routers."""
+
+
 class NormedRowLinear(AlignedRowLinear):
     """What ends a sublayer where the norm comes after it."""
 
