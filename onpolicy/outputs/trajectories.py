@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from pydantic import with_config
 from typing_extensions import TypedDict
 
+from onpolicy.grammar import Grammar, GrammarSpan
 from onpolicy.system.records import CLOSED
-from onpolicy.trajectory import FinishReason, Grammar, GrammarSpan, Span, Trajectory
+from onpolicy.trajectory import FinishReason, Span, Trajectory
 
 Count = Annotated[int, Ge(0)]
 
@@ -54,6 +55,8 @@ class TrajectoryRecord(TypedDict):
     kept_tokens: NotRequired[list[str | Count]]
     """[R], if any token was not drawn from the whole vocabulary: a set in base64 where it comes first,
     and afterwards its number among those, from 0. (Earlier versions wrote each in base64.)"""
+    entropy: NotRequired[list[float]]
+    """[R], if engines told it."""
     grammars: NotRequired[list[GrammarRecord]]
     """If there are any, in their order."""
     finish_reason: str
@@ -83,6 +86,8 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
     }
     if trajectory.kept_tokens:
         record["kept_tokens"] = _write_kept(trajectory.kept_tokens)
+    if trajectory.entropy:
+        record["entropy"] = trajectory.entropy
     if trajectory.grammars:
         record["grammars"] = [_write_grammar(span) for span in trajectory.grammars]
     return record
@@ -104,6 +109,9 @@ def read(record: TrajectoryRecord) -> Trajectory:
     kept = _read_kept(record.get("kept_tokens", ()))
     if kept and len(kept) != len(log_probs):
         raise ValueError(f"sampled tokens are {len(log_probs)} and kept_tokens {len(kept)}")
+    entropy = record.get("entropy", [])
+    if entropy and len(entropy) != len(log_probs):
+        raise ValueError(f"sampled tokens are {len(log_probs)} and entropy {len(entropy)}")
     return Trajectory(
         token_ids=record["token_ids"],
         sampled=sampled,
@@ -112,6 +120,7 @@ def read(record: TrajectoryRecord) -> Trajectory:
         spans=tuple(_read_span(span, len(log_probs)) for span in record["spans"]),
         routed_experts=_read_experts(record["routed_experts"]),
         kept_tokens=kept,
+        entropy=entropy,
         grammars=tuple(_read_grammar(span, length) for span in record.get("grammars", ())),
         finish_reason=FinishReason(record["finish_reason"]),
         weight_version=record["weight_version"],

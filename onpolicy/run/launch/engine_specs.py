@@ -83,6 +83,7 @@ def rollout_spec(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
+        returns_entropy=config.algorithm.compares_entropies and contract.is_aligned,
         serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )
     if not engine.colocate:

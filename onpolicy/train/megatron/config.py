@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.models.experts import expert_blocks, routers_of
 from onpolicy.models.facts import ModelFacts
 from onpolicy.ops.base import Operators
@@ -62,6 +62,9 @@ class AlignedConfig(TransformerConfig):
     activation_format: str = ""
     """The contract's."""
 
+    adapter: AdapterShape | None = None
+    """The contract's."""
+
     expert_dispatch: str = "alltoall"
     """The layout's; Megatron's own setting would refuse micro-batches of different lengths."""
 
@@ -103,6 +106,7 @@ def make_config(
         row_parallel_blocks=contract.row_parallel_blocks,
         kv_format=contract.kv_format,
         activation_format=contract.activation_format,
+        adapter=contract.adapter,
         expert_dispatch=layout.moe_token_dispatcher_type,
         moe_token_dispatcher_type="alltoall",
         num_layers=hf_config.num_hidden_layers,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed._composable import checkpoint
+from transformers import AutoModelForCausalLM
 
 from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import adapters, add_adapters
@@ -84,6 +85,54 @@ def test_log_probs_are_the_same_bits_and_gradients_the_same_sum(policy, sequence
     assert all(torch.equal(a, b) for a, b in zip(repeated, ours, strict=True))
 
 
+def exact_gradients(path, sequences):
+    """Transformers' own, in float64, of `scores_and_gradients`' loss, by the names of the weights."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    temperature = torch.tensor(0.7).double()
+    scores = [
+        (model(torch.tensor([s])).logits[0, :-1] / temperature)
+        .log_softmax(-1)
+        .gather(1, torch.tensor(s[1:])[:, None])[:, 0]
+        for s in sequences
+    ]
+    log_probs = torch.cat(scores)
+    (log_probs * torch.linspace(-1, 2, len(log_probs)).double()).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def errors(policy, batch, exact):
+    """The gradients of every weight, flat and in float64, and how far they are from the exact ones."""
+    scores_and_gradients(policy, batch)
+    weights = {n: p for n, p in policy.causal_lm.named_parameters() if p.grad is not None}
+    found = {name: p.grad.double().flatten() for name, p in weights.items()}
+    return found, {name: float((g - exact[name].flatten()).norm()) for name, g in found.items()}
+
+
+ROUNDING = 1.5
+"""What the distances to float64 of two float32 sums of the same numbers may differ by."""
+
+
+@pytest.mark.parametrize("architecture", ["gemma4-moe", "gpt-oss", "qwen3-moe"])
+def test_gradients_are_no_farther_from_exact_ones_than_those_of_whole_sequences(
+    architecture, tmp_path, monkeypatch
+):
+    """In single tensors whose sums cancel (sinks, biases of keys) float32 has fewer digits than
+    `distance` below asks for, with and without sharing."""
+    path = make_checkpoint(tmp_path, architecture)
+    policy, exact = load_policy(path), exact_gradients(path, AGENT)
+    apart, shared = packed(AGENT), share_prefixes(packed(AGENT))
+    theirs, far = errors(policy, apart, exact)
+    ours, near = errors(policy, shared, exact)
+    assert distance([torch.cat([*ours.values()])], [torch.cat([*theirs.values()])]) < 1e-6
+    assert all(float((ours[n] - theirs[n]).norm()) < far[n] for n in far)
+    assert all(near[n] < ROUNDING * far[n] for n in far)
+    monkeypatch.setattr(SharedRows, "add_up", rounded_as_it_grows)
+    _, rounded = errors(policy, shared, exact)
+    assert any(rounded[n] > ROUNDING * far[n] for n in far)
+
+
 def test_threads_change_no_bit_of_a_gradient(policy, monkeypatch):
     monkeypatch.setattr("onpolicy.ops.cpu.threads.MIN_PARALLEL_FLOPS", 0)
     _, ours = scores_and_gradients(policy, share_prefixes(packed(GROUPS)))
@@ -112,6 +161,13 @@ def as_they_arrive(self, grad, count):
     total = grad.new_zeros(count, *grad.shape[1:])
     for read, lie in reversed(self.runs):
         total[lie] += grad[read]
+    return total
+
+
+def rounded_as_it_grows(self, grad, count):
+    total = grad.new_zeros(count, *grad.shape[1:])
+    for read, lie in self.runs:
+        total[lie] = (total[lie] + grad[read]).bfloat16().float()
     return total
 
 
