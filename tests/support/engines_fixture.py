@@ -32,6 +32,7 @@ def make_engines(
     tp_size: int = 1,
     make_rollout: MakeRollout = make_rollout_group,
     lora: groups.LoraConfig | None = None,
+    sglang_args: tuple[str, ...] = (),
     **engine,
 ) -> EnginePair:
     """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
@@ -50,6 +51,7 @@ def make_engines(
             str(CHUNKED_PREFILL_SIZE),
             "--tp-size",
             str(tp_size),
+            *sglang_args,
         ),
     )
     contract = contract_for(config, hf_config, aligned=True)

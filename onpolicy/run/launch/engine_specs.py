@@ -27,7 +27,7 @@ from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
-from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY, EngineSpec
+from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec, cache_margin
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.launch.host_shares import placement_here, share_of_cores
 from onpolicy.run.launch.memory_model import RunMemory, token_bytes
@@ -145,16 +145,16 @@ def _cache_tokens(
     if asked is not None or contract.device != "cpu":
         return asked or 0
     longest = longest_sequence or hf_config.max_position_embeddings
-    return cache_tokens(hf_config, contract, longest, requests)
+    one = longest + cache_margin(config.sglang_args)
+    return cache_tokens(hf_config, contract, one, requests)
 
 
 def cache_tokens(
-    hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
+    hf_config: PretrainedConfig, contract: NumericsContract, one: int, requests: int
 ) -> int:
-    """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
-    CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
+    """Tokens for the cache of a CPU engine: as many of `requests` sequences, which need `one` each, as
+    fit CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
     admits a request."""
-    one = longest_sequence + CACHE_MARGIN
     fitting = CACHE_BYTES // token_bytes(hf_config, contract)
     return max(one, min((requests + 1) * one, fitting))
 
