@@ -52,7 +52,9 @@ TERMS: dict[str, dict[str, Any]] = {
 }
 LARGER_STEPS = ("entropy bonus", "top entropy")
 """Terms that change more than the loss: the backward pass of the logits, a forward pass before it, which
-is needed where a step has several micro-batches."""
+is needed where a step has several micro-batches and engines did not tell entropies."""
+
+CUT_STEPS = (*LARGER_STEPS, "top entropy untold")
 
 PARTS = 4
 """Micro-batches of a step that is cut."""
@@ -111,16 +113,20 @@ def main() -> None:
     hf_config = load_config(args.hf_checkpoint)
     plain, contract = setting(bench, hf_config, "aligned")
 
-    def step(parts: int = 1, **algorithm: Any) -> tuple[PolicyTrainer, Callable[[], object]]:
+    def step(
+        parts: int = 1, *, told: bool = True, **algorithm: Any
+    ) -> tuple[PolicyTrainer, Callable[[], object]]:
         config = with_flags(plain, {"max_tokens_per_gpu": args.num_tokens // parts, **algorithm})
         trainer = make_trainer(config, contract, threads, RewardEstimator("reinforce"))
-        return trainer, step_measure(trainer, args.num_tokens, bench, 1)
+        return trainer, step_measure(trainer, args.num_tokens, bench, 1, told=told)
 
     trainer, ordinary = step()
     terms: dict[str, dict[str, Any]] = {name: TERMS[name] for name in LARGER_STEPS}
     steps = {"step": ordinary, "cut": step(PARTS)[1]}
     steps |= {f"step, {name}": step(**term)[1] for name, term in terms.items()}
     steps |= {f"cut, {name}": step(PARTS, **term)[1] for name, term in terms.items()}
+    untold = step(PARTS, told=False, **TERMS["top entropy"])[1]
+    steps["cut, top entropy untold"] = untold
     scored = scored_step(trainer, ordinary)
     losses = {name: {"policy_loss": name} for name in OBJECTIVES} | TERMS
     work = steps | {name: loss_of(scored, with_flags(plain, x)) for name, x in losses.items()}
@@ -133,7 +139,7 @@ def main() -> None:
         "share_of_a_step": {name: spent[name] / spent["step"] for name in losses},
         "step_with": {name: spent[f"step, {name}"] / spent["step"] for name in LARGER_STEPS},
         "micro_batches_of_a_cut_step": PARTS,
-        "cut_step_with": {name: spent[f"cut, {name}"] / spent["cut"] for name in LARGER_STEPS},
+        "cut_step_with": {name: spent[f"cut, {name}"] / spent["cut"] for name in CUT_STEPS},
         "versions": versions(),
     }
     put_out(result, args.json)

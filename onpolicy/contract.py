@@ -20,6 +20,9 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
+ENTROPY_VARIABLE = "ONPOLICY_ENTROPY"
+"""Environment variable: set where an engine is to tell the entropy that each token was drawn at."""
+
 EXTENSIONS_VARIABLE = "ONPOLICY_EXTENSIONS"
 """Environment variable with what a command puts into an engine beside its contract, as a JSON object: of
 each class "module:name" the text that it is made from. It changes no bits."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import compress, pairwise
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from onpolicy.grammar import Grammar, GrammarSpan
 
 
 class FinishReason(StrEnum):
@@ -35,29 +36,6 @@ class Span:
 
     version: int
     start: int
-    end: int
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Grammar:
-    """What an answer must be as text."""
-
-    kind: Literal["regex", "json_schema"]
-
-    text: str
-    """A regular expression that matches the whole answer, or a JSON schema."""
-
-    stop_token_ids: tuple[int, ...]
-    """The tokens that end an answer once it is complete, and never before; at least one."""
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class GrammarSpan:
-    """Tokens of a trajectory that were sampled within a grammar, from its beginning on."""
-
-    grammar: Grammar
-    start: int
-    """The first one's place among all tokens of the trajectory."""
     end: int
 
 
@@ -89,6 +67,10 @@ class Completion:
     kept_tokens: list[bytes] = field(default_factory=list)
     """[R]: what each was drawn from (`ops/kept_tokens.py`); none at all if all from the vocabulary."""
 
+    entropy: list[float] = field(default_factory=list)
+    """float32 values [R]: of the distribution that each was drawn from, in nats; none at all of an
+    engine that does not tell."""
+
     spans: tuple[Span, ...] = ()
     """The pushes that its tokens come from, in order and without gaps, as the engine says; empty if it
     does not say. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
@@ -105,6 +87,7 @@ class Completion:
             finish_reason=reason,
             routed_experts=None if experts is None else experts[: len(experts) - cut],
             kept_tokens=self.kept_tokens[:count],
+            entropy=self.entropy[:count],
             spans=tuple(spans),
         )
 
@@ -137,6 +120,9 @@ class Trajectory:
 
     kept_tokens: list[bytes] = field(default_factory=list)
     """[R], or none, as in `Completion`."""
+
+    entropy: list[float] = field(default_factory=list)
+    """[R], as in `Completion`; none at all if any is not known."""
 
     grammars: tuple[GrammarSpan, ...] = ()
     """The tokens that were sampled within grammars, in their order; they may count as given since."""
@@ -180,6 +166,7 @@ class Trajectory:
             spans=_joined(self.spans, answer.spans, self.num_sampled),
             routed_experts=self._experts_with(answer.routed_experts),
             kept_tokens=self._kept_with(answer),
+            entropy=self._entropy_with(answer),
             grammars=self._grammars(answer, grammar),
             finish_reason=answer.finish_reason,
             weight_version=answer.weight_version,
@@ -210,6 +197,7 @@ class Trajectory:
             spans=spans,
             routed_experts=None if experts is None else experts[: length - 1],
             kept_tokens=self.kept_tokens[:count],
+            entropy=self.entropy[:count],
             grammars=tuple(
                 replace(g, end=min(g.end, length)) for g in self.grammars if g.start < length
             ),
@@ -232,6 +220,7 @@ class Trajectory:
             rollout_log_probs=self.rollout_log_probs[count:],
             temperatures=self.temperatures[count:],
             kept_tokens=self.kept_tokens[count:],
+            entropy=self.entropy[count:],
             spans=tuple(
                 replace(s, start=max(s.start - count, 0), end=s.end - count)
                 for s in self.spans
@@ -252,6 +241,11 @@ class Trajectory:
             return []
         before = self.kept_tokens or [b""] * self.num_sampled
         return before + (answer.kept_tokens or [b""] * len(answer.response_ids))
+
+    def _entropy_with(self, answer: Completion) -> list[float]:
+        is_known = len(self.entropy) == self.num_sampled
+        is_told = len(answer.entropy) == len(answer.response_ids)
+        return self.entropy + answer.entropy if is_known and is_told else []
 
     def _grammars(self, answer: Completion, grammar: Grammar | None) -> tuple[GrammarSpan, ...]:
         if grammar is None or not answer.response_ids:

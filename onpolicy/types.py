@@ -8,7 +8,8 @@ from itertools import groupby
 from statistics import mean
 from typing import Any
 
-from onpolicy.trajectory import FinishReason, Grammar, Trajectory
+from onpolicy.grammar import Grammar
+from onpolicy.trajectory import FinishReason, Trajectory
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

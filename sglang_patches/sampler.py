@@ -11,6 +11,8 @@ A request with a grammar, top-k, top-p or min-p is sampled from what they leave 
 `ops/cuts.py`), by the same functions, and its answer says of every token what it was drawn from:
 `meta_info.kept_tokens`, `ops/kept_tokens.py` in base64. Stock SGLang draws from the cut distribution and
 returns the log-probability of the whole one.
+Where a run asks for it, an answer says of every token too at what entropy it was drawn, by
+the function that the trainer's is of: `meta_info.entropy`, float32.
 Registered through SGLang's register_sampler_backend under the name that deterministic inference
 forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 """
@@ -19,12 +21,13 @@ from __future__ import annotations
 
 import base64
 import operator
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import ENTROPY_VARIABLE, NumericsContract
 from onpolicy.ops import Operators
 from onpolicy.ops.cuts import ALL, Cut, left, within
 from onpolicy.ops.kept_tokens import packed
@@ -32,6 +35,7 @@ from sglang_patches import registry
 from sglang_patches.grammars import allowed, is_constrained
 
 KEPT = "kept_tokens"
+ENTROPY = "entropy"
 
 
 def install(operators: Operators, contract: NumericsContract) -> None:
@@ -72,6 +76,7 @@ def _sampler_class() -> type:
                 tokens = torch.where(is_kept, tokens, log_probs.argmax(-1))
             if sampling_info.is_any_greedy:
                 tokens = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), tokens)
+            _answer_entropy(self.operators, logits_output, logits, sampling_info, tokens)
             tokens = tokens.to(torch.int32)
             if return_logprob:
                 result = self.output_logprob_processor.compute_logprobs(
@@ -126,9 +131,22 @@ def _is_cut(info: Any) -> Tensor:
 
 def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:
     """Let the answers say it, of the requests that have a grammar or a filter."""
-    others = {k: v for k, v in (logits_output.customized_info or {}).items() if k != KEPT}
+    others = {
+        k: v for k, v in (logits_output.customized_info or {}).items() if k not in (KEPT, ENTROPY)
+    }
     if kept is not None:
         texts = (base64.b64encode(each).decode() for each in packed(kept))
         asked = map(operator.or_, _is_cut(info).tolist(), is_constrained(info))
         others[KEPT] = [text if a else None for a, text in zip(asked, texts, strict=True)]
     logits_output.customized_info = others or None
+
+
+def _answer_entropy(
+    operators: Operators, logits_output: Any, logits: Tensor, info: Any, tokens: Tensor
+) -> None:
+    """Let the answers say it, of an engine that is to tell."""
+    if ENTROPY_VARIABLE not in os.environ:
+        return
+    _, entropy = operators.gather_log_probs(logits, info.temperatures, tokens)
+    others = logits_output.customized_info or {}
+    logits_output.customized_info = {**others, ENTROPY: entropy.tolist()}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 
-GROUND = {"errors", "trajectory", "types", "contract", "system", "config"}
+GROUND = {"errors", "grammar", "trajectory", "types", "contract", "system", "config"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "config": GROUND | {"algorithm"},

@@ -82,8 +82,10 @@ def step_measure(
     config: BenchConfig,
     torch_threads: int,
     rate: float = 0.0,
+    told: bool = True,
 ) -> Measure:
-    """One optimizer step on made-up samples, at a learning rate that changes nothing by itself."""
+    """One optimizer step on made-up samples, at a learning rate that changes nothing by itself; told:
+    which come with entropies, as aligned engines tell them."""
     import torch
 
     rng = random.Random(0)
@@ -91,7 +93,7 @@ def step_measure(
     vocab_size = load_config(config.model.hf_checkpoint).vocab_size
     samples = [
         TrainSample(
-            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config, rng),
+            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config, rng, told),
             group=number,
             episode=number,
         )
@@ -117,13 +119,14 @@ def _watched(trainer: PolicyTrainer, measure: Measure, vocab_size: int) -> Calla
     return watched
 
 
-def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random) -> Sample:
+def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random, told: bool) -> Sample:
     completion = Completion(
         response_ids=token_ids[config.prompt_len :],
         rollout_log_probs=[-1.0] * config.max_new_tokens,
         finish_reason=FinishReason.LENGTH,
         weight_version=0,
         num_cached_tokens=0,
+        entropy=[float(i) for i in token_ids[config.prompt_len :]] if told else [],
     )
     prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
     trajectory = Trajectory.begin(prompt.prompt_ids).plus(completion, temperature=1.0)

@@ -17,6 +17,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.tools import ExplainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.grammar import Grammar
 from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.directory import versions
 from onpolicy.run.cases import Case, read_case
@@ -28,7 +29,6 @@ from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.shared_directories import require_shared_by_servers
 from onpolicy.run.saving.checkpoint import STATE, checkpoints
-from onpolicy.trajectory import Grammar
 from onpolicy.types import Request, SamplingParams
 
 if TYPE_CHECKING:  # it imports Ray, which a session prepares

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from onpolicy.contract import OUTSIDE, NumericsContract
 from onpolicy.errors import in_one_line
+from onpolicy.grammar import Grammar
 from onpolicy.models.json_schemas import require_enforced
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.ops.kept_tokens import WHOLE, packed
-from onpolicy.trajectory import Grammar, Trajectory
+from onpolicy.trajectory import Trajectory
 
 if TYPE_CHECKING:  # its import takes seconds
     import xgrammar

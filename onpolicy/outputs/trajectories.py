@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from pydantic import with_config
 from typing_extensions import TypedDict
 
+from onpolicy.grammar import Grammar, GrammarSpan
 from onpolicy.system.records import CLOSED
-from onpolicy.trajectory import FinishReason, Grammar, GrammarSpan, Span, Trajectory
+from onpolicy.trajectory import FinishReason, Span, Trajectory
 
 Count = Annotated[int, Ge(0)]
 
@@ -54,6 +55,8 @@ class TrajectoryRecord(TypedDict):
     kept_tokens: NotRequired[list[str | Count]]
     """[R], if any token was not drawn from the whole vocabulary: a set in base64 where it comes first,
     and afterwards its number among those, from 0. (Earlier versions wrote each in base64.)"""
+    entropy: NotRequired[list[float]]
+    """[R], if engines told it."""
     grammars: NotRequired[list[GrammarRecord]]
     """If there are any, in their order."""
     finish_reason: str
@@ -85,6 +88,8 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
     }
     if trajectory.kept_tokens:
         record["kept_tokens"] = _write_kept(trajectory.kept_tokens)
+    if trajectory.entropy:
+        record["entropy"] = trajectory.entropy
     if any(trajectory.drafts):
         record["drafts"] = [*trajectory.drafts]
     if trajectory.grammars:
@@ -108,6 +113,9 @@ def read(record: TrajectoryRecord) -> Trajectory:
     kept = _read_kept(record.get("kept_tokens", ()))
     if kept and len(kept) != len(log_probs):
         raise ValueError(f"sampled tokens are {len(log_probs)} and kept_tokens {len(kept)}")
+    entropy = record.get("entropy", [])
+    if entropy and len(entropy) != len(log_probs):
+        raise ValueError(f"sampled tokens are {len(log_probs)} and entropy {len(entropy)}")
     drafts = record.get("drafts", [0, 0])
     return Trajectory(
         token_ids=record["token_ids"],
@@ -117,6 +125,7 @@ def read(record: TrajectoryRecord) -> Trajectory:
         spans=tuple(_read_span(span, len(log_probs)) for span in record["spans"]),
         routed_experts=_read_experts(record["routed_experts"]),
         kept_tokens=kept,
+        entropy=entropy,
         grammars=tuple(_read_grammar(span, length) for span in record.get("grammars", ())),
         finish_reason=FinishReason(record["finish_reason"]),
         weight_version=record["weight_version"],

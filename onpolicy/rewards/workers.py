@@ -120,5 +120,5 @@ def _arguments(rule: str, sample: Sample) -> tuple[Any, ...]:
 
 def _light(sample: Sample) -> Sample:
     """Without megabytes that no rule looks at."""
-    trajectory = replace(sample.trajectory, routed_experts=None, kept_tokens=[])
+    trajectory = replace(sample.trajectory, routed_experts=None, kept_tokens=[], entropy=[])
     return replace(sample, trajectory=trajectory)

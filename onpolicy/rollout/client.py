@@ -243,6 +243,7 @@ def _completion(answer: Any, status: int, request: Request, url: str) -> Complet
         drafts=(drafts[0], drafts[1]),
         routed_experts=_routed_experts(meta, request, url) if response_ids else None,
         kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
+        entropy=meta.get("entropy") or [],
         spans=tuple(
             Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
             for span in meta.get("weight_versions") or ()

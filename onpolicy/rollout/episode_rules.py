@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onpolicy.grammar import Grammar
 from onpolicy.rollout.failures import OnFailure
 from onpolicy.rollout.observations import Json, Observations
-from onpolicy.trajectory import Grammar, Trajectory
+from onpolicy.trajectory import Trajectory
 
 
 def _no_text(token_ids: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onpolicy.trajectory import Grammar
+from onpolicy.grammar import Grammar
 
 
 def grammar_of(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from onpolicy.grammar import Grammar
 from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.rollout.turns import Ask, BranchRecord, Turns, UnderWay
-from onpolicy.trajectory import FinishReason, Grammar, Trajectory
+from onpolicy.trajectory import FinishReason, Trajectory
 
 
 def answer_as_before(branch: Turns, ask: Ask, past: BranchRecord) -> FinishReason | None:

@@ -17,12 +17,13 @@ from typing_extensions import TypedDict
 
 from onpolicy.config.groups.engines import KvFormat, WeightFormat
 from onpolicy.errors import ConfigError
+from onpolicy.grammar import GrammarSpan
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, OPEN, checked
-from onpolicy.trajectory import GrammarSpan, Trajectory
+from onpolicy.trajectory import Trajectory
 from onpolicy.types import Request, Sample
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,11 @@ _FILLER = TrainSample(
         prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
         sample_index=0,
         trajectory=Trajectory(
-            token_ids=[0, 0], sampled=[False, True], rollout_log_probs=[0.0], temperatures=[1.0]
+            token_ids=[0, 0],
+            sampled=[False, True],
+            rollout_log_probs=[0.0],
+            temperatures=[1.0],
+            entropy=[0.0],
         ),
     ),
     group=-1,
@@ -52,6 +56,9 @@ class PackedBatch:
     """Those that the samples have in their rollout; none of a filler."""
 
     rollout_log_probs: Tensor
+
+    rollout_entropy: Tensor | None
+    """What engines said of the distribution that each was drawn from, in nats; None if any did not."""
 
     lags: Tensor
     """int32: the pushes between the policy that each was sampled from and the one that is trained."""
@@ -192,10 +199,18 @@ def packed_batch(
         samples=samples,
         numbers=list(numbered),
         rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),
+        rollout_entropy=_rollout_entropy(trajectories, device),
         lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
         mask=torch.full((len(log_probs),), bool(numbered), device=device),
         token_weights=_token_weights(samples, device),
     )
+
+
+def _rollout_entropy(trajectories: Sequence[Trajectory], device: torch.device) -> Tensor | None:
+    if any(len(t.entropy) != t.num_sampled for t in trajectories):
+        return None
+    entropy = [x for t in trajectories for x in t.entropy]
+    return torch.tensor(entropy, dtype=torch.float32, device=device)
 
 
 def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:

@@ -27,7 +27,7 @@ from onpolicy.train.engine import Check, Role, ShardedModel
 from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
-from onpolicy.train.marks import knows_entropies, marked, marked_by_own_entropy
+from onpolicy.train.marks import early_entropies, entropies_from, marked, marked_by_own_entropy
 from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.penalties import Penalties
@@ -169,7 +169,7 @@ class Learner:
         scored = self.models["policy"].score([batch.packed for batch in micro_batches])
         for scores, batch in zip(scored, micro_batches, strict=True):
             if check is not None:
-                check(scores.log_probs, batch)
+                check(scores.log_probs, batch, scores.entropy)
             _, metrics = self._loss(scores, batch)
             found.append({name: float(value) for name, value in metrics.items()})
             log_probs.append(scores.log_probs)
@@ -219,12 +219,12 @@ class Learner:
         """Scores and advantages, before the first optimizer step changes anything."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        roles = self._roles(steps, corrected=corrected)
+        source = entropies_from(steps, self.config, on_policy=not corrected)
+        roles = self._roles(steps, source, corrected=corrected)
         scores: dict[Role, Any] = {role: self._score(role, batches) for role in roles}
         if self.teachers is not None:
             scores["teacher"], batches = self.teachers.score(batches)
         old = self._old_log_probs(batches, scores, corrected=corrected)
-        by_entropy = self.config.algorithm.compares_entropies
         reference = _told(scores.get("reference"), "log_probs", len(batches))
         paid, metrics = self.penalties.of(batches, old, reference)
         parts = zip(
@@ -232,7 +232,7 @@ class Learner:
             token_advantages(self.estimator, outcomes, batches, scores, paid),
             old,
             reference if self.config.algorithm.use_kl_loss else [None] * len(batches),
-            _told(scores.get("policy") if by_entropy else None, "entropy", len(batches)),
+            early_entropies(source, batches, scores.get("policy")),
             self._values_and_returns(batches, scores, paid),
             strict=True,
         )
@@ -249,7 +249,9 @@ class Learner:
         rest = iter(scored)
         return [[next(rest) for _ in step] for step in steps], metrics
 
-    def _roles(self, steps: list[list[PackedBatch]], *, corrected: bool) -> list[Role]:
+    def _roles(
+        self, steps: list[list[PackedBatch]], entropies: str, *, corrected: bool
+    ) -> list[Role]:
         """The models that score a rollout before its first optimizer step, in their order."""
         asked, penalised = set(self.estimator.roles), self.penalties.reads_reference
         if self.config.algorithm.use_kl_loss or penalised:
@@ -257,9 +259,7 @@ class Learner:
         algorithm = self.config.algorithm
         early = penalised or self.corrections.needs_scores(len(steps))
         early |= algorithm.compares_covariances
-        if corrected and not self.corrections.bypass and early:
-            asked.add("policy")
-        if algorithm.compares_entropies and not knows_entropies(steps, self.config):
+        if entropies == "policy" or (corrected and not self.corrections.bypass and early):
             asked.add("policy")
         return [role for role in self.models if role in asked]
 

@@ -2,14 +2,15 @@
 
 By what the policy was before the first step of the rollout, so that it is the same however a batch is
 cut into ranks and micro-batches. (Peers decide by the loss's own forward pass, within what that holds.)
-Entropies are those of that pass too where it holds all of them (`knows_entropies`), which saves another.
+Entropies are those of that pass too where it holds all of them (`knows_entropies`), or those that
+engines told with the tokens, where they are the policy's; either saves a pass before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from torch import Tensor
 from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.selection import clip_cov, covariances, kl_cov, top_entropy
 from onpolicy.config import TrainConfig
+from onpolicy.ops.log_probs import Scores
 from onpolicy.ops.uniform_numbers import splitmix64, uniform_numbers
-from onpolicy.train.batch import WeighedBatch
+from onpolicy.train.batch import PackedBatch, WeighedBatch
 from onpolicy.train.correction import step_shares
-from onpolicy.train.distributed import gather_vectors
+from onpolicy.train.distributed import any_data, gather_vectors
 
 
 def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> list[WeighedBatch]:
@@ -42,6 +44,30 @@ def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> l
         replace(batch, **{name: part[i] for name, part in parts.items()})
         for i, batch in enumerate(step)
     ]
+
+
+def entropies_from(
+    steps: Sequence[Sequence[PackedBatch]], config: TrainConfig, *, on_policy: bool
+) -> Literal["nobody", "rollout", "loss", "policy"]:
+    """Whose entropies the tokens of a rollout are told apart by: those that engines told, where they are
+    the policy's; those of the loss's own pass; or those of a pass before it. Collective."""
+    if not config.algorithm.compares_entropies:
+        return "nobody"
+    untold = any(batch.rollout_entropy is None for step in steps for batch in step)
+    if on_policy and not any_data(untold):
+        return "rollout"
+    return "loss" if knows_entropies(steps, config) else "policy"
+
+
+def early_entropies(
+    source: str, batches: Sequence[PackedBatch], scores: Sequence[Scores] | None
+) -> list[Tensor | None]:
+    """Those that are known before the loss's own pass; scores: the policy's, if it was asked."""
+    if source == "rollout":
+        return [batch.rollout_entropy for batch in batches]
+    if source == "nobody" or scores is None:
+        return [None] * len(batches)
+    return [each.entropy for each in scores]
 
 
 def knows_entropies(steps: Sequence[Sequence[object]], config: TrainConfig) -> bool:

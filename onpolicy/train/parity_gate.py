@@ -35,9 +35,12 @@ class ParityGate:
         self._by_sample: dict[int, int] = {}
         self._apart: tuple[int, list[float]] | None = None
 
-    def check(self, log_probs: Tensor, batch: PackedBatch) -> None:
-        """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs."""
-        counts, first = ParityCounts(), None
+    def check(self, log_probs: Tensor, batch: PackedBatch, entropy: Tensor | None = None) -> None:
+        """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs.
+
+        entropy: float32 [R], which is compared where engines told it.
+        """
+        counts, first, others = ParityCounts(), None, 0
         if not batch.is_filler:
             fresh = (batch.lags == 0).nonzero()[:, 0]
             counts, first = compare_log_probs(
@@ -45,10 +48,17 @@ class ParityGate:
             )
             first = None if first is None else int(fresh[first])
             self._count_by_sample(log_probs, batch)
+            if entropy is not None and batch.rollout_entropy is not None:
+                differ = mismatches(entropy.detach(), batch.rollout_entropy)
+                others = int(differ[fresh].sum())
         self._counts.append(counts)
         if self.on_mismatch not in ("fail", "fall back"):
             return
-        ours = {"compared": counts.num_compared, "mismatched": counts.num_mismatched}
+        ours = {
+            "compared": counts.num_compared,
+            "mismatched": counts.num_mismatched,
+            "others": others,
+        }
         totals = count_over_data(ours, log_probs.device)
         mismatched, compared = totals["mismatched"], totals["compared"]
         if mismatched:
@@ -59,6 +69,12 @@ class ParityGate:
             raise ParityError(
                 f"{mismatched} of {compared} tokens have another log-probability in training than in "
                 f"the rollout. First: {example}{why}. No step was taken. {self.remedy}"
+            )
+        if others := totals["others"]:
+            raise ParityError(
+                f"{others} of {compared} tokens have another entropy in training than engines told, by "
+                "which tokens were told apart, and the same log-probability. No step was taken. Leave "
+                "--top-entropy-quantile out, and report it: both are of one distribution."
             )
 
     def reduce(self) -> ParityCounts:

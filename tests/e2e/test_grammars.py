@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onpolicy.errors import ContractError, ParityError
+from onpolicy.grammar import Grammar
 from onpolicy.models.grammars import Matcher, require_held
 from onpolicy.ops.cuts import Cut
 from onpolicy.ops.kept_tokens import packed, unpacked
@@ -16,7 +17,6 @@ from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.rounds import Round
 from onpolicy.rollout.sampling import open_group, trajectories_of
-from onpolicy.trajectory import Grammar
 from onpolicy.types import Prompt, Request, SamplingParams
 from tests.e2e.test_filters import FILTERS, VOCABULARY, train, with_filters
 from tests.support.engines_fixture import make_requests

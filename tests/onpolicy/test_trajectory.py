@@ -76,3 +76,18 @@ def test_what_tokens_were_drawn_from_goes_with_them():
     assert grown.until(6).kept_tokens == [b"", b"", b"a", b"b"]
     assert grown.as_given(5).kept_tokens == [b"b", b"c", b""]
     assert answer.until(2, FinishReason.ABORT).kept_tokens == [b"a", b"b"]
+
+
+def test_entropies_are_those_of_all_sampled_tokens_or_of_none():
+    """Which of them an engine did not tell would not be known otherwise."""
+    told = make_completion([5, 6], [-1.0, -2.0], entropy=[0.5, 0.25])
+    untold = dataclasses.replace(told, entropy=[])
+    both = EMPTY.plus(told, 0.7).given([9]).plus(told, 0.7)
+    assert both.entropy == [0.5, 0.25] * 2
+    assert both.until(6).entropy == [0.5, 0.25, 0.5]
+    assert both.as_given(3).entropy == [0.25, 0.5, 0.25]
+    assert told.until(1, FinishReason.ABORT).entropy == [0.5]
+    assert EMPTY.plus(told, 0.7).plus(untold, 0.7).entropy == []
+    assert EMPTY.plus(untold, 0.7).plus(told, 0.7).entropy == []
+    lost = dataclasses.replace(told, entropy=[0.5])
+    assert EMPTY.plus(lost, 0.7).entropy == []

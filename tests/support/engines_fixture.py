@@ -32,6 +32,7 @@ def make_engines(
     tp_size: int = 1,
     make_rollout: MakeRollout = make_rollout_group,
     lora: groups.LoraConfig | None = None,
+    algorithm: groups.AlgorithmConfig | None = None,
     sglang_args: tuple[str, ...] = (),
     **engine,
 ) -> EnginePair:
@@ -44,6 +45,7 @@ def make_engines(
         engine=groups.EngineConfig(cpu_threads=1, **engine),
         trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=500),
         lora=lora or groups.LoraConfig(),
+        algorithm=algorithm or groups.AlgorithmConfig(),
         parity=groups.ParityConfig(true_on_policy_mode=True),
         sync=groups.WeightSyncConfig(update_weight_buffer_size=1),
         sglang_args=(

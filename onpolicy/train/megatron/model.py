@@ -37,6 +37,7 @@ from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, scor
 from onpolicy.models.value_head import ValueHead, Values
 from onpolicy.ops.base import Operators
 from onpolicy.ops.log_probs import Head, Scores, VocabParallel
+from onpolicy.train.megatron.adapters import add_adapters, factors_of
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import share_rows
@@ -124,7 +125,8 @@ class PolicyGptModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert self.config.operators is not None and self.config.hf_config is not None
         vocabulary = VocabParallel(self.config.hf_config.vocab_size, self.tp_group)
-        return Head(self.config.operators, weight, None, vocabulary)
+        adapter = factors_of(self.output_layer)
+        return Head(self.config.operators, weight, None, vocabulary, adapter=adapter)
 
     def _values(self, hidden: Tensor, head: ValueHead, local: LocalTokens) -> Values:
         """Every tensor-parallel rank computes all of them, and all of their gradient."""
@@ -196,6 +198,7 @@ def build_model(
     """
     config = make_config(hf_config, contract, operators, layout)
     model = PolicyGptModel(config, has_values=has_values)
+    add_adapters(model, config.adapter)
     model.to(device)
     return model
 

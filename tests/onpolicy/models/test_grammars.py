@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from onpolicy.grammar import Grammar
 from onpolicy.models.grammars import Grammars, require_grammar
 from onpolicy.models.json_schemas import require_enforced
 from onpolicy.ops.kept_tokens import WHOLE, unpacked
-from onpolicy.trajectory import Grammar, Trajectory
+from onpolicy.trajectory import Trajectory
 from tests.support.samples import make_completion
 from tests.support.tiny import make_tokenizer
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from onpolicy.grammar import Grammar, GrammarSpan
 from onpolicy.outputs.trajectories import TrajectoryRecord, digest, read, write
 from onpolicy.system.records import checked
-from onpolicy.trajectory import FinishReason, Grammar, GrammarSpan, Span, Trajectory
+from onpolicy.trajectory import FinishReason, Span, Trajectory
 
 SHAPE = TypeAdapter(TrajectoryRecord)
 
@@ -41,6 +42,7 @@ def trajectories(draw):
         ),
         routed_experts=draw(st.sampled_from([None, experts])),
         kept_tokens=draw(st.sampled_from([[], [b"", b"\x80\x01", b"\x05\0\0\0"] * 7]))[:count],
+        entropy=draw(st.sampled_from([[], [0.0, 1.5, 0.1] * 7]))[:count],
         grammars=draw(st.sampled_from([(), (GRAMMAR,)])) if len(mask) > 2 else (),
         finish_reason=draw(st.sampled_from(FinishReason)),
         weight_version=3,
@@ -92,6 +94,7 @@ def test_a_record_says_which_stretches_were_sampled():
         ({"routed_experts": [4, 2, "AAAA"]}, "buffer size must be a multiple"),
         ({"kept_tokens": ["AAAA"]}, "sampled tokens are 3 and kept_tokens 1"),
         ({"kept_tokens": ["AAAA", 0, 1]}, "kept_tokens=1: 1 sets come before it"),
+        ({"entropy": [1.0]}, "sampled tokens are 3 and entropy 1"),
         ({"grammars": [WITHIN | {"end": 6}]}, "grammars=[1, 6]: must start after 0"),
     ],
 )

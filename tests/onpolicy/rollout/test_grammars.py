@@ -5,13 +5,14 @@ import json
 
 import pytest
 
+from onpolicy.grammar import Grammar
 from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.rollout.grammars import grammar_of
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.rounds import Round
-from onpolicy.trajectory import FinishReason, Grammar
+from onpolicy.trajectory import FinishReason
 from onpolicy.types import Prompt, Request, SamplingParams
 from tests.support.episodes import drive
 from tests.support.samples import make_completion

@@ -17,8 +17,9 @@ from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingE
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed, learner, make_trainer
-from tests.support.samples import make_train_sample, with_log_probs
+from onpolicy.train import distributed, make_trainer, marks
+from onpolicy.train.batch import packed_batch
+from tests.support.samples import make_train_sample, with_log_probs, with_trajectory
 
 RATES = [1e-3]
 
@@ -401,9 +402,9 @@ def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
 COV = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01}
 
 
-def learnt_by_entropy(trainer):
+def learnt_by_entropy(trainer, change=lambda samples: samples):
     """(forward passes before the step, metrics, what is told of shown samples, weights) of a rollout."""
-    samples, passes, score = make_samples(trainer), [], trainer.policy.score
+    samples, passes, score = change(make_samples(trainer)), [], trainer.policy.score
     samples[0].sample.is_shown = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.policy, "score", lambda x: passes.append(x) or score(x))
@@ -425,7 +426,49 @@ def test_entropies_of_the_losss_own_pass_tell_tokens_apart_as_those_of_a_pass_be
     algorithm = {"top_entropy_quantile": 0.4, **more}
     trainer = {"max_tokens_per_gpu": max_tokens}
     ours = learnt_by_entropy(make(aligned=aligned, algorithm=algorithm, trainer=trainer))
-    monkeypatch.setattr(learner, "knows_entropies", lambda steps, config: False)
+    monkeypatch.setattr(marks, "knows_entropies", lambda steps, config: False)
     theirs = learnt_by_entropy(make(aligned=aligned, algorithm=algorithm, trainer=trainer))
     assert (ours[0], theirs[0]) == (passes, 1) and ours[1:3] == theirs[1:3]
     assert all(torch.equal(ours[3][name], tensor) for name, tensor in theirs[3].items())
+
+
+def telling(trainer, off=0.0):
+    """The samples with the entropies that an engine tells; the last one's are `off` from it."""
+
+    def change(samples):
+        batch = packed_batch(dict(enumerate(samples)), torch.device("cpu"))
+        (scores,) = trainer.policy.score([batch.packed])
+        parts = list(scores.entropy.split(batch.response_lens))
+        parts[-1] = torch.nextafter(parts[-1], parts[-1] + off)
+        return [
+            with_trajectory(sample, entropy=part.tolist())
+            for sample, part in zip(samples, parts, strict=True)
+        ]
+
+    return change
+
+
+@pytest.mark.parametrize("more", [{}, COV])
+def test_entropies_that_engines_tell_save_the_pass_before_the_step(make, more):
+    settings = {
+        "algorithm": {"top_entropy_quantile": 0.4, **more},
+        "trainer": {"max_tokens_per_gpu": 100},
+    }
+    theirs = learnt_by_entropy(make(**settings))
+    trainer = make(**settings)
+    ours = learnt_by_entropy(trainer, telling(trainer))
+    assert (ours[0], theirs[0]) == (0, 1) and ours[1:3] == theirs[1:3]
+    assert all(torch.equal(ours[3][name], tensor) for name, tensor in theirs[3].items())
+    stock = make(aligned=False, **settings)
+    assert learnt_by_entropy(stock, telling(stock))[0] == 1, "told by another policy"
+    trainer = make(**settings)
+    part = learnt_by_entropy(trainer, lambda s: [*telling(trainer)(s)[:-1], s[-1]])
+    assert part[0] == 1, "not told of all tokens"
+
+
+def test_an_entropy_that_is_not_the_trainers_is_refused(make):
+    trainer = make(algorithm={"top_entropy_quantile": 0.4}, trainer={"max_tokens_per_gpu": 100})
+    before = weights(trainer)
+    with pytest.raises(ParityError, match=r"^\d+ of \d+ tokens have another entropy in training"):
+        learnt_by_entropy(trainer, telling(trainer, off=1.0))
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
