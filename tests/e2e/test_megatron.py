@@ -13,7 +13,10 @@ pytestmark = pytest.mark.engine
 
 PROMPTS, TOKENS = 6, 12
 LORA = ("--lora-rank", "4")
-ROUNDED = ("--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3")
+ROUNDED = (
+    "--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3",
+    "--rollout-activation-format", "int8",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.adapters import FactorValues
+from onpolicy.models.align import AlignedLinear
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.peft_format import first_factors
 from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.value_head import ValueModel
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head
@@ -61,6 +63,7 @@ class FsdpModel(ShardedModel):
             self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
         contract = contract if rounds else contract.unrounded
         self.module.kv_format = contract.kv_format
+        round_inputs(self.module, contract.activation_format, (AlignedLinear,))
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None

@@ -59,6 +59,9 @@ class AlignedConfig(TransformerConfig):
     kv_format: str = ""
     """The contract's."""
 
+    activation_format: str = ""
+    """The contract's."""
+
     adapter: AdapterShape | None = None
     """The contract's."""
 
@@ -102,6 +105,7 @@ def make_config(
         windows=tuple(layer.window for layer in facts.attention),
         row_parallel_blocks=contract.row_parallel_blocks,
         kv_format=contract.kv_format,
+        activation_format=contract.activation_format,
         adapter=contract.adapter,
         expert_dispatch=layout.moe_token_dispatcher_type,
         moe_token_dispatcher_type="alltoall",

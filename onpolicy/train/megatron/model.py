@@ -33,6 +33,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
 from onpolicy.models.value_head import ValueHead, Values
 from onpolicy.ops.base import Operators
@@ -45,6 +46,7 @@ from onpolicy.train.megatron.config import AlignedConfig, make_config
 from onpolicy.train.megatron.family import is_sparse
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.modules import (
+    LINEARS,
     AlignedColumnLinear,
     AlignedMLP,
     AlignedNorm,
@@ -85,6 +87,7 @@ class PolicyGptModel(GPTModel):
         for module in shared:
             if module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
+        round_inputs(self, config.activation_format, LINEARS)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self.value_head is None:

@@ -127,6 +127,10 @@ class WholeLinear(nn.Module):
         return out if self.lora is None else self.lora(x, out)
 
 
+LINEARS = (AlignedColumnLinear, AlignedRowLinear, WholeLinear)
+"""What stands for the linears of a checkpoint, but for its output projection and routers."""
+
+
 class NormedRowLinear(AlignedRowLinear):
     """What ends a sublayer where the norm comes after it."""
 

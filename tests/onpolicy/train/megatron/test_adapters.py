@@ -252,6 +252,16 @@ def test_adapters_of_experts_compute_and_learn_as_in_the_other_engine(
     require_same_steps(two_ranks.run(learn, job)[0][:3], learn(in_the_other_engine(job))[:3])
 
 
+def test_adapters_read_what_their_linears_and_experts_read_in_8_bits(two_ranks, model_of):
+    engine = {"rollout_activation_format": "fp8_e4m3"}
+    job = job_of(model_of("qwen3-moe"), "data", "all-linear", engine=engine)
+    job = job.under(MIXTURES["tensor and sequence"])
+    log_probs = learn(in_the_other_engine(job))[0]
+    assert two_ranks.run(learn, job)[0][0][0] == log_probs[0]
+    exact = job_of(model_of("qwen3-moe"), "data", "all-linear")
+    assert learn(in_the_other_engine(exact))[0][0] != log_probs[0]
+
+
 def test_four_ranks_share_adapters_of_experts_both_ways(four_ranks, model_of, tmp_path):
     job = job_of(model_of("qwen3-moe"), targets="all-linear").under(OF_FOUR)
     whole = four_ranks.run(learn, job, tmp_path)[0]
